@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
         runs.append((f"mixed, {backend}", able, backend))
     started_on = machine()
     report: dict[str, dict[str, Any]] = {}
-    with LLM(str(args.model), config=EngineConfig(max_num_seqs=32)) as llm:
+    with LLM(str(args.model), "inline", config=EngineConfig(max_num_seqs=32)) as llm:
         for name, requests, backend in runs:
             started = time.perf_counter()
             answers = answers_of(llm, requests, args.max_tokens, backend)

@@ -76,7 +76,7 @@ def ways(model: Any, loaded: LoadedModel, batch: int, new_tokens: int) -> dict[s
 
     def llm() -> LLM:
         config = EngineConfig(max_num_seqs=batch, max_model_len=512, cpu_threads=torch.get_num_threads())
-        return LLM(loaded, config=config)
+        return LLM(loaded, "inline", config=config)
 
     free, guided = llm(), llm()
     plain = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)

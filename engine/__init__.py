@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.async_llm import AsyncLLM as AsyncLLM
+    from engine.base_llm import AsyncEngineArgs as AsyncEngineArgs
     from engine.config import EngineConfig as EngineConfig
     from engine.llm import LLM as LLM
     from engine.llm_engine import LLMEngine as LLMEngine
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncEngineArgs": "base_llm",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
+from typing import Any, cast
 
 from engine.beam_search import BeamSearch
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
+from engine.keywords import refuse_unknown, without_neutral
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
 from guided.errors import ContextLengthExceeded, InvalidRequest
+
+Prompt = str | Tokens[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
 
 class Admission:
@@ -40,11 +45,11 @@ class Admission:
         self._eos = frozenset(model.vocabulary.stop_token_ids)
         self.texts = TokenTexts(model.vocabulary, model.tokenizer)
 
-    def admit(
-        self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
-    ) -> SequenceGroup:
+    def admit(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = True) -> SequenceGroup:
         """Build the group of a request with its n sequences. If the prompt is too long, they are `FINISHED_IGNORED`."""
-        token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        text, token_ids = _unwrapped(prompt)
+        if token_ids is None:
+            token_ids = self._tokenizer.encode(text)
         self._check_prompt(token_ids)
         self._check_params(params)
         too_long = self._context_error(token_ids, params)
@@ -52,9 +57,9 @@ class Admission:
             raise too_long
         group = SequenceGroup(
             request_id,
-            params,
             [self._sequence(index, request_id, token_ids, params) for index in range(params.width)],
-            prompt if isinstance(prompt, str) else None,
+            params,
+            text,
             stream and params.width == params.n and not params.use_beam_search,
         )
         if params.use_beam_search:
@@ -67,18 +72,25 @@ class Admission:
     def _add_beams(self, group: SequenceGroup) -> None:
         first = group.sequences[0]
         most = first.max_length - len(group.prompt_token_ids)
-        if group.params.width > self._max_beams:  # others could not run beside them
+        if group.sampling_params.width > self._max_beams:  # others could not run beside them
             raise InvalidRequest(
-                f"{group.params.width} beams: the limit is {self._max_beams}, half of the sequences of a step",
+                f"{group.sampling_params.width} beams: the limit is {self._max_beams}, half of the sequences of a step",
                 param="best_of",
             )
-        if group.params.width * first.max_length > self._num_tokens:
+        if group.sampling_params.width * first.max_length > self._num_tokens:
             raise InvalidRequest(
-                f"{group.params.width} beams of {first.max_length} tokens don't fit in the KV cache of "
+                f"{group.sampling_params.width} beams of {first.max_length} tokens don't fit in the KV cache of "
                 f"{self._num_tokens} tokens: lower best_of or max_tokens",
                 param="best_of",
             )
-        group.beams = BeamSearch(group.params, most, first.stop_ids)
+
+        def completes_stop(tokens: list[int]) -> bool:
+            detokenizer = self._detokenizer(group.sampling_params)
+            detokenizer.feed(tokens, len(tokens))
+            return detokenizer.cut_at_stop(0) is not None
+
+        stops = completes_stop if group.sampling_params.stop else None
+        group.beams = BeamSearch(group.sampling_params, most, first.stop_ids, stops)
 
     def _sequence(self, index: int, request_id: str, token_ids: list[int], params: SamplingParams) -> Sequence:
         rest = self._max_model_len - len(token_ids)
@@ -91,13 +103,18 @@ class Admission:
             max_length=len(token_ids) + (rest if params.max_tokens is None else params.max_tokens),
             stop_ids=eos.union(params.stop_token_ids),
             seed=sequence_seed(self._seed, request_id, params.seed, index),
-            detokenizer=Detokenizer(
-                self.texts,
-                skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop,
-                include_stop=params.include_stop_str_in_output,
-                whole_characters=constrained,
-            ),
+            detokenizer=self._detokenizer(params),
+        )
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
+        constrained = params.constraint is not None
+        return Detokenizer(
+            self.texts,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between=params.spaces_between_special_tokens and not constrained,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            whole_characters=constrained,
         )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
@@ -135,3 +152,16 @@ class Admission:
             if beyond:
                 raise InvalidRequest(f"{name} has token {beyond[0]}; the model has {self._vocab_size}", param=name)
         self._validate(params)
+
+
+def _unwrapped(prompt: Prompt) -> tuple[str | None, list[int] | None]:
+    """Return a prompt's text and its token ids, at least one of them."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, list(prompt)
+    refuse_unknown("a prompt", without_neutral(prompt), ("prompt", "prompt_token_ids"))
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and token_ids is None:
+        raise InvalidRequest("a prompt has neither prompt nor prompt_token_ids", param="prompt")
+    return cast(str | None, text), None if token_ids is None else list(token_ids)

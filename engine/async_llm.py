@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from engine.base_llm import BaseLLM
+from engine.admission import Prompt
+from engine.base_llm import AsyncEngineArgs, BaseLLM
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
@@ -94,10 +95,15 @@ class AsyncLLM(BaseLLM):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
+        """Make one from vLLM's object of arguments."""
+        return cls(engine_args.model, **engine_args.options)
+
     async def generate(
         self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
         request_id: str | None = None,
         *,
         stream: bool = True,
@@ -117,7 +123,7 @@ class AsyncLLM(BaseLLM):
                 of a stream is the `error` of its last snapshot.
             InternalError: the engine's thread has died.
         """
-        group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, params, stream=stream)
+        group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, sampling_params, stream=stream)
         async with aclosing(self.run(group, client)) as outputs:
             async for output in outputs:
                 yield output

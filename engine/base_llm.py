@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -11,11 +14,19 @@ import torch
 from engine.config import EngineConfig, LoadOptions
 from engine.keywords import refuse_unknown, without_neutral
 from engine.llm_engine import LLMEngine
+from engine.logits_processors.loading import describe
 from engine.model_loader import LoadedModel, load_model
+from engine.post_processors import load_post_processor
+from guided.bundle import ProcessorBundle
 from guided.inline import InlinePool
 from guided.pool import MaskPool
+from guided.pool_opening import LazyPool
 from guided.pool_options import RayPoolOptions
+from guided.post_processor import LogitPostProcessor
+from guided.processor import GuidedProcessor
 from guided.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
 
 PoolChoice = Literal["inline", "ray"]
 
@@ -28,12 +39,16 @@ class BaseLLM:
 
     Args:
         model: a local directory, a hub name, or a model that is already loaded.
-        pool: where masks are computed. `inline`: in this process. `ray`: in a pool of Ray actors. A `MaskPool` is used
-            as it is and not shut down.
+        pool: where masks are computed. `ray`: in a pool of Ray actors. None: the same, but the pool is opened for the
+            first request with a constraint, which then waits some seconds; where Ray is not installed, `inline`.
+            `inline`: in this process, without isolation, after the forward pass. A `MaskPool` is used as it is and not
+            shut down.
         config: limits and sizes of the engine.
         pool_options: options of the pool if `pool` is a name: a `RayPoolOptions` or a mapping of its fields. An inline
             pool reads only `max_cache_bytes`.
         logits_processors: custom logits processors that run after those of `config`.
+        processor: a post-processor of your own, which works beside the standard one (RFC 5423). A `LogitPostProcessor`,
+            its class, or `module:Class`. A class is called with a `VllmConfig` if it takes an argument.
         options: fields of `LoadOptions` (dtype, device, tokenizer, revision), and of `EngineConfig`, which replace
             those of `config`.
 
@@ -47,11 +62,12 @@ class BaseLLM:
     def __init__(
         self,
         model: str | LoadedModel,
-        pool: PoolChoice | MaskPool = "inline",
+        pool: PoolChoice | MaskPool | None = None,
         config: EngineConfig | None = None,
         *,
         pool_options: RayPoolOptions | Mapping[str, Any] | None = None,
         logits_processors: Sequence[str | type] = (),
+        processor: LogitPostProcessor | type | str | None = None,
         **options: Any,
     ) -> None:
         options = without_neutral(options)
@@ -67,12 +83,17 @@ class BaseLLM:
         try:
             self.model.context_length(config.max_model_len)  # reports an invalid length before a pool is started
             _set_threads(self.model, config.cpu_threads)
-            if isinstance(pool, str):
+            if pool is None or isinstance(pool, str):
                 pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config.forced_tokens)
             self.pool: MaskPool = pool
-            self.engine = LLMEngine(self.model, config, self.pool)
+            bundle = None
+            if processor is not None:
+                description = describe(self.model, config, self.model.context_length(config.max_model_len))
+                own = load_post_processor(processor, description)
+                bundle = ProcessorBundle(GuidedProcessor(pool), own, config=description)
+            self.engine = LLMEngine(self.model, config, self.pool, bundle)
             if self.model.device.type == "cuda":
-                self.engine.warm_up()
+                self.engine.warm_up(guided=not isinstance(pool, LazyPool))
         except BaseException:  # for example a logits processor that cannot be loaded
             BaseLLM.shutdown(self)
             raise
@@ -91,17 +112,33 @@ class BaseLLM:
             self._own_ranks.close()
 
 
+class AsyncEngineArgs:
+    """vLLM's object of arguments for `AsyncLLM.from_engine_args`: a model, and any keywords of `AsyncLLM`."""
+
+    def __init__(self, model: str | LoadedModel, **options: Any) -> None:
+        self.model, self.options = model, options
+
+
 def open_pool(
-    choice: PoolChoice, vocabulary: Vocabulary, options: RayPoolOptions | Mapping[str, Any] | None, forced_tokens: bool
+    choice: PoolChoice | None,
+    vocabulary: Vocabulary,
+    options: RayPoolOptions | Mapping[str, Any] | None,
+    forced_tokens: bool,
 ) -> MaskPool:
-    """Start a mask pool. The caller shuts it down."""
+    """Open a mask pool. The caller shuts it down."""
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
+    if choice is None and find_spec("ray") is not None:
+        return LazyPool("ray", vocabulary, partial(open_pool, "ray", vocabulary, options, forced_tokens))
+    if choice is None:
+        logger.warning("Ray is not installed: masks are computed in this process, without isolation (pip install ray)")
+        choice = "inline"
     if choice == "inline":
         return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=forced_tokens)
     if choice == "ray":
         from actors import RayPool  # Ray is optional and slow to import
 
+        logger.info("opening the Ray pool: it takes some seconds and 1 GB of memory; pool='inline' takes neither")
         pool: MaskPool = RayPool(vocabulary, options, forced_tokens=forced_tokens)
         return pool
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")

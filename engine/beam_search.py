@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,13 +38,26 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """Beams in lockstep. There are always `width` of them, dead ones included."""
+    """Beams in lockstep. There are always `width` of them, dead ones included.
 
-    def __init__(self, params: SamplingParams, max_tokens: int, stop_ids: Collection[int]) -> None:
+    Args:
+        max_tokens: length at which every beam ends.
+        stop_ids: tokens that end a beam.
+        completes_stop: whether an output ends with a stop string.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        max_tokens: int,
+        stop_ids: Collection[int],
+        completes_stop: Callable[[list[int]], bool] | None = None,
+    ) -> None:
         self.finished: list[Hypothesis] = []
         """Best first, at most `width`."""
         self._width, self._penalty, self._early_stopping = params.width, params.length_penalty, params.early_stopping
-        self._max_tokens, self._stop_ids = max_tokens, stop_ids
+        self._max_tokens, self._stop_ids, self._completes_stop = max_tokens, stop_ids, completes_stop
+        self._min_tokens = params.min_tokens
         self._logprobs = [0.0] + [-math.inf] * (self._width - 1)  # all beams begin with the same tokens
 
     def advance(self, logprobs: torch.Tensor, outputs: list[list[int]]) -> list[Candidate] | None:
@@ -57,18 +70,26 @@ class BeamSearch:
         length = len(outputs[0]) + 1
         best = self._best(logprobs)
         is_last = length >= self._max_tokens
-        ended = [one for one in best[: self._width] if is_last or one.token in self._stop_ids]
+        stopped = {one for one in best if self._is_stopped(one, outputs[one.beam])}
+        ended = [one for one in best[: self._width] if is_last or one in stopped]
         self.finished += [
             Hypothesis(one.logprob / length**self._penalty, one, [*outputs[one.beam], one.token]) for one in ended
         ]
         self.finished.sort(key=lambda one: -one.score)
         del self.finished[self._width :]
-        running = [] if is_last else [one for one in best if one.token not in self._stop_ids][: self._width]
+        running = [] if is_last else [one for one in best if one not in stopped][: self._width]
         if not running or not self._can_improve(running[0], length):
             return None
         running += [Candidate(running[0].beam, running[0].token, -math.inf)] * (self._width - len(running))
         self._logprobs = [one.logprob for one in running]
         return running
+
+    def _is_stopped(self, one: Candidate, output: list[int]) -> bool:
+        if one.token in self._stop_ids:
+            return True
+        if self._completes_stop is None or len(output) < self._min_tokens:
+            return False
+        return self._completes_stop([*output, one.token])
 
     def _best(self, logprobs: torch.Tensor) -> list[Candidate]:
         """Return the best continuations of all beams: enough for `width` of them to go on."""

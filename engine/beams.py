@@ -10,7 +10,7 @@ from engine.sampler import SamplerOutput, ranked_logprobs
 from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, common_length
-from guided.processor import LogitPostProcessor
+from guided.post_processor import LogitPostProcessor
 
 
 class Beams:
@@ -26,7 +26,7 @@ class Beams:
         groups: dict[SequenceGroup, dict[Sequence, int]] = {}
         for place, row in enumerate(metadata.beams):
             sequence = metadata.sequences[row]
-            if row not in skipped and not sequence.status.is_finished:
+            if row not in skipped and not sequence.is_finished():
                 groups.setdefault(sequence.group, {})[sequence] = place
         return [group for group, places in groups.items() if not self._advance(group, places, sampled)]
 
@@ -37,17 +37,17 @@ class Beams:
         assert sampled.beam_scores is not None
         group.first_token_time = group.first_token_time or time.monotonic()
         rows = [places[one] for one in beams]
-        outputs, logprobs = [one.data.output_token_ids[:] for one in beams], [one.logprobs[:] for one in beams]
+        outputs, logprobs = [one.data.output_token_ids[:] for one in beams], [one.output_logprobs[:] for one in beams]
         chosen = search.advance(sampled.beam_scores[rows], outputs)
 
         def scored(one: Candidate) -> list[TokenLogprobs]:
-            if group.params.logprobs is None:
+            if group.sampling_params.logprobs is None:
                 return []
             assert sampled.beam_logprobs is not None
             row = sampled.beam_logprobs[rows[one.beam]]
             return [
                 *logprobs[one.beam],
-                *ranked_logprobs(row[None], row.new_tensor([one.token]).long(), [group.params.logprobs]),
+                *ranked_logprobs(row[None], row.new_tensor([one.token]).long(), [group.sampling_params.logprobs]),
             ]
 
         for one in search.finished:
@@ -75,3 +75,5 @@ def show_result(group: SequenceGroup) -> None:
         sequence.take_over(one.tokens, one.candidate.logprob, one.logprobs)
         sequence.status = SequenceStatus.RUNNING
         sequence.end_by_token()
+        if sequence.params.stop:
+            sequence.end_by_stop_string()

@@ -20,7 +20,8 @@ class TokenTexts:
         ordinary += [b""] * (vocabulary.padded_vocab_size - len(ordinary))
         self.without_special = ordinary
         self.with_special = list(ordinary)
-        for token in vocabulary.special_token_ids | set(vocabulary.stop_token_ids):
+        self.special = vocabulary.special_token_ids | set(vocabulary.stop_token_ids)
+        for token in self.special:
             text = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
             self.without_special[token] = b""
             self.with_special[token] = (text or "").encode("utf-8")
@@ -41,6 +42,7 @@ class Detokenizer:
     text is held back while it may be the beginning of one.
 
     Args:
+        spaces_between: write a space between special tokens that follow each other.
         stop: strings that end the text.
         include_stop: keep the stop string in the text.
         whole_characters: leave an incomplete character at the end out, instead of replacing it by U+FFFD, which the
@@ -52,11 +54,13 @@ class Detokenizer:
         texts: TokenTexts,
         *,
         skip_special_tokens: bool = True,
+        spaces_between: bool = False,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         whole_characters: bool = False,
     ) -> None:
         self._pieces = texts.without_special if skip_special_tokens else texts.with_special
+        self._special = texts.special if spaces_between and not skip_special_tokens else frozenset[int]()
         self._decoder = _utf8("replace")
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -69,10 +73,18 @@ class Detokenizer:
     def feed(self, token_ids: Sequence[int], count: int) -> None:
         """Add the first `count` of `token_ids`. Those added before are skipped."""
         if count > self._done:
-            pieces = self._pieces
-            fresh = b"".join([pieces[token] for token in token_ids[self._done : count]])
+            pieces = [self._pieces[token] for token in token_ids[self._done : count]]
+            for place in range(self._done, count) if self._special else ():
+                if place and self._special.issuperset(token_ids[place - 1 : place + 1]):
+                    pieces[place - self._done] = b" " + pieces[place - self._done]
             self._done = count
-            self.text += self._decoder.decode(fresh)
+            self.text += self._decoder.decode(b"".join(pieces))
+
+    def rewind(self, count: int) -> None:
+        """Forget the tokens after the first `count`. All text is decoded again, because a character may be cut."""
+        if count < self._done:
+            self._decoder.reset()
+            self._done, self.text = 0, ""
 
     def flush(self) -> None:
         """End the text: replace an incomplete character, or leave it out."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.sequence import Sequence, SequenceData, common_length
@@ -63,7 +64,7 @@ class Drafts:
             row = copy.copy(main)
             row.data = SequenceData(main.data.prompt_token_ids, main.data.output_token_ids + drafts[:count])
             row.length, row.last_token = main.length + count, drafts[count - 1]
-            row.logprobs = []
+            row.output_logprobs = []
             row.uniforms = main.uniforms.ahead(count)
             changed = None
             if main.guided is not None:
@@ -75,8 +76,9 @@ class Drafts:
     def _guided(self, main: GuidedSequence, count: int, output: list[int]) -> tuple[GuidedSequence, int | None]:
         if len(self.guided) < count:
             name = Sequence.next_id()
-            prompt, params = main.prompt_token_ids, main.sampling_params
-            new = GuidedSequence(main.request_id, name, output, prompt, params, parent_id=main.sequence_id)
+            new = replace(
+                main, sequence_id=name, output_token_ids=output, parent_id=main.sequence_id, mask_seconds=None
+            )
             self.guided.append(new)
             return new, None
         guided = self.guided[count - 1]
@@ -96,7 +98,7 @@ def accept(sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutp
     for count, draft in enumerate(drafts):
         accepted = sampled.token_ids[row] == draft
         row += 1
-        if sequence.status.is_finished or not accepted or row in skipped or row in sampled.broken:
+        if sequence.is_finished() or not accepted or row in skipped or row in sampled.broken:
             return count
         token = sampled.token_ids[row]
         sequence.append(token)

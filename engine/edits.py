@@ -6,7 +6,7 @@ from engine.logprobs import TokenLogprobs
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from guided.errors import InternalError
-from guided.processor import LogitPostProcessor, SampledEdit
+from guided.post_processor import LogitPostProcessor, SampledEdit
 
 
 def follow(edit: SampledEdit, sequence: Sequence, scheduler: Scheduler, processor: LogitPostProcessor) -> int:
@@ -20,10 +20,10 @@ def follow(edit: SampledEdit, sequence: Sequence, scheduler: Scheduler, processo
     appended, masked = 0, sequence.params.logprobs_mode == "masked"
     for token in edit.append:
         is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
-        if is_last and sequence.params.logprobs is not None and not masked:
+        if is_last and sequence.needs_logprobs and not masked:
             break  # sample the last token instead: no later step would score it
         sequence.append(token)
-        if masked and sequence.params.needs_logprobs:
+        if masked and sequence.needs_logprobs:
             sequence.add_logprobs(TokenLogprobs((token,), (0.0,), (1,)))
         sequence.note_details(1, forced=True)
         appended += 1

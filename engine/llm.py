@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from tqdm import tqdm
 
+from engine.admission import Prompt
 from engine.base_llm import BaseLLM
 from engine.keywords import refuse_unknown, without_neutral
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from guided.errors import InvalidRequest
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
 
 class LLM(BaseLLM):
@@ -54,7 +52,7 @@ class LLM(BaseLLM):
             InvalidRequest: a request is invalid. None of them was run.
         """
         refuse_unknown("generate()", without_neutral(others), ("prompts", "sampling_params", "use_tqdm"))
-        many = [_unwrapped(prompt) for prompt in _as_many(prompts)]
+        many = _as_many(prompts)
         params = _params_for(many, sampling_params)
         groups = [
             self.engine.admit(f"llm-{next(self._ids)}", prompt, one, stream=False)
@@ -117,16 +115,6 @@ class LLM(BaseLLM):
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
-
-
-def _unwrapped(prompt: Prompt) -> str | Sequence[int]:
-    if not isinstance(prompt, Mapping):
-        return prompt
-    refuse_unknown("a prompt", without_neutral(prompt), ("prompt", "prompt_token_ids"))
-    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if text is None and token_ids is None:
-        raise InvalidRequest("a prompt has neither prompt nor prompt_token_ids", param="prompt")
-    return cast(str | Sequence[int], text if token_ids is None else token_ids)
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

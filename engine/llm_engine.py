@@ -10,16 +10,18 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine import drafter, edits
-from engine.admission import Admission
+from engine.admission import Admission, Prompt
 from engine.beams import Beams, show_result
 from engine.block_manager import BlockManager
 from engine.compile_turns import CompileTurns
 from engine.config import EngineConfig
+from engine.keywords import refuse_unknown, without_neutral
 from engine.kv_cache import CudaMemory, main_memory_share, plan_blocks
 from engine.logits_processors.loading import processors_of
 from engine.model_loader import LoadedModel
@@ -32,9 +34,12 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
-from guided.errors import BackendError, GuidedError, InternalError, bounded
+from guided.bundle import ProcessorBundle
+from guided.errors import BackendError, GuidedError, InternalError, InvalidRequest, bounded
 from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
+from guided.post_processor import ApplyReport, LogitPostProcessor
+from guided.processor import GuidedProcessor
+from guided.sequence import SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +82,14 @@ class LLMEngine:
         processors = processors_of(model, config, self.max_model_len)
         if processors.classes and config.num_speculative_tokens:
             raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
-        self.sampler = Sampler(model.vocabulary.stop_token_ids, processors)
-        self.processor = GuidedProcessor(pool) if processor is None and pool is not None else processor
+        self.sampler = Sampler(processors)
+        if processor is None and pool is not None:
+            processor = GuidedProcessor(pool)
+        if processor is not None and not isinstance(processor, ProcessorBundle):
+            processor = ProcessorBundle(processor)  # an exception of it ends its requests, not the engine
+        if processor is not None and processor.needs_samples and config.num_speculative_tokens:
+            raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
+        self.processor = processor
         self.stats = EngineStats()
         self.parking = ParkedSequences(self.sampler, self.processor, self.stats, limit=config.max_num_seqs)
         self.beams = Beams(self.scheduler, self.processor)
@@ -119,29 +130,50 @@ class LLMEngine:
         """
         if group.request_id in self.groups:
             raise ValueError(f"request {group.request_id!r} is running already")
-        if group.params.constraint is not None and not group.is_finished:
-            if self.processor is not None:
-                group.held_back = max(0, self.processor.max_rollback - 1)
+        constrained = group.sampling_params.constraint is not None
+        if self.processor is not None and (constrained or self.processor.all_rows):
+            group.held_back = max(0, self.processor.max_rollback - 1)
+            group.show(self.model.vocabulary.stop_token_ids[0], self.processor.needs_samples)
+        if constrained and not group.is_finished():
             group.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
             if self._turns.enter(group):
                 self._compile(group)
         else:
             self._changed[group] = None
-        if not group.is_finished:
+        if not group.is_finished():
             self.groups[group.request_id] = group
             self.scheduler.add(group)
         self.awake.set()
 
     def add_request(
-        self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
+        self,
+        request_id: str,
+        prompt: Prompt | None,
+        sampling_params: SamplingParams,
+        prompt_token_ids: Tokens[int] | None = None,
+        arrival_time: float | None = None,
+        *,
+        stream: bool = True,
+        **others: Any,
     ) -> SequenceGroup:
-        """Admit and submit a request."""
-        group = self.admit(request_id, prompt, params, stream=stream)
+        """Admit and submit a request. With `prompt_token_ids`, `prompt` is only repeated in the output.
+
+        Args:
+            arrival_time: in seconds of `time.monotonic()`. None: now.
+            others: not accepted. For a keyword of vLLM, the error says what to use instead.
+        """
+        refuse_unknown("add_request()", without_neutral(others), ("prompt_token_ids", "arrival_time", "stream"))
+        if prompt_token_ids is not None:
+            prompt = {"prompt": prompt, "prompt_token_ids": prompt_token_ids}
+        elif prompt is None:
+            raise InvalidRequest("a request has neither prompt nor prompt_token_ids", param="prompt")
+        group = self.admit(request_id, prompt, sampling_params, stream=stream)
+        group.arrival_time = group.arrival_time if arrival_time is None else arrival_time
         self.submit(group)
         return group
 
     def _compile(self, group: SequenceGroup) -> None:
-        params = group.params
+        params = group.sampling_params
         assert params.constraint is not None
         try:
             if self.processor is None:
@@ -189,7 +221,7 @@ class LLMEngine:
             self.resume(_IDLE_SECONDS)
         else:
             with self._surviving(batch), torch.inference_mode():
-                metadata = self._metadata = SamplingMetadata.for_batch(batch, self.model.device, self._metadata)
+                metadata = self._metadata = SamplingMetadata.prepare(batch, self.model.device, self._metadata)
                 self.prepare(metadata)
                 self.sampler.begin(metadata)
                 hidden = self.execute(batch)
@@ -199,7 +231,7 @@ class LLMEngine:
                 self.append(sampled, metadata, skipped)
                 self.stats.note_step(time.perf_counter() - started, report.wait_seconds)
         changed, self._changed = self._changed, {}
-        return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished]
+        return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished()]
 
     @contextlib.contextmanager
     def _surviving(self, batch: ScheduledBatch) -> Iterator[None]:
@@ -223,13 +255,17 @@ class LLMEngine:
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def warm_up(self) -> None:
-        """Run one guided request with the largest prefill, so that no request waits for the compilation of kernels."""
+    def warm_up(self, guided: bool = True) -> None:
+        """Run one request with the largest prefill, so that no request waits for the compilation of kernels.
+
+        Args:
+            guided: with a constraint.
+        """
         started = time.monotonic()
         longest = min(self.scheduler.max_num_batched_tokens, self.max_model_len - 2)
-        params = SamplingParams(temperature=0.0, max_tokens=2, regex="[0-9]{9}" if self.processor is not None else None)
+        params = SamplingParams(temperature=0.0, max_tokens=2, regex="[0-9]{9}" if guided else None)
         group = self.add_request("warm-up", [0] * max(1, longest), params, stream=False)
-        while not group.is_finished:
+        while not group.is_finished():
             self.awake.clear()
             if not self.has_work:
                 self.awake.wait()
@@ -240,7 +276,7 @@ class LLMEngine:
         error = group.sequences[0].error
         seconds = time.monotonic() - started
         how = f"failed: {error}" if error is not None else f"took {seconds:.1f} s"
-        logger.info("warm-up on %s: a guided request with %d tokens %s", self.model.device, longest, how)
+        logger.info("warm-up on %s: a request with %d tokens %s", self.model.device, longest, how)
 
     def resume(self, timeout: float = 0.0) -> None:
         """Sample the parked sequences that have their mask, from the kept logits. Waits `timeout` seconds at most."""
@@ -280,7 +316,7 @@ class LLMEngine:
 
     def _finish_compilation(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
         self._turns.leave(group)
-        if group.is_finished:
+        if group.is_finished():
             return
         try:
             grammar = compiled.result()
@@ -294,7 +330,7 @@ class LLMEngine:
             self._fail(group, BackendError(f"compiling failed: {type(error).__name__}: {bounded(error)}"))
         else:
             group.set_status(SequenceStatus.WAITING)
-            if not group.params.complete:  # with it, the first mask tells whether `max_tokens` suffices
+            if not group.sampling_params.complete:  # with it, the first mask tells whether `max_tokens` suffices
                 self._changed[group] = None
 
     def prepare(self, metadata: SamplingMetadata) -> None:
@@ -352,7 +388,7 @@ class LLMEngine:
         if not metadata.guided:
             return _NOTHING_MASKED
         assert self.processor is not None
-        alone = alone and len(metadata.guided) == len(metadata.sequences)
+        alone = alone and metadata.all_constrained
         report = self.processor.apply(logits, self._patience(), alone, keep_late=True)
         self._prepared = None
         self.stats.note_masks(report)
@@ -420,9 +456,9 @@ class LLMEngine:
                 sequence = metadata.sequences[row]
                 self.stats.drafted_tokens += len(drafts)
                 self.stats.accepted_tokens += drafter.accept(sequence, row, drafts, sampled, skipped)
-                any_ended |= sequence.status.is_finished
+                any_ended |= sequence.is_finished()
         if metadata.guided:
-            any_ended |= self._follow_edits(metadata, others)
+            any_ended |= self._follow_edits(sampled, metadata, others)
         if metadata.beams:
             self._metadata = metadata.appended = None  # penalties are counted again
             for group in self.beams.advance(sampled, metadata, skipped):
@@ -458,10 +494,14 @@ class LLMEngine:
                 any_ended |= metadata.sequences[row].end_by_stop_string()
         return any_ended
 
-    def _follow_edits(self, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
+    def _follow_edits(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
         """Apply the edits that the post-processor requests. Returns whether a sequence has ended."""
         assert self.processor is not None
-        wanted = self.processor.sampled(metadata.guided)
+        samples: list[SequenceOutput | None] = []
+        if self.processor.needs_samples:
+            for row, sequence in zip(metadata.guided_rows.tolist(), metadata.guided, strict=True):
+                samples.append(None if row in skipped else sampled.sample_of(row, sequence.sequence_id))
+        wanted = self.processor.edits(metadata.guided, samples)
         if not wanted:
             return False
         self._metadata = metadata.appended = None  # penalties are counted again
@@ -469,20 +509,20 @@ class LLMEngine:
         for row in metadata.guided_rows.tolist():
             sequence = metadata.sequences[row]
             edit = wanted.get(sequence.seq_id)
-            if edit is None or row in skipped or sequence.status.is_finished or sequence.group.beams is not None:
+            if edit is None or row in skipped or sequence.is_finished() or sequence.group.beams is not None:
                 continue
             try:
                 self.stats.forced_tokens += edits.follow(edit, sequence, self.scheduler, self.processor)
             except InternalError as error:
                 self._fail(sequence.group, error)
-            any_ended |= sequence.status.is_finished
+            any_ended |= sequence.is_finished()
         return any_ended
 
     def _drop_ended(self, metadata: SamplingMetadata) -> None:
         self.scheduler.drop_finished()
         for sequence in metadata.sequences:
-            if sequence.status.is_finished and sequence.group.request_id in self.groups:
-                if sequence.group.is_finished:
+            if sequence.is_finished() and sequence.group.request_id in self.groups:
+                if sequence.group.is_finished():
                     self._forget(sequence.group)
                 elif self.processor is not None:
                     drafts = sequence.drafts.guided if sequence.drafts is not None else []
@@ -492,7 +532,7 @@ class LLMEngine:
     # -- ends
 
     def _fail(self, group: SequenceGroup, error: GuidedError) -> None:
-        if group.is_finished:
+        if group.is_finished():
             return
         self.stats.failures[error.code] = self.stats.failures.get(error.code, 0) + 1
         self._end(group, SequenceStatus.FINISHED_INTERNAL_ERROR, error)

@@ -34,10 +34,11 @@ class CompletionOutput:
     """
 
     index: int
+    """Place of the sequence in its group. Outputs are sorted by log-probability, not by it."""
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over `token_ids`, if `logprobs`, `best_of` or beam search were requested."""
+    """Sum over `token_ids`, if `logprobs`, beam search, or an `n` or `best_of` above 1 were requested."""
     logprobs: Logprobs | None = None
     """For each token: its log-probability and those of the most likely alternatives, by token id."""
     finish_reason: str | None = None
@@ -61,23 +62,24 @@ class CompletionOutput:
         return parse_as(self.output_type, self.text)
 
     @classmethod
-    def from_sequence(cls, sequence: Sequence, index: int) -> CompletionOutput:
+    def from_sequence(cls, sequence: Sequence) -> CompletionOutput:
         """Take a snapshot."""
-        finished = sequence.status.is_finished
-        wants_logprobs, compared = sequence.params.logprobs is not None, sequence.params.width > sequence.params.n
+        finished = sequence.is_finished()
+        wants_logprobs = sequence.params.logprobs is not None
+        has_sum = sequence.params.needs_logprobs or sequence.params.use_beam_search
         count = sequence.num_output_tokens
         if not finished:
             count = max(0, count - sequence.group.held_back)
         if wants_logprobs:  # those of forced tokens come with the next step
-            count = min(count, len(sequence.logprobs))
+            count = min(count, len(sequence.output_logprobs))
         _read_text(sequence, finished, count)
         return cls(
-            index,
+            sequence.index,
             sequence.detokenizer.visible(finished),
             sequence.data.output_token_ids[:count],
-            sequence.cumulative_logprob if wants_logprobs or compared or sequence.params.use_beam_search else None,
-            [*sequence.logprobs[:count]] if wants_logprobs else None,
-            _finish_reason(sequence.status),
+            sequence.get_cumulative_logprob() if has_sum else None,
+            [*sequence.output_logprobs[:count]] if wants_logprobs else None,
+            SequenceStatus.get_finished_reason(sequence.status),
             sequence.stop_reason,
             sequence.error,
             sequence.params.output_type,
@@ -88,7 +90,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A snapshot of a request. `outputs` always has all n, in order; with `best_of`, best first."""
+    """A snapshot of a request. `outputs` has the `n` best sequences, those with the highest cumulative log-probability
+    so far first; of beams, those with the best scores."""
 
     request_id: str
     prompt: str | None
@@ -112,32 +115,26 @@ class RequestOutput:
     @classmethod
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
         """Take a snapshot."""
-        chosen = group.sequences
-        if len(chosen) > group.params.n and group.beams is None:
-            chosen = sorted(chosen, key=lambda one: -one.cumulative_logprob)
-        outputs = [CompletionOutput.from_sequence(one, index) for index, one in enumerate(chosen[: group.params.n])]
-        constraint = group.params.constraint
+        params, seqs = group.sampling_params, group.get_seqs()
+        if group.beams is None:
+            seqs.sort(key=Sequence.get_cumulative_logprob, reverse=True)
+        outputs = [CompletionOutput.from_sequence(one) for one in seqs[: params.n]]
+        constraint = params.constraint
         error = next((output.error for output in outputs if output.error is not None), None)
         return cls(
             group.request_id,
             group.prompt,
             group.prompt_token_ids,
             outputs,
-            group.is_finished,
+            group.is_finished(),
             group.backend,
             () if constraint is None else constraint.not_enforced,
             group.guarded,
             group.compile_seconds,
             error,
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),
-            group.prompt_logprobs[:] if group.params.prompt_logprobs is not None else None,
+            group.prompt_logprobs[:] if params.prompt_logprobs is not None else None,
         )
-
-
-def _finish_reason(status: SequenceStatus) -> str | None:
-    if not status.is_finished:
-        return None
-    return "length" if status is SequenceStatus.FINISHED_IGNORED else str(status.value)
 
 
 def _read_text(sequence: Sequence, finished: bool, count: int) -> None:

@@ -10,7 +10,7 @@ from engine.sampler import Sampler
 from engine.sampling_metadata import SamplingMetadata
 from engine.sequence import Sequence, SequenceGroup
 from engine.stats import EngineStats
-from guided.processor import LogitPostProcessor
+from guided.post_processor import LogitPostProcessor
 
 
 class ParkedSequences:
@@ -30,7 +30,7 @@ class ParkedSequences:
         self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata, is_late: bool = True
     ) -> None:
         """Park a sequence, unless it has ended (an earlier row may have ended its group). `is_late` as in `Parked`."""
-        if sequence.parked is None and not sequence.status.is_finished:
+        if sequence.parked is None and not sequence.is_finished():
             sequence.parked = self._sampler.park(logits, row, metadata)
             sequence.parked.is_late = is_late
             self._parked[sequence.seq_id] = sequence

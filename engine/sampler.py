@@ -1,9 +1,8 @@
 """Sampler: samples tokens from logits, for a whole batch at once.
 
-`adjust` applies bias, custom logits processors, penalties and suppressed tokens (`min_tokens`, `ignore_eos`). Then the
-engine applies the mask. `sample` applies temperature, min_p, argmax-invariant custom processors, top_k and top_p, and
-draws. Suppressed tokens get a very small but finite logit, and the mask sets -inf: where only suppressed tokens are
-legal, the mask wins.
+`adjust` applies bias, custom logits processors, penalties and suppressed tokens (`min_tokens`). Then the engine applies
+the mask. `sample` applies temperature, min_p, argmax-invariant custom processors, top_k and top_p, and draws.
+Suppressed tokens get a very small but finite logit, and the mask sets -inf: where only these are legal, the mask wins.
 """
 
 from __future__ import annotations
@@ -11,17 +10,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.distribution import Distribution
-from engine.logits_processors.builtin import SUPPRESSED
 from engine.logits_processors.processors import LogitsProcessorFailed, LogitsProcessors
 from engine.logprobs import TokenLogprobs
 from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
-from engine.sequence import Parked
+from engine.sampling_params import GREEDY_BELOW
+from engine.sequence import Parked, SequenceGroup
+from guided.sequence import SequenceOutput
+
+
+class SequenceGroupOutput(NamedTuple):
+    """One step's tokens of a group."""
+
+    samples: list[SequenceOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None
 
 
 @dataclass(slots=True)
@@ -42,6 +50,20 @@ class SamplerOutput:
     beam_scores: torch.Tensor | None = None
     """The same, -inf where the mask forbids."""
 
+    def sample_of(self, row: int, seq_id: int) -> SequenceOutput:
+        """Return the token of a row, which continues sequence `seq_id`."""
+        return SequenceOutput(seq_id, self.token_ids[row], self.logprobs.get(row, {}))
+
+    def by_group(self, metadata: SamplingMetadata) -> list[SequenceGroupOutput]:
+        """Return the tokens of the step by groups."""
+        found: dict[SequenceGroup, SequenceGroupOutput] = {}
+        for row, sequence in enumerate(metadata.sequences):
+            group = sequence.group
+            wanted = group.prompt_logprobs if group.sampling_params.prompt_logprobs is not None else None
+            output = found.setdefault(group, SequenceGroupOutput([], wanted))
+            output.samples.append(self.sample_of(row, sequence.seq_id))
+        return list(found.values())
+
 
 class Sampler:
     """Call once per step: `begin` before the forward pass, `adjust` before the mask, `sample` after it.
@@ -50,9 +72,8 @@ class Sampler:
     `logprobs_mode` masked they are those of the logits after bias, penalties and mask.
     """
 
-    def __init__(self, eos_ids: Collection[int], processors: LogitsProcessors) -> None:
+    def __init__(self, processors: LogitsProcessors) -> None:
         self.processors = processors
-        self._eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64)
         self._penalties: Penalties | None = None
         self._distribution: Distribution | None = None
         self._raw: torch.Tensor | None = None
@@ -77,12 +98,11 @@ class Sampler:
             if self._penalties is None or self._penalties.metadata is not metadata:
                 self._penalties = Penalties(metadata, logits.shape[1])
             self._penalties.apply(logits)
-        if metadata.without_eos:
-            rows = torch.tensor(metadata.without_eos, device=logits.device)
-            logits[rows[:, None], self._eos_ids.to(logits.device)] = SUPPRESSED
         self.processors.after_penalties(logits, metadata)
         if metadata.beams:
-            self._beam_logprobs = logits[metadata.beams].log_softmax(-1)
+            given = [metadata.sequences[row].params.temperature for row in metadata.beams]
+            heat = logits.new_tensor([one if one >= GREEDY_BELOW else 1.0 for one in given])
+            self._beam_logprobs = (logits[metadata.beams] / heat[:, None]).log_softmax(-1)
         return logits
 
     def park(self, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> Parked:
@@ -103,7 +123,7 @@ class Sampler:
         self._raw = torch.stack(raw) if raw else None
         logits = torch.stack([one.logits for one in parked if one is not None])
         if metadata.beams:
-            self._beam_logprobs = logits[metadata.beams].log_softmax(-1)
+            self._beam_logprobs = logits[metadata.beams]
         return logits
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int] = ()) -> SamplerOutput:

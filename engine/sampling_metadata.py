@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, SamplingType
 from engine.scheduler import Chunk, ScheduledBatch
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class ScoredRows:
     tokens: list[int]
     of_prompt: bool
 
+    @property
+    def rows(self) -> range:
+        """Rows of the hidden states."""
+        return range(self.first, self.first + len(self.tokens))
+
     @classmethod
     def of(cls, chunk: Chunk, begin: int) -> Iterator[ScoredRows]:
         """Yield the rows of a chunk that begins at row `begin`. Tokens that are scored already are left out."""
@@ -34,11 +40,21 @@ class ScoredRows:
         if sequence.params.prompt_logprobs is not None:
             wanted.append((len(group.prompt_logprobs), min(chunk.end + 1, num_prompt)))
         if sequence.has_unscored_tokens:
-            wanted.append((num_prompt + len(sequence.logprobs), min(chunk.end + 1, sequence.length)))
+            wanted.append((num_prompt + len(sequence.output_logprobs), min(chunk.end + 1, sequence.length)))
         for known, last in wanted:
             if known < last:
                 tokens = sequence.data.span(known, last)
                 yield cls(sequence, begin + known - 1 - chunk.start, tokens, of_prompt=known < num_prompt)
+
+
+class SequenceGroupToSample(NamedTuple):
+    """A group's rows among `SamplingMetadata.selected_token_indices`."""
+
+    seq_ids: list[int]
+    prompt_logprob_indices: list[int]
+    """Those that score a prompt token."""
+    sample_indices: list[int]
+    """Those that are sampled. The sequences of a prompt have one in common."""
 
 
 @dataclass(eq=False)
@@ -66,9 +82,10 @@ class SamplingMetadata:
     def __post_init__(self) -> None:
         guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
         self.guided = tuple(sequence.guided for sequence in self.sequences if sequence.guided is not None)
-        """The rows with a constraint, for the post-processor."""
+        """The rows for the post-processors: those with a constraint, or all."""
         self.guided_rows = np.array(guided, np.intp)
         """int `[len(guided)]`: their row numbers."""
+        self.all_constrained = all(sequence.params.constraint is not None for sequence in self.sequences)
         self.draft_rows = frozenset(at + 1 + n for at, drafts in self.drafted.items() for n in range(len(drafts)))
         """Rows of drafts: they are sampled only to decide on the drafts."""
         params = [sequence.params for sequence in self.sequences]
@@ -81,15 +98,14 @@ class SamplingMetadata:
         self.biased = rows(lambda one: one.logit_bias)
         self.penalised = rows(lambda one: one.has_penalties)
         self.with_min_tokens = rows(lambda one: one.min_tokens)
-        self.without_eos = rows(lambda one: one.ignore_eos)
-        self.with_logprobs = rows(lambda one: one.needs_logprobs)
-        self.with_masked_logprobs = rows(lambda one: one.needs_logprobs and one.logprobs_mode == "masked")
+        self.with_logprobs = [row for row, sequence in enumerate(self.sequences) if sequence.needs_logprobs]
+        self.with_masked_logprobs = [row for row in self.with_logprobs if params[row].logprobs_mode == "masked"]
         self.detailed = rows(lambda one: one.mask_details)
         self.beams = rows(lambda one: one.use_beam_search)
-        self.with_stop_strings = rows(lambda one: one.stop)
+        self.with_stop_strings = rows(lambda one: one.stop and not one.use_beam_search)
 
     @classmethod
-    def for_batch(
+    def prepare(
         cls, batch: ScheduledBatch, device: torch.device, previous: SamplingMetadata | None
     ) -> SamplingMetadata:
         """Return the metadata of a batch: `previous`, if neither step has a prefill and the sequences are the same."""
@@ -120,6 +136,39 @@ class SamplingMetadata:
         selected += range(end, end + len(batch.decodes))
         where = torch.tensor(selected, dtype=torch.int64, device=device)
         return cls(sequences + batch.decodes, where, device, tuple(scored), drafted, changed)
+
+    @property
+    def selected_token_indices(self) -> list[int]:
+        """Rows of the hidden states with logits that are needed: to sample them, or to score tokens of prompts."""
+        return sorted({*self._sampled_rows, *(row for one in self.scored if one.of_prompt for row in one.rows)})
+
+    @property
+    def seq_groups(self) -> list[SequenceGroupToSample]:
+        """The groups of the step, in the order of their rows."""
+        place = {row: index for index, row in enumerate(self.selected_token_indices)}
+        found: dict[SequenceGroup, SequenceGroupToSample] = {}
+        scored = [(one.rows.start, one.sequence, 1, [*one.rows]) for one in self.scored if one.of_prompt]
+        sampled = zip(self._sampled_rows, self.sequences, strict=True)
+        rows = scored + [(row, sequence, 2, [row]) for row, sequence in sampled]
+        for _, sequence, which, own in sorted(rows, key=lambda one: one[0]):
+            group = found.setdefault(sequence.group, SequenceGroupToSample([], [], []))
+            if sequence.seq_id not in group.seq_ids:
+                group.seq_ids.append(sequence.seq_id)
+            group[which].extend(place[row] for row in own if place[row] not in group[which])
+        return list(found.values())
+
+    @property
+    def categorized_sample_indices(self) -> dict[SamplingType, list[tuple[int, int]]]:
+        """By type: for each sequence its place among `selected_token_indices`, and its row of the sampled logits."""
+        place = {row: index for index, row in enumerate(self.selected_token_indices)}
+        found: dict[SamplingType, list[tuple[int, int]]] = {kind: [] for kind in SamplingType}
+        for index, (row, sequence) in enumerate(zip(self._sampled_rows, self.sequences, strict=True)):
+            found[sequence.params.sampling_type].append((place[row], index))
+        return found
+
+    @property
+    def _sampled_rows(self) -> list[int]:
+        return list(range(len(self.sequences))) if self.selected is None else self.selected.tolist()
 
     @property
     def is_all_greedy(self) -> bool:

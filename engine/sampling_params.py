@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, Literal
 
 from engine.keywords import refuse_unknown
@@ -27,6 +28,15 @@ MAX_BIASES = 1024
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32."""
+
+
+class SamplingType(Enum):
+    """How a request's tokens are chosen."""
+
+    GREEDY = auto()
+    RANDOM = auto()
+    RANDOM_SEED = auto()
+    """With the request's own seed."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class SamplingParams:
         stop: strings that end the output, at most `MAX_STOPS`.
         stop_token_ids: tokens that end the output, besides the model's own stop tokens.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
-        ignore_eos: suppress the model's stop tokens (unless nothing else is legal).
+        ignore_eos: go on after the model's stop tokens. Without effect with a constraint, whose end is such a token.
         presence_penalty, frequency_penalty: OpenAI's, over the output, in [-2, 2].
         repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, in [0.01, 100]; 1 is off.
         logit_bias: token id to a number added to its logit, in [-100, 100].
@@ -73,13 +83,14 @@ class SamplingParams:
             (`CompletionOutput.mask_details`).
         prompt_logprobs: number of alternatives to report per prompt token, as `logprobs`. None is off.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: accepted for compatibility, without effect: the text is the concatenation of the
-            bytes of its tokens.
+        spaces_between_special_tokens: write a space between special tokens that follow each other, where the text has
+            special tokens. Without effect with a constraint, which the text has to satisfy.
         extra_args: passed on to custom logits processors.
         best_of: number of outputs that are generated. The `n` with the highest cumulative log-probability are returned;
             with beam search, the beams. None: `n`.
-        use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`. It
-            needs temperature 0. There may be fewer than `n` outputs if the constraint allows fewer.
+        use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`. With
+            a temperature other than 0, of the distribution at that temperature. There may be fewer than `n` outputs if
+            the constraint allows fewer.
         length_penalty: beam search: outputs are compared by the sum of their log-probabilities, divided by their length
             to this power, in [-10, 10].
         early_stopping: beam search: end when there are `best_of` outputs (True), when none is likely to become better
@@ -150,8 +161,15 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """The most likely token is taken."""
-        return self.temperature < GREEDY_BELOW
+        """Nothing is random."""
+        return self.use_beam_search or self.temperature < GREEDY_BELOW
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """How tokens are chosen."""
+        if self.is_greedy:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     @property
     def width(self) -> int:
@@ -160,8 +178,8 @@ class SamplingParams:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Log-probabilities of sampled tokens are returned, or compared. (Beams have their own.)"""
-        return not self.use_beam_search and (self.logprobs is not None or self.width > self.n)
+        """Log-probabilities of sampled tokens are returned, or sort the outputs. (Beams have their own.)"""
+        return not self.use_beam_search and (self.logprobs is not None or self.width > 1)
 
     @property
     def has_penalties(self) -> bool:
@@ -214,11 +232,9 @@ class SamplingParams:
                     raise InvalidRequest(f"{name} needs use_beam_search", param=name)
             return
         wrong = {
-            "temperature": not self.is_greedy and "must be 0",
             "top_p": self.top_p < 1 and "must be 1",
             "top_k": self.top_k > 0 and "must be 0",
             "min_p": self.min_p > 0 and "must be 0",
-            "stop": bool(self.stop) and "must be empty",
             "mask_details": self.mask_details and "is not supported",
             "complete": self.complete and "is not supported",
         }

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
 from engine.drafter import Drafts
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence, SequenceData, SequenceGroup, SequenceStatus
 
 _UNLIMITED = sys.maxsize
 
@@ -43,6 +44,30 @@ class ScheduledBatch:
     @property
     def is_empty(self) -> bool:
         return not self.prefills and not self.decodes
+
+    @property
+    def query_lens(self) -> list[int]:
+        """Number of tokens that are computed: of each chunk, then of each decoding sequence."""
+        return [chunk.end - chunk.start for chunk in self.prefills] + [1] * len(self.decodes)
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Number of tokens that are visible after the step: of each chunk, then of each decoding sequence."""
+        return [chunk.end for chunk in self.prefills] + [sequence.length for sequence in self.decodes]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroupMetadata:
+    """A group's part of a step."""
+
+    request_id: str
+    is_prompt: bool
+    """It is a prefill."""
+    seq_data: dict[int, SequenceData]
+    """By sequence id."""
+    sampling_params: SamplingParams
+    block_tables: dict[int, list[int]]
+    """By sequence id."""
 
 
 class Scheduler:
@@ -122,11 +147,11 @@ class Scheduler:
     def drop_finished(self) -> None:
         """Remove finished sequences and free their blocks."""
         for sequence in self.running:
-            if sequence.status.is_finished:
+            if sequence.is_finished():
                 self._free(sequence)
-        self.running = [sequence for sequence in self.running if not sequence.status.is_finished]
+        self.running = [sequence for sequence in self.running if not sequence.is_finished()]
         if self.preempted:  # a parked sequence can be preempted, and finish when it is sampled
-            self.preempted = deque(sequence for sequence in self.preempted if not sequence.status.is_finished)
+            self.preempted = deque(sequence for sequence in self.preempted if not sequence.is_finished())
 
     def schedule(self) -> ScheduledBatch:
         """Build the next step's batch. It is empty if no sequence can run."""
@@ -152,6 +177,23 @@ class Scheduler:
             self._schedule_drafts(batch, budget)
         batch.decodes.sort(key=lambda sequence: sequence.length)
         return batch
+
+    def seq_group_metadata_list(self, batch: ScheduledBatch) -> list[SequenceGroupMetadata]:
+        """Describe a scheduled batch by groups: the prefills, then the decodes."""
+        parts = [(True, chunk.sequences) for chunk in batch.prefills]
+        decodes: dict[SequenceGroup, list[Sequence]] = {}
+        for sequence in batch.decodes:
+            decodes.setdefault(sequence.group, []).append(sequence)
+        return [
+            SequenceGroupMetadata(
+                sequences[0].group.request_id,
+                is_prompt,
+                {sequence.seq_id: sequence.data for sequence in sequences},
+                sequences[0].params,
+                {sequence.seq_id: self.blocks.blocks(sequence.seq_id) for sequence in sequences},
+            )
+            for is_prompt, sequences in parts + [(False, sequences) for sequences in decodes.values()]
+        ]
 
     def share(self, clients: int) -> int:
         """Return how many sequences of each client a step computes at least, if `clients` clients have as many."""

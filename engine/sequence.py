@@ -28,7 +28,8 @@ _sequence_ids = itertools.count()
 
 
 class SequenceStatus(Enum):
-    """State of a sequence. The value of a finished one is its `finish_reason`."""
+    """State of a sequence. The value of a finished one is its `finish_reason`. There is no SWAPPED: a sequence that
+    was preempted is computed again."""
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
@@ -39,9 +40,17 @@ class SequenceStatus(Enum):
     FINISHED_IGNORED = "ignored"
     FINISHED_INTERNAL_ERROR = "error"
 
-    @property
-    def is_finished(self) -> bool:
-        return self not in _UNFINISHED
+    @staticmethod
+    def is_finished(status: SequenceStatus) -> bool:
+        """Return whether a sequence with this status has ended."""
+        return status not in _UNFINISHED
+
+    @staticmethod
+    def get_finished_reason(status: SequenceStatus) -> str | None:
+        """Return the `finish_reason`: `stop`, `length`, `abort` or `error`, and None of an unfinished sequence."""
+        if status in _UNFINISHED:
+            return None
+        return "length" if status is SequenceStatus.FINISHED_IGNORED else str(status.value)
 
 
 _UNFINISHED = {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING}
@@ -86,6 +95,8 @@ class SequenceData:
 
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    """Sum over the output tokens that have log-probabilities (`Sequence.needs_logprobs`)."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -158,8 +169,9 @@ class Sequence:
         self.last_token = prompt_token_ids[-1] if prompt_token_ids else -1
         self.edits = 0
         """Number of times that output tokens were replaced or removed."""
-        self.cumulative_logprob = 0.0
-        self.logprobs: list[TokenLogprobs] = []
+        self.needs_logprobs = params.needs_logprobs
+        """Compute log-probabilities of each output token."""
+        self.output_logprobs: list[TokenLogprobs] = []
         self.stop_reason: str | int | None = None
         """The stop string or stop token that ended it; None for the model's own stop tokens."""
         self.ended_by_stop_token = False
@@ -173,7 +185,7 @@ class Sequence:
         self.drafts: Drafts | None = None
         self.details = MaskDetails() if params.mask_details else None
         self.guided: GuidedSequence | None = None
-        """Its view for the post-processor, if there is a constraint. Set with the group."""
+        """Its view for post-processors, if it has a constraint or one of them handles all rows."""
 
     @staticmethod
     def next_id() -> int:
@@ -183,6 +195,23 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return self.length - len(self.data.prompt_token_ids)
+
+    @property
+    def output_text(self) -> str:
+        """The text so far, including text that may still become a stop string."""
+        return self.detokenizer.text
+
+    def is_finished(self) -> bool:
+        """Return whether it has ended."""
+        return self.status not in _UNFINISHED
+
+    def get_output_token_ids(self) -> list[int]:
+        """Return the output tokens, by reference."""
+        return self.data.output_token_ids
+
+    def get_cumulative_logprob(self) -> float:
+        """Return the sum of the log-probabilities of the output tokens."""
+        return self.data.cumulative_logprob
 
     def append(self, token_id: int) -> None:
         """Add a sampled token."""
@@ -195,8 +224,8 @@ class Sequence:
         self.data.output_token_ids[:] = output
         self.length = len(self.data.prompt_token_ids) + len(output)
         self.last_token = output[-1]
-        self.cumulative_logprob = logprob
-        self.logprobs = logprobs
+        self.data.cumulative_logprob = logprob
+        self.output_logprobs = logprobs
         self.edits += 1
 
     def roll_back(self, count: int) -> None:
@@ -205,25 +234,26 @@ class Sequence:
         self.length -= count
         self.edits += 1
         self.last_token = self.data.span(self.length - 1, self.length)[0]
+        self.detokenizer.rewind(self.num_output_tokens)
         if self.details is not None:
             del self.details.allowed[self.num_output_tokens :], self.details.forced[self.num_output_tokens :]
-        while len(self.logprobs) > self.num_output_tokens:
-            self.cumulative_logprob -= self.logprobs.pop().own
+        while len(self.output_logprobs) > self.num_output_tokens:
+            self.data.cumulative_logprob -= self.output_logprobs.pop().own
 
     @property
     def has_unscored_tokens(self) -> bool:
         """Log-probabilities are wanted, and output tokens have none yet: the step that computes them scores them."""
-        return self.params.needs_logprobs and len(self.logprobs) < self.num_output_tokens
+        return self.needs_logprobs and len(self.output_logprobs) < self.num_output_tokens
 
     def add_logprobs(self, entries: TokenLogprobs) -> None:
         """Add the log-probabilities that were requested for the newest token."""
-        self.logprobs.append(entries)
-        self.cumulative_logprob += entries.own
+        self.output_logprobs.append(entries)
+        self.data.cumulative_logprob += entries.own
 
     def note_details(self, allowed: int, forced: bool = False) -> None:
         """Add how many tokens the mask of the newest token allowed, if the request asks for it."""
         if self.details is not None:
-            self.details.allowed.append(None if self.guided is None else allowed)
+            self.details.allowed.append(None if self.params.constraint is None else allowed)
             self.details.forced.append(forced)
 
     def end_by_token(self) -> bool:
@@ -244,7 +274,7 @@ class Sequence:
 
         A stop string takes precedence over the length cap.
         """
-        if self.status.is_finished and self.status is not SequenceStatus.FINISHED_LENGTH_CAPPED:
+        if self.is_finished() and self.status is not SequenceStatus.FINISHED_LENGTH_CAPPED:
             return False
         detokenizer = self.detokenizer
         before = len(detokenizer.text)
@@ -261,7 +291,7 @@ class Sequence:
 
     def finish(self, status: SequenceStatus, error: GuidedError | None = None) -> None:
         """End it, unless it has ended already."""
-        if not self.status.is_finished:
+        if not self.is_finished():
             self.status = status
             self.error = error
 
@@ -285,8 +315,8 @@ class SequenceGroup:
     """One request: n sequences from one prompt."""
 
     request_id: str
-    params: SamplingParams
     sequences: list[Sequence]
+    sampling_params: SamplingParams
     prompt: str | None = None
     stream: bool = True
     """Report after every step, not only at the end."""
@@ -314,30 +344,49 @@ class SequenceGroup:
     finished_time: float | None = None
 
     def __post_init__(self) -> None:
-        params, budget = self.params, None
+        for sequence in self.sequences:
+            sequence.group = self
+
+    def show(self, eos_token_id: int | None, needs_logprobs: bool) -> None:
+        """Create the view of each sequence that post-processors get.
+
+        Args:
+            needs_logprobs: compute log-probabilities of each token, because a post-processor reads them.
+        """
+        params, budget = self.sampling_params, None
         if params.complete and params.constraint is not None:
             first = self.sequences[0]
             budget = budget_of(params.constraint, first.max_length - first.length)
         for sequence in self.sequences:
-            sequence.group = self
-            if params.constraint is not None:
-                tokens = sequence.data.output_token_ids, sequence.data.prompt_token_ids
-                sequence.guided = GuidedSequence(
-                    self.request_id,
-                    sequence.seq_id,
-                    *tokens,
-                    params,
-                    budget=budget,
-                    mask_seconds=0.0 if params.mask_details else None,
-                )
+            sequence.needs_logprobs |= needs_logprobs and self.beams is None
+            sequence.guided = GuidedSequence(
+                self.request_id,
+                sequence.seq_id,
+                sequence.data.output_token_ids,
+                sequence.data.prompt_token_ids,
+                params,
+                constrained=params.constraint is not None,
+                eos_token_id=eos_token_id,
+                budget=budget,
+                mask_seconds=0.0 if params.mask_details else None,
+            )
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.sequences[0].data.prompt_token_ids
 
     @property
+    def seqs_dict(self) -> dict[int, Sequence]:
+        """The sequences by id."""
+        return {sequence.seq_id: sequence for sequence in self.sequences}
+
+    def get_seqs(self, status: SequenceStatus | None = None) -> list[Sequence]:
+        """Return the sequences, or those with this status."""
+        return [sequence for sequence in self.sequences if status is None or sequence.status is status]
+
     def is_finished(self) -> bool:
-        return all(sequence.status.is_finished for sequence in self.sequences)
+        """Return whether all sequences have ended."""
+        return all(sequence.is_finished() for sequence in self.sequences)
 
     @property
     def waits_for_grammar(self) -> bool:
@@ -345,7 +394,7 @@ class SequenceGroup:
 
     def unfinished(self) -> list[Sequence]:
         """Return the sequences that have not ended."""
-        return [sequence for sequence in self.sequences if not sequence.status.is_finished]
+        return [sequence for sequence in self.sequences if not sequence.is_finished()]
 
     def set_status(self, status: SequenceStatus) -> None:
         """Move all unfinished sequences to an unfinished status."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.sequence import StepSeconds
-from guided.processor import ApplyReport
+from guided.post_processor import ApplyReport
 
 _MEAN_WEIGHT = 0.02
 

@@ -1,6 +1,7 @@
 """Guided decoding from a script: `python examples/offline.py [MODEL]`. Each prompt has its own constraint.
 
-`pool="ray"` computes the masks in actors, as the server does. The default computes them in this process (no isolation).
+The masks are computed in Ray actors, which start with the first constraint: some seconds, and 1 GB of memory.
+`pool="inline"` computes them in this process, without isolation.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else str(checkpoint_path())
     messages = [[{"role": "user", "content": prompt}] for prompt, _ in REQUESTS]
     params = [SamplingParams(temperature=0, max_tokens=100, **constraint) for _, constraint in REQUESTS]
-    with LLM(model, pool="ray") as llm:
+    with LLM(model) as llm:
         for output in llm.chat(messages, params):
             print(f"{output.backend}: {output.outputs[0].text}")
 

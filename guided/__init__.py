@@ -26,7 +26,8 @@ from guided.inline import InlinePool
 from guided.limits import Limits
 from guided.output_types import constraint_for, parse_as
 from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
+from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 

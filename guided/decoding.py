@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from guided.bitmask import words
-from guided.processor import ApplyReport, GuidedProcessor
+from guided.post_processor import ApplyReport
+from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def decode_step(
     for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
         if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
             _append(processor, sequence, [step.tokens[row]], step)
-    if forced := processor.sampled(sequences):
+    if forced := processor.edits(sequences):
         for sequence in sequences:
             if sequence.sequence_id in forced:
                 _append(processor, sequence, forced[sequence.sequence_id].append, step)

@@ -13,6 +13,7 @@ GuidedError
     │   ├── DeadEnd             no token is allowed and the constraint is not satisfied
     │   └── TokenRejected       the matcher rejected a token that the mask allowed
     ├── MaskTimeout             a mask did not arrive within the fill limit
+    ├── PostProcessorFailed     an application's post-processor raised an exception
     ├── WorkerDied              the process that held the matcher has ended
     └── PoolUnavailable         no worker is up: HTTP 503
         └── BackendSuspended    the backend crashed too often and is not used for a while
@@ -109,6 +110,10 @@ class TokenRejected(BackendError):
 
 class MaskTimeout(InternalError):
     code = "mask_timeout"
+
+
+class PostProcessorFailed(InternalError):
+    code = "post_processor_failed"
 
 
 class WorkerDied(InternalError):

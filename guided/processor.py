@@ -1,12 +1,4 @@
-"""LogitPostProcessor, what an engine calls: `initialize` per request, `prepare` and `apply` per step, then `free`.
-
-    processor.prepare(sequences)       # before the forward pass: new tokens go out, masks are computed elsewhere
-    logits = model(...)                # meanwhile
-    report = processor.apply(logits)   # wait for missing masks, write -inf over the forbidden logits
-
-The interface is that of vLLM's RFC 5423. `GuidedProcessor` is the standard implementation; `ProcessorBundle`
-(guided/bundle.py) composes several.
-"""
+"""GuidedProcessor: the standard post-processor. It masks constrained rows with the bitmasks of a pool."""
 
 from __future__ import annotations
 
@@ -15,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +17,8 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.kernel import apply_bitmask, load_loose_kernel
 from guided.pool import Grammar, MaskPool, StepMasks
-from guided.sequence import GuidedSequence
+from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.sequence import GuidedSequence, SequenceOutput
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -37,141 +30,19 @@ _FIRST_MASK_SECONDS = 0.1
 
 
 @dataclass(slots=True)
-class ApplyReport:
-    """The result of `apply`: rows without a mask, and durations."""
-
-    failed: dict[int, GuidedError] = field(default_factory=dict)
-    """Errors by sequence id. The sequence has no valid mask and is over: its logits row allows a stop token only."""
-    late: list[int] = field(default_factory=list)
-    """Ids of sequences that wait for a mask, or for a worker. They must not be sampled in this step."""
-    wait_seconds: float = 0.0
-    """Seconds that `apply` waited for masks. Together with `prepare`, the exposed mask time."""
-    mask_seconds: float = 0.0
-    """Seconds that the workers have spent on masks since the last step, summed."""
-    kernel_seconds: float = 0.0
-    """Seconds for writing -inf, which is device work."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledEdit:
-    """A change to a sequence after a token was sampled. The engine applies the fields in this order."""
-
-    rollback: int = 0
-    """Number of output tokens to remove, including the sampled one."""
-    append: Sequence[int] = ()
-    """Tokens to append without sampling. The engine may leave out any number of them at the end."""
-    stop: bool = False
-    """End the sequence (`finish_reason` stop)."""
-
-
-class LogitPostProcessor(Protocol):
-    """The methods of a post-processor that an engine calls, all from one thread."""
-
-    max_rollback: int
-    """Maximum of `SampledEdit.rollback`. Until a sequence has ended, the engine does not send its last
-    `max_rollback - 1` output tokens to the client."""
-
-    def initialize(
-        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
-    ) -> Future[Grammar]:
-        """Start a request: compile its constraint. Its sequences can be prepared once the future is done.
-
-        Args:
-            backend: "auto", or the name of one backend.
-            client: see `MaskPool.compile`.
-
-        Returns:
-            A future that ends with the compiled grammar, or with the error that fails the request.
-
-        Raises:
-            UnsupportedConstraint: the named backend does not have this kind of constraint.
-            InvalidRequest: there is no backend of that name.
-        """
-
-    def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        new_tokens: NDArray[np.int32] | None = None,
-    ) -> None:
-        """Start one step; return in microseconds. `apply` follows.
-
-        Args:
-            sequences: the constrained sequences of the batch, each at most once. While the batch does not change, pass
-                the same tuple object again: this is the fastest.
-            logits_rows: the logits row of each sequence, all different. None: row i for sequence i.
-            new_tokens: int32 `[len(sequences)]`: see `MaskPool.submit`.
-
-        Raises:
-            ValueError: a sequence's request is not initialized (or is freed), its grammar is still being compiled, or
-                its id is used twice, or by another request. Nothing was sent.
-            GuidedError: the compilation of its grammar failed.
-            RuntimeError: `apply` has not followed the last `prepare`.
-        """
-
-    def apply(
-        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
-    ) -> ApplyReport:
-        """Mask the prepared rows, in place. A row without a valid mask is reported, and allows a stop token only.
-
-        Args:
-            logits: float `[rows, >= padded_vocab_size]` on any device; only prepared rows are written.
-            patience: the step's mask deadline, in seconds after the logits are computed. A row that misses it is
-                `late`. None: wait for every mask; a row is late only in the cases that `MaskPool.collect` lists.
-            alone: no other row of the batch can be sampled now. The deadline for the first mask is then at least 0.1 s.
-            keep_late: leave the logits of late rows as they are, for a caller that keeps them and prepares the sequence
-                again when it has settled.
-
-        Raises:
-            RuntimeError: `prepare` was not called, or by another thread.
-            ValueError: the logits are narrower than the vocabulary.
-        """
-
-    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
-        """Return how outputs are to change, by sequence id. Called after each step, between `apply` and `prepare`.
-
-        Args:
-            sequences: the object that was passed to `prepare`. The outputs include the sampled tokens. Edits are
-                ignored for rows without a sampled token (late, failed, or of a draft) and for sequences that have
-                ended.
-        """
-
-    def settled(self, timeout: float = 0.0) -> list[int]:
-        """Return late sequences that are decided: prepare them again, with the tokens and logits that they had.
-
-        Waits up to `timeout` seconds for the first one.
-        """
-
-    def failures(self) -> dict[str, GuidedError]:
-        """Return requests that lost a matcher between steps because its worker ended, each reported once."""
-
-    def rollback(self, sequence_id: int, length: int) -> None:
-        """Declare that prepared tokens after the first `length` output tokens have changed (a rejected draft).
-
-        An output that has merely become shorter is noticed without this. Unknown ids are ignored.
-        """
-
-    def free_sequence(self, sequence_id: int) -> None:
-        """End one sequence of a request; the others continue. Idempotent."""
-
-    def free(self, request_id: str) -> None:
-        """End a request, for whatever reason: close its matchers and release its grammar. Idempotent."""
-
-
-@dataclass(slots=True)
 class _Request:
     future: Future[Grammar]
     sequences: set[int] = field(default_factory=set)
 
 
-class GuidedProcessor:
+class GuidedProcessor(LogitPostProcessor):
     """The standard `LogitPostProcessor`: masks constrained rows with the bitmasks of a pool.
 
     Args:
         pool: computes the masks. The caller shuts it down.
     """
 
-    max_rollback = 0
+    all_rows = False
 
     def __init__(self, pool: MaskPool) -> None:
         self._pool = pool
@@ -317,7 +188,9 @@ class GuidedProcessor:
             self._close(list(report.failed))
         return step, report
 
-    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+    def edits(
+        self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
+    ) -> dict[int, SampledEdit]:
         """Append the tokens that have no alternative, if the pool looks ahead."""
         edits: dict[int, SampledEdit] = {}
         for sequence, length, (first, *others) in self._forced:

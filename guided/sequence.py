@@ -1,17 +1,17 @@
-"""GuidedSequence: one constrained sequence, as an engine hands it to the post-processor at every step."""
+"""What a post-processor knows of a sequence (`GuidedSequence`) and of a sampled token (`SequenceOutput`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from guided.budget import Budget
 
 
 @dataclass(slots=True, eq=False)
 class GuidedSequence:
-    """One constrained sequence. The engine makes it once and passes the same object at every step.
+    """One sequence. The engine makes it once and passes the same object at every step.
 
     The fields are those that vLLM's RFC 5423 lists for a row. Everything is held by reference.
     """
@@ -26,9 +26,23 @@ class GuidedSequence:
     """The engine's own object; the standard post-processor does not read it."""
     parent_id: int | None = None
     """The sequence that this one was forked from. Its matcher is copied if it is still open."""
+    constrained: bool = True
+    """It has a constraint. Others are for post-processors with `all_rows`."""
+    eos_token_id: int | None = None
+    """The model's first stop token."""
     budget: Budget | None = None
     """The output tokens within which the constraint must be completed. None: the mask ignores the engine's limit."""
     steered: bool = False
     """Set by the pool: a mask was restricted, so that the output fits in `budget`."""
     mask_seconds: float | None = None
     """The post-processor adds the time that the workers take for this sequence's masks, unless it is None."""
+
+
+class SequenceOutput(NamedTuple):
+    """A sampled token of one sequence."""
+
+    parent_seq_id: int
+    """The sequence that the token continues."""
+    output_token: int
+    logprobs: Mapping[int, Any]
+    """Log-probabilities by token id: of the token, and of as many others as the request asked for."""

@@ -63,7 +63,7 @@ def build_job(
     form = output_form(body, context, wanted, calls, prompt)
     params = sampling_params(body, form.wanted, max_tokens=limit, logprobs=logprobs, context=context)
     if form.shows_special_tokens:
-        params = replace(params, skip_special_tokens=False)
+        params = replace(params, skip_special_tokens=False, spaces_between_special_tokens=False)
     job = Job(
         request_id,
         http_id,

@@ -241,6 +241,14 @@ async def _merged(
         await cancel(pumps)
 
 
+def _number_choices(output: RequestOutput, job: Job) -> None:
+    """Put the outputs in the order of their choices: that of the sequences, or of their ranks with `best_of`."""
+    if job.params.width == job.params.n:
+        output.outputs.sort(key=lambda completion: completion.index)
+    for number, completion in enumerate(output.outputs):
+        completion.index = number
+
+
 async def _checked(
     context: ServerContext, outputs: AsyncGenerator[tuple[int, RequestOutput], None], job: Job
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -257,6 +265,7 @@ async def _checked(
                         raise job.respell(error, number)
                     if completion.finish_reason == "abort":
                         raise InternalError("the generation was aborted")
+                _number_choices(output, job)
                 yield number, output
     except InternalError as error:
         if context.shutting_down:

@@ -105,6 +105,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     pool: Literal["ray", "inline"] = "ray"
+    post_processor: str | None = None
     grace_seconds: float = 10.0
     forwarded_allow_ips: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -159,18 +160,21 @@ def take_api_key(options: ServeOptions) -> ServeOptions:
 
 
 def check_names(options: ServeOptions) -> None:
-    """Check the model's directory and the logits processors, before the model and its libraries are loaded.
+    """Check the names of model, logits processors and post-processor, before the model and its libraries are loaded.
 
     Raises:
         OSError: there is no such directory.
-        ValueError: a logits processor cannot be loaded.
+        ValueError: a logits processor or the post-processor cannot be loaded.
     """
     model = options.model_path
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # no hub name begins like this
         raise OSError(f"there is no model directory {model}")
     from engine.logits_processors.loading import load_classes  # slow: torch
+    from engine.post_processors import find_post_processor
 
-    load_classes(options.engine.logits_processors)
+    load_classes(options.engine)
+    if options.post_processor is not None:
+        find_post_processor(options.post_processor)
 
 
 def _with(base: Any, path: Sequence[str], value: Any) -> Any:
@@ -310,6 +314,10 @@ OPTIONS = (
             "A custom logits processor (docs/logits-processors.md). Can be repeated.",
             metavar="MODULE:CLASS",
         ),
+        Option(
+            "post_processor", "A post-processor (MODULE:CLASS) that works beside the standard one (docs/embedding.md)."
+        ),
+        Option("engine.logits_processor_plugins", "Load the logits processors of installed packages' entry points."),
     ),
     *_panel(
         "Mask pool",

@@ -63,7 +63,12 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
     if not sys.stderr.isatty():
         disable_progress_bar()
     engine = AsyncLLM(
-        options.model_path, options.pool, options.engine, pool_options=options.ray, **dataclasses.asdict(options.load)
+        options.model_path,
+        options.pool,
+        options.engine,
+        pool_options=options.ray,
+        processor=options.post_processor,
+        **dataclasses.asdict(options.load),
     )
     # These objects stay. A garbage collection that visited them would hold all threads for tenths of a second.
     gc.collect()

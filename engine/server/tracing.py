@@ -81,7 +81,7 @@ class Tracing:
             root.set_status(Status(StatusCode.ERROR, str(error)))
         context = set_span_in_context(root)
         compiled = group.arrival_time
-        if group.params.constraint is not None:
+        if group.sampling_params.constraint is not None:
             compiled = group.compiled_time or ended
             self._span("compile", context, nanoseconds(group.arrival_time), nanoseconds(compiled))
         scheduled = max(compiled, group.scheduled_time or ended)
@@ -109,8 +109,8 @@ def _attributes(group: SequenceGroup) -> dict[str, str | int | float]:
         "gen_ai.usage.input_tokens": len(group.prompt_token_ids),
         "gen_ai.usage.output_tokens": sum(one.num_output_tokens for one in group.sequences),
     }
-    if group.params.constraint is not None:
-        found["guided.constraint"] = group.params.constraint.kind
+    if group.sampling_params.constraint is not None:
+        found["guided.constraint"] = group.sampling_params.constraint.kind
         found["guided.compile_seconds"] = group.compile_seconds
     if group.backend is not None:
         found["guided.backend"] = group.backend

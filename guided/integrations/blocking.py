@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from guided.errors import MaskTimeout
-from guided.processor import ApplyReport, LogitPostProcessor
+from guided.post_processor import ApplyReport, LogitPostProcessor
 from guided.sequence import GuidedSequence
 
 _POLL_SECONDS = 1.0

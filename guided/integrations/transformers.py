@@ -25,11 +25,11 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
 from guided.inline import InlinePool
 from guided.integrations.blocking import finish_step
-from guided.integrations.pools import find_pool
 from guided.integrations.recycled_memory import RecycledMemory
 from guided.kernel import apply_bitmask
 from guided.output_types import constraint_for
 from guided.pool import MaskPool
+from guided.pool_opening import find_pool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList
 from transformers_generation import SCHEMA, Replaying, check
 
 from engine.llm_engine import LLMEngine
+from engine.logits_processors import LogitsProcessor
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
@@ -166,20 +167,54 @@ def test_late_masks_and_preemption_change_nothing(
     assert (engine.scheduler.num_preemptions > 0) == bool(config)
 
 
+def test_a_stop_string_ends_beams(make_engine: MakeEngine, run: Run) -> None:
+    params = {"n": 4, "max_tokens": 12}
+    free = run(make_engine(), {"r": ("So?", beams(4, **params))})["r"].outputs
+    stop = free[0].text[3:5]
+    found = run(make_engine(), {"r": ("So?", beams(4, **params, stop=[stop]))})["r"].outputs
+    cut = [one for one in found if one.stop_reason == stop]
+    assert free[0].text[: free[0].text.index(stop)] in [one.text for one in cut]
+    assert {one.finish_reason for one in cut} == {"stop"}
+    assert all(stop not in one.text for one in found)
+    kept = run(make_engine(), {"r": ("So?", beams(4, **params, stop=[stop], include_stop_str_in_output=True))})["r"]
+    assert [one.text.endswith(stop) for one in kept.outputs] == [one.stop_reason == stop for one in found]
+
+
+def test_beams_of_a_temperature(make_engine: MakeEngine, run: Run, tiny_model: LoadedModel) -> None:
+    """The search is that of a model with logits divided by the temperature, late masks or not."""
+    heat, pool = 3.0, FaultyPool(tiny_model.vocabulary)
+    pool.delay = lambda sequence_id, position: 2 if position % 3 == 0 else 0
+
+    class Cooling(LogitsProcessor):
+        def __init__(self, *_: Any) -> None: ...
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None: ...
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits / heat
+
+    fields: dict[str, Any] = {"regex": "[a-z]{6,}", "max_tokens": 10, "logprobs": 0}
+    warm = run(make_engine(pool), {"r": ("So?", beams(3, temperature=heat, **fields))})["r"].outputs
+    cooled = make_engine(logits_processors=(Cooling,))
+    expected = run(cooled, {"r": ("So?", beams(3, **fields))})["r"].outputs
+    assert [one.token_ids for one in warm] == [one.token_ids for one in expected]
+    sums = [one.cumulative_logprob for one in expected]
+    assert [one.cumulative_logprob for one in warm] == pytest.approx(sums, abs=1e-3)
+
+
 def test_best_of_returns_the_most_likely(make_engine: MakeEngine, run: Run) -> None:
     fields: dict[str, Any] = {"seed": 3, "max_tokens": 8, "regex": "[a-z]{5}"}
     everything = run(make_engine(), {"r": ("So?", SamplingParams(n=5, logprobs=0, **fields))})["r"].outputs
     best = sorted(everything, key=lambda one: -(one.cumulative_logprob or 0.0))
     chosen = run(make_engine(), {"r": ("So?", SamplingParams(n=2, best_of=5, **fields))})["r"].outputs
     assert [one.token_ids for one in chosen] == [one.token_ids for one in best[:2]]
-    assert [one.index for one in chosen] == [0, 1]
+    assert [one.index for one in chosen] == [one.index for one in best[:2]], "each keeps its own"
     assert chosen[0].cumulative_logprob == pytest.approx(best[0].cumulative_logprob)
     assert chosen[0].logprobs is None
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("temperature", 0.5), ("top_p", 0.5), ("top_k", 3), ("stop", "x"), ("best_of", 1)]
-)
+@pytest.mark.parametrize(("field", "value"), [("top_p", 0.5), ("top_k", 3), ("mask_details", True), ("best_of", 1)])
 def test_what_a_beam_search_does_not_have_is_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as raised:
         beams(2, **{field: value})

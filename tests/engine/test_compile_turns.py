@@ -13,7 +13,7 @@ from engine.sequence import SequenceGroup
 
 
 def group(client: str) -> SequenceGroup:
-    return SequenceGroup("", SamplingParams(), [], client=client)
+    return SequenceGroup("", [], SamplingParams(), client=client)
 
 
 def test_each_client_has_its_own_turns_in_its_own_order() -> None:

@@ -69,7 +69,7 @@ def test_warm_up_says_in_one_line_what_it_found(make_engine: MakeEngine, caplog:
     engine = make_engine(max_num_batched_tokens=100)
     engine.warm_up()
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("warm-up on cpu: a guided request with 100 tokens took")
+    assert line.startswith("warm-up on cpu: a request with 100 tokens took")
     assert not engine.has_unfinished
     assert engine.stats.steps == 0
     assert engine.blocks.num_free == engine.blocks.num_blocks

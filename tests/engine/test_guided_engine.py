@@ -20,7 +20,8 @@ from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, InternalError, InvalidConstraint, WorkerDied
 from guided.inline import InlinePool
 from guided.pool import StepMasks
-from guided.processor import ApplyReport, GuidedProcessor
+from guided.post_processor import ApplyReport
+from guided.processor import GuidedProcessor
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]

@@ -21,7 +21,7 @@ PROMPTS = ["The quick", "brown fox", "jumps"]
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama_dir: Path) -> LLM:
-    return LLM(str(tiny_llama_dir), config=EngineConfig(max_model_len=128), dtype="float32", device="cpu")
+    return LLM(str(tiny_llama_dir), "inline", config=EngineConfig(max_model_len=128), dtype="float32", device="cpu")
 
 
 def test_many_prompts_in_order(llm: LLM) -> None:
@@ -76,7 +76,7 @@ def test_a_pool_is_handed_in_or_made(tiny_model: LoadedModel) -> None:
     assert LLM(tiny_model, pool).pool is pool
     with pytest.raises(ValueError, match="pool is 'elsewhere'"):
         LLM(tiny_model, "elsewhere")  # type: ignore[arg-type]
-    with LLM(tiny_model) as made:
+    with LLM(tiny_model, "inline") as made:
         assert made.pool.status().name == "inline"
 
 

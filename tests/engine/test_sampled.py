@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.bundle import ProcessorBundle
-from guided.constraint import Constraint
-from guided.errors import BackendError, GuidedError
+from guided.errors import BackendError
 from guided.inline import InlinePool
-from guided.pool import Grammar
-from guided.processor import ApplyReport, GuidedProcessor, SampledEdit
+from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 
 Run = Callable[..., dict[str, RequestOutput]]
@@ -87,8 +85,10 @@ def test_forced_tokens_save_steps_and_change_no_output(
         assert json.loads(found["greedy"].outputs[0].text).keys() == set(NAMES), name
 
 
-class Own:
+class Own(LogitPostProcessor):
     """A post-processor of an application's own. It changes outputs as told."""
+
+    all_rows = False
 
     def __init__(self, decide: Callable[[list[int]], SampledEdit | None], max_rollback: int = 0) -> None:
         self.decide = decide
@@ -98,43 +98,19 @@ class Own:
         self.sequences: Sequence[GuidedSequence] = ()
         self.rows: Any = None
 
-    def initialize(
-        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
-    ) -> Future[Grammar]:
-        future: Future[Grammar] = Future()
-        future.set_result(Grammar("own", "own", constraint, ("own",)))
-        return future
-
     def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None, new_tokens: Any = None) -> None:
         self.sequences, self.rows = sequences, logits_rows
 
-    def apply(
-        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
-    ) -> ApplyReport:
+    def apply(self, logits: torch.Tensor, *options: Any, **named: Any) -> ApplyReport | None:
         for row, sequence in zip(self.rows, self.sequences, strict=True):
             if self.banned is not None and len(sequence.output_token_ids) == self.banned[0]:
                 logits[row, self.banned[1]] = -torch.inf
-        return ApplyReport()
+        return None
 
-    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+    def edits(self, sequences: Sequence[GuidedSequence], samples: Any = ()) -> dict[int, SampledEdit]:
         assert sequences is self.sequences, "the same tuple: nothing is looked up for a step without edits"
         decided = {each.sequence_id: self.decide(list(each.output_token_ids)) for each in sequences}
         return {name: edit for name, edit in decided.items() if edit is not None}
-
-    def settled(self, timeout: float = 0.0) -> list[int]:
-        return []
-
-    def failures(self) -> dict[str, GuidedError]:
-        return {}
-
-    def rollback(self, sequence_id: int, length: int) -> None:
-        pass
-
-    def free_sequence(self, sequence_id: int) -> None:
-        pass
-
-    def free(self, request_id: str) -> None:
-        pass
 
 
 REGEX = "[0-9]{20}"
@@ -197,14 +173,14 @@ def test_drafts_go_on_after_a_rollback(
     expected = run(engine_with(False), {"r": (PROMPT, params)})["r"].outputs[0]
     done: list[int] = []
 
-    def once(sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+    def once(sequences: Sequence[GuidedSequence], samples: Any) -> dict[int, SampledEdit]:
         if done or len(sequences) == 1 or len(sequences[0].output_token_ids) < 12:  # the rows of drafts follow
             return {}
         done.append(engine.stats.accepted_tokens)
         return {sequences[0].sequence_id: SampledEdit(rollback=3)}
 
     own = Own(lambda output: None, max_rollback=3)
-    monkeypatch.setattr(own, "sampled", once)
+    monkeypatch.setattr(own, "edits", once)
     engine = engine_with(False, own, num_speculative_tokens=3)
     found = run(engine, {"r": (PROMPT, params)})["r"].outputs[0]
     assert (found.error, found.token_ids) == (None, expected.token_ids)

@@ -32,19 +32,21 @@ def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed:
         seed=seed,
         detokenizer=Detokenizer(TEXTS),
     )
-    SequenceGroup("r", it.params, [it])
+    group = SequenceGroup("r", [it], it.params)
+    if it.params.constraint is not None:
+        group.show(EOS, needs_logprobs=False)
     for token in output:
         it.append(token)
     return it
 
 
 def metadata(*sequences: Sequence) -> SamplingMetadata:
-    return SamplingMetadata.for_batch(ScheduledBatch(decodes=list(sequences)), torch.device("cpu"), None)
+    return SamplingMetadata.prepare(ScheduledBatch(decodes=list(sequences)), torch.device("cpu"), None)
 
 
 def begun(rows: SamplingMetadata) -> Sampler:
     """A sampler at the beginning of a step."""
-    sampler = Sampler([EOS], LogitsProcessors(VllmConfig(stop_token_ids=frozenset({EOS})), torch.device("cpu")))
+    sampler = Sampler(LogitsProcessors(VllmConfig(stop_token_ids=frozenset({EOS})), torch.device("cpu")))
     sampler.begin(rows)
     return sampler
 
@@ -99,10 +101,6 @@ def test_penalties_count_what_comes_while_the_batch_stays() -> None:
 def test_min_tokens_suppresses_stop_tokens_until_there_are_enough() -> None:
     assert adjusted(sequence(min_tokens=2, output=(3,)), [9.0, 1.0]) == [pytest.approx(SUPPRESSED), 1.0]
     assert adjusted(sequence(min_tokens=2, output=(3, 3)), [9.0, 1.0]) == [9.0, 1.0]
-
-
-def test_ignore_eos_suppresses_the_model_s_stop_tokens() -> None:
-    assert adjusted(sequence(ignore_eos=True), [9.0, 1.0]) == [pytest.approx(SUPPRESSED), 1.0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 100.0])
@@ -244,7 +242,7 @@ def test_rows_are_sorted_by_kind_of_sampling() -> None:
     rows[4].params = SamplingParams(seed=3)
     meta = metadata(*rows)
     assert (meta.random, meta.guided_rows.tolist()) == ([0, 2, 3, 4], [3])
-    again = SamplingMetadata.for_batch(ScheduledBatch(decodes=list(rows)), torch.device("cpu"), meta)
+    again = SamplingMetadata.prepare(ScheduledBatch(decodes=list(rows)), torch.device("cpu"), meta)
     assert again is meta
-    fewer = SamplingMetadata.for_batch(ScheduledBatch(decodes=rows[1:]), torch.device("cpu"), meta)
+    fewer = SamplingMetadata.prepare(ScheduledBatch(decodes=rows[1:]), torch.device("cpu"), meta)
     assert (fewer.random, fewer.guided_rows.tolist()) == ([1, 2, 3], [2])

@@ -26,7 +26,7 @@ def group(name: str, tokens: int, n: int = 1) -> SequenceGroup:
         )
         for index in range(n)
     ]
-    return SequenceGroup(name, params, sequences)
+    return SequenceGroup(name, sequences, params)
 
 
 def scheduler(
@@ -502,7 +502,7 @@ def test_sequences_of_several_clients_all_end(data: st.DataObject) -> None:
             if one.length >= lengths[one.group]:
                 one.finish(SequenceStatus.FINISHED_STOPPED)
         it.drop_finished()
-        for ended in [group for group in left if all(one.status.is_finished for one in group.sequences)]:
+        for ended in [group for group in left if all(one.is_finished() for one in group.sequences)]:
             it.remove(ended)
             left.discard(ended)
         if not left:

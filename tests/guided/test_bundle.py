@@ -13,7 +13,8 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, UnsupportedConstraint
 from guided.inline import InlinePool
 from guided.pool import Grammar
-from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
+from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -26,7 +27,7 @@ VOCABULARY = Vocabulary(
 )
 
 
-class Banning:
+class Banning(LogitPostProcessor):
     """A post-processor of an application's own: bans a token, is late or fails when told, and notes its calls."""
 
     max_rollback = 1
@@ -60,10 +61,7 @@ class Banning:
         found, self.late = self.late, []
         return found
 
-    def failures(self) -> dict[str, GuidedError]:
-        return {}
-
-    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+    def edits(self, sequences: Sequence[GuidedSequence], samples: Any = ()) -> dict[int, SampledEdit]:
         self.calls.append(("sampled", *(each.sequence_id for each in sequences)))
         return {each.sequence_id: SampledEdit(rollback=1) for each in sequences if each.output_token_ids[-1] == 3}
 
@@ -150,8 +148,12 @@ def test_a_request_that_one_member_rejects_is_freed_in_the_others() -> None:
 
 def test_a_member_changes_outputs() -> None:
     case = Case()
+    case.other.future.set_result(Grammar("k", "own", Constraint.choice(["12"]), ("k",)))
+    case.initialize()
     assert case.bundle.max_rollback == 1
-    case.sequence.output_token_ids = [5]
-    assert case.bundle.sampled([case.sequence]) == {}
-    case.sequence.output_token_ids = [5, 3]
-    assert case.bundle.sampled([case.sequence]) == {1: SampledEdit(rollback=1)}
+    case.apply()
+    case.sequence.output_token_ids = [1]
+    assert case.bundle.edits((case.sequence,)) == {}
+    case.apply()
+    case.sequence.output_token_ids = [1, 3]
+    assert case.bundle.edits((case.sequence,)) == {1: SampledEdit(rollback=1)}

@@ -180,7 +180,7 @@ def test_a_model_split_over_two_processes_answers_as_in_one() -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=40, json_schema=body.get("json_schema"), logprobs=1) for body in bodies
     ]
-    with LLM(str(checkpoint_path()), dtype="float32", device="cpu") as one:
+    with LLM(str(checkpoint_path()), "inline", dtype="float32", device="cpu") as one:
         prompts = [body["prompt"] for body in bodies]
         expected = [output.outputs[0] for output in one.generate(prompts, params, use_tqdm=False)]
     with serving("--pool", "inline", "--dtype", "float32", "--device", "cpu", "--tensor-parallel-size", "2") as server:

@@ -28,11 +28,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 )
 
 from guided.constraint import Constraint
-from guided.embedded.vllm import GuidedLogitsProcessor as FormerPath
 from guided.inline import InlinePool
 from guided.integrations.vllm import error_reports, run_directory
 from guided.integrations.vllm.configuration import model_vocabulary
-from guided.integrations.vllm.processor import GuidedLogitsProcessor
 from guided.integrations.vllm.request_params import VALIDATED, GuidedParams
 from guided.integrations.vllm.v2_batch import V2Batch
 from guided.vocabulary import Vocabulary
@@ -201,10 +199,6 @@ def test_a_second_instance_of_the_same_engine_is_idle() -> None:
     assert sum(not each.idle for each in runner.processors) == 1
     assert not runner.add(plain())
     assert runner.add(guided("12"))
-
-
-def test_the_former_path_is_the_same_class() -> None:
-    assert FormerPath is GuidedLogitsProcessor
 
 
 def test_a_guided_request_beside_others() -> None:

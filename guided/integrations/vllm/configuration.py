@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from guided.errors import InvalidRequest
-from guided.integrations.pools import DEFAULT_POOL, PoolOpener, find_pool
 from guided.integrations.vllm import pool_reports
 from guided.pool import MaskPool
+from guided.pool_opening import DEFAULT_POOL, PoolOpener, find_pool
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

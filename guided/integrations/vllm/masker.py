@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from guided.bitmask import pack, words
 from guided.errors import GuidedError, InternalError, PoolUnavailable, TokenRejected, bounded
 from guided.integrations.blocking import finish_step
-from guided.integrations.pools import PoolOpener
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.kernel import apply_bitmask
 from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedProcessor
+from guided.pool_opening import PoolOpener
+from guided.post_processor import ApplyReport
+from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from guided.constraint import KINDS
-from guided.embedded.middleware import GuidedErrors as FormerPath
 from guided.errors import GuidedError, InvalidConstraint, PoolUnavailable, WorkerDied
 from guided.integrations.vllm.error_reports import REQUEST_ID as ID
 from guided.integrations.vllm.middleware import GuidedErrors
@@ -139,10 +138,6 @@ def stream(*chunks: dict[str, Any], before_last: Callable[[], None] = lambda: No
 
 def ask(reply: Reply, body: Any, errors: Errors, path: str = PATHS[0]) -> Client:
     return asyncio.run(Client(body, path).ask(GuidedErrors(vllm(reply), errors)))
-
-
-def test_the_former_path_is_the_same_class() -> None:
-    assert FormerPath is GuidedErrors
 
 
 class TestNotStreamed:

@@ -1,4 +1,4 @@
-"""Pools by name, from the entry point group `guided.pools`, and a pool that is opened on first use."""
+"""Pools by name, from the entry point group `guided.pools`, and pools that are opened on first use."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from guided.constraint import Constraint
 from guided.errors import GuidedError, PoolUnavailable, bounded
-from guided.pool import MaskPool
+from guided.pool import Grammar, MaskPool, PoolStatus, StepMasks
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 DEFAULT_POOL = "ray"
 _GROUP = "guided.pools"
 _RETRY_SECONDS = 30.0
 """Seconds after a failed attempt to open a pool until the next one. Until then, requests fail immediately."""
-_log = logging.getLogger("guided.integrations")
+_log = logging.getLogger(__name__)
 
 
 def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
@@ -101,3 +107,84 @@ class PoolOpener:
         self._closed = True
         if self._future is not None and self._future.done() and self._future.exception() is None:
             self._future.result().shutdown()
+
+
+class LazyPool:
+    """A `MaskPool` that opens another one for the first constraint. That constraint waits for it.
+
+    Args:
+        name: of the other pool.
+        open_pool: opens it, on a thread of its own.
+    """
+
+    def __init__(self, name: str, vocabulary: Vocabulary, open_pool: Callable[[], MaskPool]) -> None:
+        self._name = name
+        self._vocabulary = vocabulary
+        self._opener = PoolOpener(open_pool)
+        self._pool: MaskPool | None = None
+        """The other pool, once it is open."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+        if self._pool is not None:
+            return self._pool.compile(constraint, backends, client)
+        compiled: Future[Grammar] = Future()
+        compiled.set_running_or_notify_cancel()
+
+        def pass_on(done: Future[Grammar]) -> None:
+            error = done.exception()
+            if error is None:
+                compiled.set_result(done.result())
+            else:
+                compiled.set_exception(error)
+
+        def ask(opened: Future[MaskPool]) -> None:
+            error = opened.exception()
+            if error is None:
+                self._pool = opened.result()
+                self._pool.compile(constraint, backends, client).add_done_callback(pass_on)
+            else:
+                compiled.set_exception(error)
+
+        self._opener.open().add_done_callback(ask)
+        return compiled
+
+    def release(self, grammar: Grammar) -> None:
+        self._opened.release(grammar)
+
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
+        self._opened.open(sequence, grammar)
+
+    def free(self, sequence_ids: Collection[int]) -> None:
+        if self._pool is not None:
+            self._pool.free(sequence_ids)
+
+    def rollback(self, sequence_id: int, length: int) -> None:
+        if self._pool is not None:
+            self._pool.rollback(sequence_id, length)
+
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+        self._opened.submit(sequences, new_tokens)
+
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+        return self._opened.collect(timeout, patience)
+
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        return [] if self._pool is None else self._pool.settled(timeout)
+
+    def failures(self) -> dict[int, GuidedError]:
+        return {} if self._pool is None else self._pool.failures()
+
+    def status(self) -> PoolStatus:
+        return PoolStatus(self._name) if self._pool is None else self._pool.status()
+
+    def shutdown(self) -> None:
+        self._opener.close()
+
+    @property
+    def _opened(self) -> MaskPool:
+        assert self._pool is not None, "a grammar comes from the open pool"
+        return self._pool

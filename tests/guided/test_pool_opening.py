@@ -7,10 +7,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from guided import pool_opening as pools
 from guided.errors import PoolUnavailable
 from guided.inline import InlinePool
-from guided.integrations import pools
-from guided.integrations.pools import find_pool
+from guided.pool_opening import find_pool
 from guided.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary((b"</s>", b"a"), (0,), frozenset({0}), 2)

@@ -1,1 +1,0 @@
-"""Former import paths, for existing `vllm serve` command lines."""

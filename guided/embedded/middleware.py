@@ -1,1 +1,0 @@
-from guided.integrations.vllm.middleware import GuidedErrors as GuidedErrors

@@ -1,1 +1,0 @@
-from guided.integrations.vllm.processor import GuidedLogitsProcessor as GuidedLogitsProcessor

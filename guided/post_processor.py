@@ -1,0 +1,195 @@
+"""LogitPostProcessor: what an engine calls around each forward pass to change a batch's logits (vLLM's RFC 5423).
+
+    processor.prepare(sequences)       # before the forward pass: start what takes long, elsewhere
+    logits = model(...)                # meanwhile
+    report = processor.apply(logits)   # change the logits, in place
+
+`GuidedProcessor` (guided/processor.py) is the standard implementation. `ProcessorBundle` (guided/bundle.py) combines it
+with an application's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from guided.constraint import Constraint
+from guided.errors import GuidedError
+from guided.pool import Grammar
+from guided.sequence import GuidedSequence, SequenceOutput
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+
+@dataclass(slots=True)
+class ApplyReport:
+    """The result of `apply`: rows without a mask, and durations."""
+
+    failed: dict[int, GuidedError] = field(default_factory=dict)
+    """Errors by sequence id. The sequence has no valid mask and is over: its logits row allows a stop token only."""
+    late: list[int] = field(default_factory=list)
+    """Ids of sequences that wait for a mask, or for a worker. They must not be sampled in this step."""
+    wait_seconds: float = 0.0
+    """Seconds that `apply` waited for masks. Together with `prepare`, the exposed mask time."""
+    mask_seconds: float = 0.0
+    """Seconds that the workers have spent on masks since the last step, summed."""
+    kernel_seconds: float = 0.0
+    """Seconds for writing -inf, which is device work."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledEdit:
+    """A change to a sequence after a token was sampled. The engine applies the fields in this order."""
+
+    rollback: int = 0
+    """Number of output tokens to remove, including the sampled one."""
+    append: Sequence[int] = ()
+    """Tokens to append without sampling. The engine may leave out any number of them at the end."""
+    stop: bool = False
+    """End the sequence (`finish_reason` stop)."""
+
+
+class LogitPostProcessor:
+    """The methods of a post-processor that an engine calls, all from one thread. Each has a default: override some.
+
+    `ProcessorBundle`, and with it the engine, also takes the RFC's own signatures: `initialize(config)`, called once
+    when the engine is made, `prepare(sequences)`, and `apply(logits)` that returns the logits.
+    """
+
+    all_rows: bool = True
+    """Handle all sequences of the batch, in the order of the rows. False: only those with a constraint."""
+    max_rollback: int = 0
+    """Maximum of `SampledEdit.rollback`. Until a sequence has ended, the engine does not send its last
+    `max_rollback - 1` output tokens to the client."""
+
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar] | None:
+        """Start a request with a constraint. Its sequences can be prepared once the future is done.
+
+        Args:
+            backend: "auto", or the name of one backend.
+            client: see `MaskPool.compile`.
+
+        Returns:
+            A future that ends with the compiled grammar, or with the error that fails the request. None: nothing is
+            compiled.
+
+        Raises:
+            UnsupportedConstraint: the named backend does not have this kind of constraint.
+            InvalidRequest: there is no backend of that name.
+        """
+        return None
+
+    def prepare(
+        self,
+        sequences: Sequence[GuidedSequence],
+        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
+        new_tokens: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Start one step; return in microseconds. `apply` follows.
+
+        Args:
+            sequences: the sequences of the batch, each at most once. While the batch does not change, pass the same
+                tuple object again: this is the fastest.
+            logits_rows: the logits row of each sequence, all different. None: row i for sequence i.
+            new_tokens: int32 `[len(sequences)]`: see `MaskPool.submit`.
+
+        Raises:
+            ValueError: a sequence's request is not initialized (or is freed), its grammar is still being compiled, or
+                its id is used twice, or by another request. Nothing was sent.
+            GuidedError: the compilation of its grammar failed.
+            RuntimeError: `apply` has not followed the last `prepare`.
+        """
+
+    def apply(
+        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
+    ) -> ApplyReport | torch.Tensor | None:
+        """Mask the prepared rows, in place. A row without a valid mask is reported, and allows a stop token only.
+
+        Args:
+            logits: float `[rows, >= padded_vocab_size]` on any device; only prepared rows are written.
+            patience: the step's mask deadline, in seconds after the logits are computed. A row that misses it is
+                `late`. None: wait for every mask; a row is late only in the cases that `MaskPool.collect` lists.
+            alone: no other row of the batch can be sampled now. The deadline for the first mask is then at least 0.1 s.
+            keep_late: leave the logits of late rows as they are, for a caller that keeps them and prepares the sequence
+                again when it has settled.
+
+        Returns:
+            A report. Or the changed logits, as in the RFC. None: every row is ready.
+
+        Raises:
+            RuntimeError: `prepare` was not called, or by another thread.
+            ValueError: the logits are narrower than the vocabulary.
+        """
+
+    def sampled(
+        self, seq: GuidedSequence, token_id: int, logprobs: Mapping[int, Any]
+    ) -> tuple[int, Sequence[int], bool]:
+        """Decide what follows a sampled token. Called once per sequence and step, if it is overridden.
+
+        Args:
+            seq: the sequence. Its output already ends with the token.
+            token_id: the sampled token.
+            logprobs: of the token, and of as many others as the request asked for, by token id.
+
+        Returns:
+            The number of tokens to remove before the sampled one, the tokens to append instead of it, and whether to
+            end the sequence.
+        """
+        return 0, [token_id], False
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether `edits` reads the samples: the engine then computes log-probabilities for each of them."""
+        return type(self).sampled is not LogitPostProcessor.sampled
+
+    def edits(
+        self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
+    ) -> dict[int, SampledEdit]:
+        """Return how outputs are to change, by sequence id. Called after each step, between `apply` and `prepare`.
+
+        Args:
+            sequences: the object that was passed to `prepare`. The outputs include the sampled tokens. Edits are
+                ignored for rows without a sampled token (late, failed, or of a draft) and for sequences that have
+                ended.
+            samples: the sampled token of each sequence, or None. Empty unless `needs_samples`.
+        """
+        found = {}
+        for sequence, sample in zip(sequences, samples, strict=False):
+            if sample is not None:
+                token = sample.output_token
+                backtrack, append, stop = self.sampled(sequence, token, sample.logprobs)
+                keeps_token = backtrack == 0 and list(append[:1]) == [token]
+                edit = SampledEdit(0, append[1:], stop) if keeps_token else SampledEdit(backtrack + 1, append, stop)
+                if edit != SampledEdit(append=append[:0]):
+                    found[sequence.sequence_id] = edit
+        return found
+
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        """Return late sequences that are decided: prepare them again, with the tokens and logits that they had.
+
+        Waits up to `timeout` seconds for the first one.
+        """
+        return []
+
+    def failures(self) -> dict[str, GuidedError]:
+        """Return requests that lost a matcher between steps because its worker ended, each reported once."""
+        return {}
+
+    def rollback(self, sequence_id: int, length: int) -> None:
+        """Declare that prepared tokens after the first `length` output tokens have changed (a rejected draft).
+
+        An output that has merely become shorter is noticed without this. Unknown ids are ignored.
+        """
+
+    def free_sequence(self, sequence_id: int) -> None:
+        """End one sequence of a request; the others continue. Idempotent."""
+
+    def free(self, request_id: str) -> None:
+        """End a request, for whatever reason: close its matchers and release its grammar. Idempotent."""

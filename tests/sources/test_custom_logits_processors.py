@@ -1,0 +1,638 @@
+"""vLLM's page "Custom Logits Processors" (docs/features/custom_logitsprocs.md), in its order.
+
+The page's classes are copied. Only their imports are changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+import openai
+import pytest
+import torch
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from engine import LLM, AsyncEngineArgs, AsyncLLM
+from engine.config import EngineConfig
+from engine.llm_engine import LLMEngine
+from engine.logits_processors import (
+    AdapterLogitsProcessor,
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+    RequestLogitsProcessor,
+    SamplingParams,
+    VllmConfig,
+)
+from engine.logits_processors.loading import load_classes
+from engine.model_loader import LoadedModel
+from engine.outputs import RequestOutput
+from engine.server.app import create_app
+from engine.server.options import ServeOptions, ServerSettings
+from guided.errors import InvalidRequest
+
+source = pytest.mark.source
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+PROMPT = [5, 6, 7]
+FQCN = f"{__name__}:DummyLogitsProcessor"
+ONLY_67 = SamplingParams(max_tokens=4, extra_args={"target_token": 67})
+
+
+# -- the page's classes
+
+
+class DummyLogitsProcessor(LogitsProcessor):
+    """Fake logit processor to support unit testing and examples"""
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams):
+        target_token: int | None = params.extra_args and params.extra_args.get("target_token")
+        if target_token is not None and not isinstance(target_token, int):
+            raise ValueError(f"target_token value {target_token} is not int")
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+        self.req_info: dict[int, int] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        """Never impacts greedy sampling"""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None):
+        if not batch_update:
+            return
+
+        # Process added requests.
+        for index, params, _, _ in batch_update.added:
+            assert params is not None
+            self.validate_params(params)
+            if params.extra_args and (target_token := params.extra_args.get("target_token")):
+                self.req_info[index] = target_token
+            else:
+                self.req_info.pop(index, None)
+
+        if self.req_info:
+            # Process removed requests.
+            for index in batch_update.removed:
+                self.req_info.pop(index, None)
+
+            # Process moved requests, unidirectional move (a->b) and swap
+            # (a<->b)
+            for adx, bdx, direct in batch_update.moved:
+                a_val = self.req_info.pop(adx, None)
+                b_val = self.req_info.pop(bdx, None)
+                if a_val is not None:
+                    self.req_info[bdx] = a_val
+                if direct == MoveDirectionality.SWAP and b_val is not None:
+                    self.req_info[adx] = b_val
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self.req_info:
+            return logits
+
+        # Save target values before modification
+        cols = torch.tensor(list(self.req_info.values()), dtype=torch.long, device=logits.device)
+        rows = torch.tensor(list(self.req_info.keys()), dtype=torch.long, device=logits.device)
+        values_to_keep = logits[rows, cols].clone()
+
+        # Mask all but target tokens
+        logits[rows] = float("-inf")
+        logits[rows, cols] = values_to_keep
+
+        return logits
+
+
+class DummyPerReqLogitsProcessor:
+    """The request-level logits processor masks out all logits except the
+    token id identified by `target_token`"""
+
+    def __init__(self, target_token: int) -> None:
+        """Specify `target_token`"""
+        self.target_token = target_token
+
+    def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        val_to_keep = logits[self.target_token].item()
+        logits[:] = float("-inf")
+        logits[self.target_token] = val_to_keep
+        return logits
+
+
+class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
+    """Example of wrapping a fake request-level logit processor to create a
+    batch-level logits processor"""
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams):
+        target_token: Any | None = params.extra_args and params.extra_args.get("target_token")
+        if target_token is not None and not isinstance(target_token, int):
+            raise ValueError(f"target_token value {target_token} is not int")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Optional[RequestLogitsProcessor]:  # noqa: UP045
+        """This method returns a new request-level logits processor, customized
+        to the `target_token` value associated with a particular request."""
+        target_token: Any | None = params.extra_args and params.extra_args.get("target_token")
+        if target_token is None:
+            return None
+        return DummyPerReqLogitsProcessor(target_token)
+
+
+# -- the tests' own
+
+
+class Recorder(DummyLogitsProcessor):
+    """Records what it gets. The lists are the newest instance's."""
+
+    given: tuple[Any, ...]
+    updates: list[BatchUpdate | None]
+    logits: list[torch.Tensor]
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        Recorder.given, Recorder.updates, Recorder.logits = (vllm_config, device, is_pin_memory), [], []
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        self.updates.append(batch_update)
+        super().update_state(batch_update)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        self.logits.append(logits.clone())
+        return super().apply(logits)
+
+
+class Invariant(Recorder):
+    asked = 0
+
+    def is_argmax_invariant(self) -> bool:
+        Invariant.asked += 1
+        return True
+
+
+def target(token: int | None, max_tokens: int = 4, **others: Any) -> SamplingParams:
+    extra = None if token is None else {"target_token": token}
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **others)
+
+
+@pytest.fixture
+def updates(make_engine: MakeEngine) -> Callable[..., list[BatchUpdate | None]]:
+    """Return a function that takes the requests that arrive before each step, and returns the steps' updates.
+
+    "abb" is three requests: a ends with its first token, each b with its second. Their ids are 0, 1 and 2.
+    """
+
+    def of(*arrivals: str) -> list[BatchUpdate | None]:
+        engine = make_engine(logits_processors=(Recorder,))
+        number = 0
+        for letters in arrivals:
+            for letter in letters:
+                params = replace(target(None, "_abcd".index(letter), temperature=0.0), extra_args={"id": number})
+                engine.add_request(str(number), [6, 7, 8 + number], params)
+                number += 1
+            engine.step()
+        return Recorder.updates
+
+    return of
+
+
+def ids(update: BatchUpdate | None) -> dict[int, int]:
+    """The id of each added request, by index."""
+    assert update is not None
+    return {index: (params.extra_args or {})["id"] for index, params, _, _ in update.added}
+
+
+def one_way(update: BatchUpdate | None) -> list[tuple[int, int]]:
+    assert update is not None
+    return [(first, second) for first, second, how in update.moved if how is MoveDirectionality.UNIDIRECTIONAL]
+
+
+def tokens(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+# -- background, and the methods of a class
+
+
+@source("A processor consumes the (num_requests) x (vocab_size) tensor of raw logits that the model has computed.")
+@source("It transforms the rows of the requests that use it; all other rows are unmodified.")
+@source("The example masks all tokens but target_token; it is off for requests without target_token.")
+@source("Custom arguments: SamplingParams.extra_args.")
+def test_the_example(make_engine: MakeEngine, run: Run) -> None:
+    free = {"free": (PROMPT, target(None, temperature=0.0))}
+    expected = tokens(run(make_engine(), free)["free"])
+    requests = {"67": (PROMPT, target(67)), **free, "68": (PROMPT, target(68, 2))}
+    found = run(make_engine(logits_processors=(Recorder,)), requests)
+    assert {name: tokens(output) for name, output in found.items()} == {
+        "67": [67] * 4,
+        "free": expected,
+        "68": [68] * 2,
+    }
+    assert [tuple(logits.shape) for logits in Recorder.logits] == [(3, 640)] * 2 + [(2, 640)] * 2
+    assert all(logits.isfinite().all() for logits in Recorder.logits)
+
+
+@source("A custom processor must subclass LogitsProcessor and define at least these methods.")
+@pytest.mark.parametrize("method", ["__init__", "apply", "is_argmax_invariant", "update_state"])
+def test_methods_that_must_be_defined(method: str) -> None:
+    methods = {name: value for name, value in vars(DummyLogitsProcessor).items() if name != method}
+    with pytest.raises(ValueError, match=f"Less needs the method {method}"):
+        load_classes(EngineConfig(logits_processors=(type("Less", (LogitsProcessor,), methods),)))
+
+
+@source(
+    "validate_params(cls, sampling_params) is one of these methods.",
+    differs="It may be missing, as in vLLM's code: then all requests are accepted.",
+)
+def test_validate_params_may_be_missing(make_engine: MakeEngine, run: Run) -> None:
+    methods = {name: value for name, value in vars(DummyLogitsProcessor).items() if name != "validate_params"}
+    methods["update_state"] = lambda self, batch_update: None
+    engine = make_engine(logits_processors=(type("Unchecked", (LogitsProcessor,), methods),))
+    params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"target_token": "five"})
+    assert run(engine, {"r": (PROMPT, params)})["r"].error is None
+
+
+@source("validate_params raises ValueError for invalid arguments; requests with them are rejected at the entry point.")
+def test_validate_params_rejects(make_engine: MakeEngine) -> None:
+    engine = make_engine(logits_processors=(DummyLogitsProcessor,))
+    with pytest.raises(InvalidRequest, match="target_token value five is not int") as error:
+        engine.add_request("r", PROMPT, SamplingParams(extra_args={"target_token": "five"}))
+    assert error.value.param == "extra_args"
+    assert not engine.has_unfinished
+
+
+@source(
+    "__init__(vllm_config, device, is_pin_memory): vllm_config is the engine's configuration.",
+    differs="VllmConfig is a class of our own with the parts of vLLM's that processors read: model and scheduler.",
+)
+def test_constructor(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
+    make_engine(logits_processors=(Recorder,), max_num_seqs=7)
+    config, device, is_pin_memory = Recorder.given
+    assert isinstance(config, VllmConfig)
+    assert config.scheduler_config.max_num_seqs == 7
+    assert config.model_config.get_vocab_size() == 640
+    assert config.model_config.max_model_len == 128
+    assert not hasattr(config, "cache_config")
+    assert (device, is_pin_memory) == (tiny_model.device, False)
+
+
+@source("apply may change the logits in place or out of place.")
+def test_apply_out_of_place(make_engine: MakeEngine, run: Run) -> None:
+    class OutOfPlace(DummyLogitsProcessor):
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return super().apply(logits.clone())
+
+    found = run(make_engine(logits_processors=(OutOfPlace,)), {"r": (PROMPT, target(67))})
+    assert tokens(found["r"]) == [67] * 4
+
+
+@source("is_argmax_invariant() is evaluated once at startup.")
+@source("If it is True, apply is skipped in steps in which all requests use greedy sampling.")
+def test_argmax_invariance(make_engine: MakeEngine, run: Run) -> None:
+    for processor, temperature, calls in [(Recorder, 0.0, 6), (Invariant, 0.0, 0), (Invariant, 1.0, 6)]:
+        Invariant.asked = 0
+        engine = make_engine(logits_processors=(processor,))
+        run(engine, {"r": (PROMPT, target(None, 6, temperature=temperature))})
+        assert len(Recorder.logits) == calls
+        assert Invariant.asked == (processor is Invariant)
+
+
+@source("update_state gets the changes of the persistent batch at the beginning of the step.")
+@source("Each step calls update_state() and apply().")
+def test_each_step_calls_update_state_and_apply(make_engine: MakeEngine) -> None:
+    events: list[str] = []
+
+    class Ordered(DummyLogitsProcessor):
+        def update_state(self, batch_update: BatchUpdate | None) -> None:
+            events.append("update_state")
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            events.append("apply")
+            return logits
+
+    engine = make_engine(logits_processors=(Ordered,))
+    execute = engine.runner.execute
+    engine.runner.execute = lambda batch: (events.append("forward pass"), execute(batch))[1]  # type: ignore
+    engine.add_request("r", PROMPT, target(None))
+    engine.step()
+    engine.step()
+    assert events == ["update_state", "forward pass", "apply"] * 2
+
+
+@source("batch_update may be None: the batch has not changed.")
+@source("A processor may use the output_token_ids list that it has retained since the request was added.")
+def test_none_and_the_retained_output(make_engine: MakeEngine, run: Run) -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    class Retaining(Recorder):
+        def update_state(self, batch_update: BatchUpdate | None) -> None:
+            super().update_state(batch_update)
+            if batch_update is not None:
+                [(index, _, self.prompt, self.output)] = batch_update.added
+                assert (index, self.prompt) == (0, PROMPT)
+            seen.append((len(self.updates), list(self.output)))
+
+    found = run(make_engine(logits_processors=(Retaining,)), {"r": (PROMPT, target(None))})
+    assert [update is None for update in Recorder.updates] == [False, True, True, True]
+    assert seen == [(step + 1, tokens(found["r"])[:step]) for step in range(4)]
+
+
+# -- how the engine builds the BatchUpdate
+
+Updates = Callable[..., list[BatchUpdate | None]]
+
+
+@source("New requests replace finished ones by Add, from the smallest index of a replaced request to the largest.")
+@source("As many new requests as finished ones: nothing else is to be done.")
+def test_added_requests_replace_finished_ones(updates: Updates) -> None:
+    _, update = updates("acad", "bb")
+    assert list(ids(update).items()) == [(0, 4), (2, 5)]
+    assert update is not None
+    assert (update.batch_size, [*update.removed], one_way(update)) == (4, [], [])
+
+
+@source("More new requests than finished ones: the others get the indices from current_max_batch_index + 1.")
+def test_added_requests_extend_the_batch(updates: Updates) -> None:
+    _, update = updates("abb", "bbb")
+    assert list(ids(update).items()) == [(0, 3), (3, 4), (4, 5)]
+    assert update is not None
+    assert (update.batch_size, [*update.removed], one_way(update)) == (5, [], [])
+
+
+@source("Fewer new requests than finished ones: Remove for the finished ones that were not replaced.")
+@source("Their indices are greater than those of the replaced ones.")
+def test_removed_requests_are_above_replaced_ones(updates: Updates) -> None:
+    _, update = updates("aabab", "b")
+    assert list(ids(update).items()) == [(0, 5)]
+    assert update is not None
+    assert sorted(update.removed) == [1, 3]
+
+
+@source("Condense: move the highest non-empty slot to the lowest empty slot, by a unidirectional move.")
+@source("Continue with increasing targets and decreasing sources until the batch is contiguous.")
+@source("Shrink: batch_size is the number of non-empty slots.")
+def test_the_batch_is_condensed(updates: Updates) -> None:
+    _, update = updates("aabababb", "")
+    assert update is not None
+    assert sorted(update.removed) == [0, 1, 3, 5]
+    assert one_way(update) == [(7, 0), (6, 1), (4, 3)]
+    assert update.batch_size == 4
+
+
+@source("The batch may be reordered by swaps.")
+@source("Moves come after adds and removes: an Add has the index from before the moves.")
+@source("Moves are applied in the order in which they appear in BatchUpdate.moved.")
+def test_moves_follow_in_order(updates: Updates, tiny_model: LoadedModel) -> None:
+    """Following the updates leads to each row's request: its next token is the row's most likely one."""
+    batch: dict[int, tuple[int, list[int]]] = {}
+    swaps = 0
+    text_tokens = slice(6, len(tiny_model.tokenizer))  # without special tokens and padding
+    for step, update in enumerate(updates("abcad", "c", "", "bbb", "", "b")):
+        if update is not None:
+            for index in update.removed:
+                del batch[index]
+            batch |= {index: (step, output) for index, _, _, output in update.added}
+            for first, second, how in update.moved:
+                if how is MoveDirectionality.SWAP:
+                    batch[first], batch[second] = batch[second], batch[first]
+                    swaps += 1
+                else:
+                    batch[second] = batch.pop(first)
+        chosen = [output[step - since] - 6 for _, (since, output) in sorted(batch.items())]
+        assert chosen == Recorder.logits[step][:, text_tokens].argmax(-1).tolist()
+    assert swaps
+
+
+@source("Without new or finished requests and without reordering, the update is None.")
+def test_unchanged_is_none(updates: Updates) -> None:
+    assert [update is None for update in updates("cc", "", "", "c")] == [False, True, True, False]
+
+
+@source(
+    "All requests in the persistent batch are running requests.",
+    differs="A request is in the batch only in steps that sample it: not while its prompt is computed in chunks.",
+)
+def test_the_batch_has_the_rows_that_are_sampled(make_engine: MakeEngine) -> None:
+    engine = make_engine(logits_processors=(Recorder,), max_num_batched_tokens=16, max_num_seqs=2, block_size=8)
+    engine.add_request("long", [5] * 40, target(None, 1))
+    sizes = []
+    while engine.has_unfinished:
+        engine.step()
+        sizes.append(None if not Recorder.updates or (last := Recorder.updates[-1]) is None else last.batch_size)
+    assert sizes[-1] == 1
+    assert len(sizes) == 3
+    assert not any(sizes[:-1])
+
+
+# -- request-level processors
+
+
+@source("AdapterLogitsProcessor wraps a request-level processor.")
+@source("new_req_logits_processor may return None: the processor is not applied to this request.")
+@source("The base class keeps a sparse state, and discards that of finished requests.")
+def test_wrapped_example(make_engine: MakeEngine, run: Run) -> None:
+    created: list[WrappedPerReqLogitsProcessor] = []
+
+    class Wrapped(WrappedPerReqLogitsProcessor):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            created.append(self)
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            assert len(self.req_info) == 1 + (len(logits) == 3)
+            return super().apply(logits)
+
+    free = {"free": (PROMPT, target(None, temperature=0.0))}
+    expected = tokens(run(make_engine(), free)["free"])
+    engine = make_engine(logits_processors=(Wrapped,))
+    found = run(engine, {"67": (PROMPT, target(67)), **free, "68": (PROMPT, target(68, 2))})
+    assert [tokens(found[name]) for name in ("67", "free", "68")] == [[67] * 4, expected, [68] * 2]
+    with pytest.raises(InvalidRequest, match="target_token value five is not int"):
+        engine.add_request("r", PROMPT, SamplingParams(extra_args={"target_token": "five"}))
+    run(engine, free)
+    assert not created[0].req_info
+
+
+@source("RequestLogitsProcessor: ([prompt ids,] output ids, logits) -> logits.")
+def test_both_forms_of_callables(make_engine: MakeEngine, run: Run) -> None:
+    def with_prompt(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return only(logits, prompt_ids[len(output_ids)])
+
+    def without_prompt(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return only(logits, 20 + len(output_ids))
+
+    def only(logits: torch.Tensor, token: int) -> torch.Tensor:
+        return torch.full_like(logits, float("-inf")).index_fill_(0, torch.tensor(token), 0.0)
+
+    class Both(WrappedPerReqLogitsProcessor):
+        def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor:
+            return with_prompt if params.extra_args else without_prompt
+
+    requests = {"with": (PROMPT, target(1, 3)), "without": (PROMPT, target(None, 3))}
+    found = run(make_engine(logits_processors=(Both,)), requests)
+    assert tokens(found["with"]) == PROMPT
+    assert tokens(found["without"]) == [20, 21, 22]
+
+
+# -- loading
+
+
+@source("The loaded set can't be changed, nor extended on demand for a request.")
+def test_no_processor_on_demand() -> None:
+    with pytest.raises(InvalidRequest, match="logits_processors"):
+        SamplingParams(logits_processors=[DummyLogitsProcessor])  # type: ignore[call-arg]
+
+
+@source("Method 1: a fully-qualified class name, dotted.path.to.module:ClassName.")
+@source("Method 3: a class object, passed to LLM or AsyncLLM.")
+@source("Offline: configure the processor for an LLM request.")
+@source("Offline: configure the processor for an AsyncLLM request.")
+@pytest.mark.parametrize("given", [FQCN, DummyLogitsProcessor])
+def test_llm_and_async_llm(tiny_model: LoadedModel, given: str | type) -> None:
+    with LLM(tiny_model, logits_processors=[given]) as llm:
+        [output] = llm.generate("Hello", ONLY_67, use_tqdm=False)
+    assert tokens(output) == [67] * 4
+
+    async def last(engine: AsyncLLM) -> RequestOutput:
+        outputs = engine.generate(request_id="request-0", prompt="Hello", sampling_params=ONLY_67)
+        return [output async for output in outputs][-1]
+
+    engine_args = AsyncEngineArgs(model=tiny_model, logits_processors=[given])
+    async_llm = AsyncLLM.from_engine_args(engine_args)
+    assert tokens(asyncio.run(last(async_llm))) == [67] * 4
+    async_llm.shutdown()
+
+
+@source("The name must be importable, and the object must be a subclass of LogitsProcessor.")
+@pytest.mark.parametrize(
+    "name", ["no_such_module:It", f"{__name__}:Missing", f"{__name__}:DummyPerReqLogitsProcessor", "no_colon"]
+)
+def test_names_that_do_not_fit(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        load_classes(EngineConfig(logits_processors=(name,)))
+
+
+@source("Pass the name to the server on the command line: --logits-processors.")
+def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.server import process
+    from engine.server.cli import app
+
+    given: list[ServeOptions] = []
+    monkeypatch.setattr(process, "serve", lambda options, listener: given.append(options))
+    two = ["--logits-processors", FQCN, "--logits-processors", "sample_processors:MyBias"]
+    assert CliRunner().invoke(app, ["serve", "--port", "0", *two]).exit_code == 0
+    assert CliRunner().invoke(app, ["serve", "--port", "0", "--no-logits-processor-plugins"]).exit_code == 0
+    assert [options.engine.logits_processors for options in given] == [(FQCN, "sample_processors:MyBias"), ()]
+    assert [options.engine.logits_processor_plugins for options in given] == [True, False]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that installs a package with the given entry points of `vllm.logits_processors`."""
+
+    def installing(**points: str) -> None:
+        information = tmp_path / "plugins-1.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
+        entries = "".join(f"{name} = {value}\n" for name, value in points.items())
+        (information / "entry_points.txt").write_text(f"[vllm.logits_processors]\n{entries}")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return installing
+
+
+@source("Method 2: entry points of the group vllm.logits_processors are loaded automatically.")
+def test_entry_points(install: Callable[..., None], make_engine: MakeEngine, run: Run) -> None:
+    install(second="sample_processors:MyBias", first=FQCN)
+    engine = make_engine(logits_processors=("sample_processors:MyMinP",))
+    names = [kind.__name__ for kind in engine.sampler.processors.classes]
+    assert names == ["DummyLogitsProcessor", "MyBias", "MyMinP"], "without our own entry, which is for vLLM"
+    assert tokens(run(engine, {"r": (PROMPT, target(67))})["r"]) == [67] * 4
+
+
+@source(
+    "vLLM always loads all processors of the group.",
+    differs="--no-logits-processor-plugins turns that off, and our own entry, which is for vLLM, is left out.",
+)
+def test_entry_points_can_be_turned_off(install: Callable[..., None]) -> None:
+    install(mine=FQCN)
+    assert load_classes(EngineConfig(logits_processor_plugins=False)) == []
+    assert load_classes(EngineConfig()) == [DummyLogitsProcessor]
+
+
+@source("A processor that is loaded must be a subclass of LogitsProcessor (entry points).")
+@pytest.mark.parametrize("value", ["no_such_module:It", "sample_processors:logger", "sample_processors:SamplingParams"])
+def test_entry_points_that_do_not_fit(install: Callable[..., None], value: str) -> None:
+    install(mine=value)
+    with pytest.raises(ValueError, match=rf"{value} .*\(entry point mine .*--no-logits-processor-plugins"):
+        load_classes(EngineConfig())
+
+
+# -- requests over HTTP
+
+
+@pytest.fixture(scope="module")
+def client(tiny_llama_dir: Path) -> Iterator[TestClient]:
+    engine = AsyncLLM(str(tiny_llama_dir), dtype="float32", logits_processors=[FQCN])
+    with TestClient(create_app(engine, ServerSettings(model_names=("tiny",)))) as client:
+        yield client
+    engine.shutdown()
+
+
+@source("REST API: configure the processor for a request by vllm_xargs.")
+@source("OpenAI SDK: configure the processor for a request by extra_body.")
+def test_custom_arguments_over_http(client: TestClient) -> None:
+    xargs = {"vllm_xargs": {"target_token": 67, "others": [1, "two", 0.5]}}
+    request = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
+    answer = client.post("/v1/completions", json={**request, "logprobs": 0, **xargs}).json()["choices"][0]
+    assert len({*answer["logprobs"]["tokens"]}) == 1
+    sdk = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=client)
+    assert sdk.completions.create(**request, extra_body=xargs).choices[0].text == answer["text"]
+    chat = sdk.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=4, extra_body=xargs
+    )
+    assert chat.choices[0].message.content == answer["text"]
+
+
+@source("Requests with invalid custom arguments are rejected.")
+def test_invalid_arguments_over_http(client: TestClient) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "Hello", "vllm_xargs": {"target_token": "five"}})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("vllm_xargs", "invalid_request")
+    assert error["message"] == "target_token value five is not int"
+
+
+# -- best practices
+
+
+@source("update_state drops finished requests, whether an Add replaces them or a Remove ends them.")
+def test_finished_requests_are_dropped(make_engine: MakeEngine, run: Run) -> None:
+    states: list[dict[int, int]] = []
+
+    class Sparse(Recorder):
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            states.append(dict(self.req_info))
+            return super().apply(logits)
+
+    engine = make_engine(logits_processors=(Sparse,))
+    run(engine, {"67": (PROMPT, target(67, 1)), "68": (PROMPT, target(68, 1)), "free": (PROMPT, target(None, 2))})
+    run(engine, {"69": (PROMPT, target(69, 1))})
+    assert states == [{0: 67, 1: 68}, {}, {0: 69}]
+
+
+@source("is_argmax_invariant is not a class method: an instance may decide it.")
+def test_an_instance_decides_on_invariance(make_engine: MakeEngine, run: Run) -> None:
+    class Configured(Recorder):
+        def is_argmax_invariant(self) -> bool:
+            return bool(self.given[0].scheduler_config.max_num_seqs == 1)
+
+    for max_num_seqs, calls in [(1, 0), (2, 4)]:
+        engine = make_engine(logits_processors=(Configured,), max_num_seqs=max_num_seqs)
+        run(engine, {"r": (PROMPT, target(None, temperature=0.0))})
+        assert len(Recorder.logits) == calls

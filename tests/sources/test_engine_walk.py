@@ -1,0 +1,335 @@
+"""A walk through the early vLLM engine ("Среда вывода больших моделей: анализ исходного кода vLLM", 1), in its order.
+
+Code is copied from it. Only imports and the model's path are changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from engine import LLM, AsyncLLM, SamplingParams
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel
+from engine.outputs import CompletionOutput, RequestOutput
+from engine.sampler import SamplerOutput, SequenceGroupOutput
+from engine.scheduler import SequenceGroupMetadata
+from engine.sequence import SequenceData, SequenceGroup, SequenceStatus
+from guided.errors import InvalidRequest
+from guided.sequence import SequenceOutput
+
+source = pytest.mark.source
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+
+
+# -- 1. quick start
+
+
+@pytest.fixture
+def opt_125m(tiny_llama_dir: Path, tmp_path: Path) -> str:
+    """A tiny OPT with random weights, in place of facebook/opt-125m."""
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    OPTForCausalLM(OPTConfig(vocab_size=640, max_position_embeddings=128, **sizes, **ids)).save_pretrained(tmp_path)
+    for file in tiny_llama_dir.glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return str(tmp_path)
+
+
+@source("run.py: LLM(model='facebook/opt-125m', tensor_parallel_size=2), then llm.generate(prompts, sampling_params)")
+def test_quick_start(opt_125m: str) -> None:
+    prompts = [
+        "Have you followed marsggbo in Zhihu?",
+        "Ты ударил три раза подряд?",
+    ]  # fmt: skip
+    sampling_params = SamplingParams(temperature=0.8, top_k=50)
+    llm = LLM(model=opt_125m, tensor_parallel_size=2)
+    outputs = llm.generate(prompts, sampling_params)
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
+    assert [output.prompt for output in outputs] == prompts
+    llm.shutdown()
+
+
+# -- 3. sequences
+
+
+@source(
+    "class SequenceStatus: WAITING, RUNNING, SWAPPED, FINISHED_STOPPED, FINISHED_LENGTH_CAPPED, FINISHED_ABORTED, "
+    "FINISHED_IGNORED",
+    differs="there is no SWAPPED: a preempted sequence is computed again. WAITING_FOR_GRAMMAR is new",
+)
+def test_the_states_of_a_sequence() -> None:
+    names = {status.name for status in SequenceStatus}
+    finished = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_IGNORED"}
+    assert names == {"WAITING", "RUNNING", *finished} | {"WAITING_FOR_GRAMMAR", "FINISHED_INTERNAL_ERROR"}
+
+
+@source("SequenceStatus.is_finished(status) is a static method")
+@pytest.mark.parametrize("status", SequenceStatus)
+def test_is_finished(status: SequenceStatus) -> None:
+    assert SequenceStatus.is_finished(status) == status.name.startswith("FINISHED")
+    assert (SequenceStatus.get_finished_reason(status) is None) != SequenceStatus.is_finished(status)
+
+
+@source("SequenceData has prompt_token_ids, output_token_ids and cumulative_logprob")
+def test_sequence_data() -> None:
+    data = SequenceData([1, 2])
+    assert (data.prompt_token_ids, data.output_token_ids, data.cumulative_logprob) == ([1, 2], [], 0.0)
+
+
+@source("each sequence has a seq_id, its data, and the status WAITING")
+@source(
+    "logical_token_blocks: the blocks of a sequence",
+    differs="the block manager has them: `BlockManager.blocks(seq_id)`",
+)
+def test_a_sequence(make_engine: MakeEngine) -> None:
+    engine = make_engine(block_size=4)
+    group = engine.admit("r", [1, 2, 3, 4, 5], SamplingParams(n=2))
+    first, second = group.sequences
+    assert first.seq_id != second.seq_id
+    assert (first.data.prompt_token_ids, first.status) == ([1, 2, 3, 4, 5], SequenceStatus.WAITING)
+    engine.submit(group)
+    engine.step()
+    assert len(engine.blocks.blocks(first.seq_id)) == 2
+
+
+@source("SequenceGroup(request_id, seqs, sampling_params, arrival_time): seqs_dict, get_seqs(status)")
+def test_a_sequence_group(make_engine: MakeEngine) -> None:
+    engine, params = make_engine(), SamplingParams(n=3, max_tokens=5)
+    group = engine.admit("r", [1, 2], params)
+    assert group.seqs_dict == {seq.seq_id: seq for seq in group.get_seqs()}
+    assert (group.request_id, group.sampling_params) == ("r", params)
+    assert len(group.get_seqs(status=SequenceStatus.WAITING)) == 3
+    engine.submit(group)
+    engine.step()
+    assert group.get_seqs(status=SequenceStatus.RUNNING) == group.get_seqs()
+    assert not group.is_finished()
+    copy = SequenceGroup("r", group.get_seqs(), params, arrival_time=group.arrival_time)
+    assert copy.seqs_dict == group.seqs_dict
+
+
+@source("add_request(request_id, prompt, sampling_params, prompt_token_ids, arrival_time, lora_request, prefix_pos)")
+@source("lora_request, prefix_pos", differs="refused by name: there are no LoRA adapters")
+def test_add_request(make_engine: MakeEngine, finish: Run) -> None:
+    engine, few = make_engine(), SamplingParams(temperature=0.0, max_tokens=4)
+    engine.add_request(
+        request_id="ids", prompt=None, sampling_params=few, prompt_token_ids=[5, 6], arrival_time=1.0, lora_request=None
+    )
+    engine.add_request("both", "text", few, [5, 6])
+    found = finish(engine)
+    assert found["ids"].outputs[0].token_ids == found["both"].outputs[0].token_ids
+    assert (found["ids"].prompt_token_ids, found["both"].prompt) == ([5, 6], "text")
+    assert found["ids"].metrics is not None
+    assert found["ids"].metrics.arrival_time == 1.0
+    for wrong in ({"lora_request": "x"}, {"prompt": None}):
+        with pytest.raises(InvalidRequest):
+            engine.add_request(**{"request_id": "r", "prompt": "text", "sampling_params": few, **wrong})
+
+
+@source("the prompt is text or token ids")
+@pytest.mark.anyio
+async def test_prompts_of_async_llm(tiny_model: LoadedModel) -> None:
+    llm = AsyncLLM(tiny_model, "inline")
+    try:
+        for prompt in ({"prompt": "text"}, {"prompt_token_ids": [5, 6]}, "text", [5, 6]):
+            async for output in llm.generate(prompt, sampling_params=SamplingParams(max_tokens=3)):
+                last = output
+            assert last.finished
+    finally:
+        llm.shutdown()
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@source("SequenceGroupMetadata(request_id, is_prompt, seq_data, sampling_params, block_tables)")
+@source(
+    "Scheduler.schedule() returns List[SequenceGroupMetadata]",
+    differs="it returns a ScheduledBatch, of which `Scheduler.seq_group_metadata_list` is a view",
+)
+def test_sequence_group_metadata(make_engine: MakeEngine) -> None:
+    engine = make_engine(block_size=4)
+    group = engine.add_request("r", [1, 2, 3, 4, 5], SamplingParams(n=2))
+    [metadata] = engine.scheduler.seq_group_metadata_list(engine.scheduler.schedule())
+    seq_data = {}
+    block_tables = {}
+    for seq in group.get_seqs(status=SequenceStatus.RUNNING):
+        seq_id = seq.seq_id
+        seq_data[seq_id] = seq.data
+        block_tables[seq_id] = engine.blocks.blocks(seq_id)
+    assert metadata == SequenceGroupMetadata(
+        request_id=group.request_id,
+        is_prompt=True,
+        seq_data=seq_data,
+        sampling_params=group.sampling_params,
+        block_tables=block_tables,
+    )
+
+
+@source("SequenceOutput(parent_seq_id, output_token, logprobs)")
+@source("SequenceGroupOutput(samples, prompt_logprobs)")
+def test_outputs_of_a_step(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = make_engine(), []
+    append = engine.append
+
+    def looking(sampled: SamplerOutput, metadata: Any, skipped: Any) -> None:
+        seen.append(sampled.by_group(metadata))
+        append(sampled, metadata, skipped)
+
+    monkeypatch.setattr(engine, "append", looking)
+    group = engine.add_request("r", [1, 2], SamplingParams(n=2, logprobs=1, prompt_logprobs=0))
+    engine.step()
+    [[output]] = seen
+    assert isinstance(output, SequenceGroupOutput)
+    assert output.prompt_logprobs == group.prompt_logprobs
+    for sample, seq in zip(output.samples, group.sequences, strict=True):
+        assert isinstance(sample, SequenceOutput)
+        assert (sample.parent_seq_id, [sample.output_token]) == (seq.seq_id, seq.data.output_token_ids)
+        assert sample.output_token in sample.logprobs
+
+
+# -- 4. sampling parameters
+
+PARAMETERS: dict[str, Any] = {
+    "n": 2,
+    "best_of": 3,
+    "temperature": 0.2,
+    "top_p": 0.9,
+    "top_k": 4,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "use_beam_search": True,
+    "length_penalty": 0.5,
+    "early_stopping": True,
+    "stop": ["x"],
+    "stop_token_ids": [9],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "max_tokens": 5,
+    "logprobs": 1,
+    "prompt_logprobs": 1,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+}
+
+
+@source("SamplingParams contains n, best_of, temperature, ..., spaces_between_special_tokens")
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_each_parameter_is_taken(make_engine: MakeEngine, run: Run, name: str) -> None:
+    beams = {"use_beam_search": True, "n": 2} if name in ("length_penalty", "early_stopping") else {}
+    params = SamplingParams(**{"max_tokens": 4, **beams, name: PARAMETERS[name]})
+    output = run(make_engine(), {"r": ("So?", params)})["r"]
+    assert output.error is None
+    assert len(output.outputs) == params.n
+
+
+@source("ignore_eos: whether to ignore the end-of-sequence token")
+def test_ignore_eos(make_engine: MakeEngine, run: Run) -> None:
+    """It may be sampled, and the output goes on."""
+    params = {"temperature": 0.0, "max_tokens": 6, "logit_bias": {1: 100.0}}
+    requests = {name: ("So?", SamplingParams(**params, ignore_eos=name == "on")) for name in ("on", "off")}
+    found = {name: output.outputs[0] for name, output in run(make_engine(), requests).items()}
+    assert (found["off"].token_ids, found["off"].finish_reason) == ([1], "stop")
+    assert (found["on"].token_ids, found["on"].finish_reason) == ([1] * 6, "length")
+
+
+@source("spaces_between_special_tokens: whether to add spaces between special tokens")
+def test_spaces_between_special_tokens(make_engine: MakeEngine, run: Run) -> None:
+    params = {"temperature": 0.0, "max_tokens": 3, "logit_bias": {1: 100.0}, "ignore_eos": True}
+    for spaces, text in ((True, "<|end|> <|end|> <|end|>"), (False, "<|end|><|end|><|end|>")):
+        given = SamplingParams(**params, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        assert run(make_engine(), {"r": ("So?", given)})["r"].outputs[0].text == text
+
+
+@source("use_beam_search: whether to use beam search; stop: words that end the generation; temperature")
+def test_beam_search_takes_stop_and_temperature(make_engine: MakeEngine, run: Run) -> None:
+    params = {"use_beam_search": True, "n": 3, "max_tokens": 8}
+    warm = run(make_engine(), {"r": ("So?", SamplingParams(**params, temperature=2.0))})["r"].outputs
+    cold = run(make_engine(), {"r": ("So?", SamplingParams(**params, temperature=0.0))})["r"].outputs
+    assert warm[0].cumulative_logprob != cold[0].cumulative_logprob
+    stop = cold[0].text[2:4]
+    ended = run(make_engine(), {"r": ("So?", SamplingParams(**params, temperature=0.0, stop=stop))})["r"].outputs
+    assert all(stop not in one.text for one in ended)
+
+
+# -- 5. outputs
+
+
+def from_seq_group(seq_group: SequenceGroup) -> RequestOutput:
+    """`RequestOutput.from_seq_group`, as the document has it."""
+    # 1. Get the top-n sequences.
+    n = seq_group.sampling_params.n
+    seqs = seq_group.get_seqs()
+    sorting_key = lambda seq: seq.get_cumulative_logprob()  # noqa: E731
+    sorted_seqs = sorted(seqs, key=sorting_key, reverse=True)
+    top_n_seqs = sorted_seqs[:n]
+
+    # 2. Create the outputs.
+    outputs: list[CompletionOutput] = []
+    for seq in top_n_seqs:
+        logprobs = seq.output_logprobs
+        finshed_reason = SequenceStatus.get_finished_reason(seq.status)
+        output = CompletionOutput(
+            seqs.index(seq),
+            seq.output_text,
+            seq.get_output_token_ids(),
+            seq.get_cumulative_logprob(),
+            logprobs,
+            finshed_reason,
+        )
+        outputs.append(output)
+
+    # Every sequence in the sequence group should have the same prompt.
+    prompt = seq_group.prompt
+    prompt_token_ids = seq_group.prompt_token_ids
+    finished = seq_group.is_finished()
+    return RequestOutput(seq_group.request_id, prompt, prompt_token_ids, outputs, finished)
+
+
+@source("the outputs are the n sequences with the highest cumulative_logprob, sorted; index is that of the sequence")
+@pytest.mark.parametrize("best_of", [4, 6])
+def test_from_seq_group(make_engine: MakeEngine, finish: Run, best_of: int) -> None:
+    engine = make_engine()
+    params = SamplingParams(n=4, best_of=best_of, seed=3, max_tokens=12, logprobs=0)
+    group = engine.add_request("r", "So?", params)
+    found, copied = finish(engine)["r"], from_seq_group(group)
+    for one, same in zip(found.outputs, copied.outputs, strict=True):
+        assert (one.index, one.text, one.token_ids) == (same.index, same.text, same.token_ids)
+        assert (one.cumulative_logprob, one.logprobs) == (same.cumulative_logprob, same.logprobs)
+        assert one.finish_reason == same.finish_reason
+    sums = [one.cumulative_logprob or 0.0 for one in found.outputs]
+    assert sums == sorted(sums, reverse=True)
+    assert [one.index for one in found.outputs] != sorted(one.index for one in found.outputs)
+
+
+@source(
+    "CompletionOutput(index, text, token_ids, cumulative_logprob, logprobs, finish_reason)",
+    differs="cumulative_logprob is None if n and best_of are 1 and no log-probabilities were asked for",
+)
+@pytest.mark.parametrize(
+    ("fields", "there"), [({}, False), ({"logprobs": 0}, True), ({"n": 2}, True), ({"best_of": 2}, True)]
+)
+def test_cumulative_logprob(make_engine: MakeEngine, run: Run, fields: dict[str, Any], there: bool) -> None:
+    output = run(make_engine(), {"r": ("So?", SamplingParams(seed=3, max_tokens=5, **fields))})["r"].outputs[0]
+    assert (output.cumulative_logprob is not None) == there
+
+
+@source("RequestOutput(request_id, prompt, prompt_token_ids, prompt_logprobs, outputs, finished)")
+def test_request_output(make_engine: MakeEngine, run: Run) -> None:
+    output = run(make_engine(), {"r": ("So?", SamplingParams(max_tokens=5, prompt_logprobs=1))})["r"]
+    assert (output.request_id, output.prompt, output.finished) == ("r", "So?", True)
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)

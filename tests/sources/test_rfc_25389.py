@@ -1,0 +1,239 @@
+"""vLLM's RFC 25389, "Revise Logits Processor Programming Model", in its order.
+
+(https://github.com/vllm-project/vllm/issues/25389)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from engine import logits_processors
+from engine.config import EngineConfig
+from engine.llm_engine import LLMEngine
+from engine.logits_processors import BatchUpdate, LogitsProcessor, SamplingParams, VllmConfig
+from engine.logits_processors.loading import load_classes
+from engine.outputs import RequestOutput
+
+source = pytest.mark.source
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+Requests = dict[str, tuple[Any, SamplingParams]]
+PROMPT = [5, 6, 7]
+
+# Persistent index of removed request
+RemovedRequest = int
+
+# (params, prompt length, persistent index) tuples for new
+# requests added to the batch
+AddedRequest = tuple[SamplingParams, int, int]
+
+
+class TargetToken(LogitsProcessor):
+    """Allows only `target_token` of a request's `extra_args`, with the signatures of the RFC."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+        self.targets: dict[int, int] = {}
+        self.order: list[int] = []
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def add_request(self, req_info: AddedRequest) -> None:
+        params, _, pdx = req_info
+        if params.extra_args:
+            self.targets[pdx] = params.extra_args["target_token"]
+
+    def remove_request(self, req_pdx: RemovedRequest) -> None:
+        self.targets.pop(req_pdx, None)
+
+    def update_state(
+        self,
+        index_mapping: Optional[npt.NDArray],  # noqa: UP045
+        token_ids: npt.NDArray,
+        seq_lens: npt.NDArray,
+    ) -> None:
+        if index_mapping is not None:
+            self.order = index_mapping.tolist()
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, pdx in enumerate(self.order):
+            if (target := self.targets.get(pdx)) is not None:
+                kept = logits[row, target].item()
+                logits[row] = float("-inf")
+                logits[row, target] = kept
+        return logits
+
+
+class Recorder(TargetToken):
+    """Records the calls. The list is the newest instance's."""
+
+    calls: list[tuple[Any, ...]]
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        Recorder.calls = []
+
+    def add_request(self, req_info: AddedRequest) -> None:
+        self.calls.append(("add_request", req_info))
+        super().add_request(req_info)
+
+    def remove_request(self, req_pdx: RemovedRequest) -> None:
+        self.calls.append(("remove_request", req_pdx))
+        super().remove_request(req_pdx)
+
+    def update_state(self, index_mapping: Any, token_ids: Any, seq_lens: Any) -> None:
+        mapping = None if index_mapping is None else index_mapping.tolist()
+        self.calls.append(("update_state", mapping, token_ids.copy(), seq_lens.copy()))
+        super().update_state(index_mapping, token_ids, seq_lens)
+
+
+def calls(name: str) -> list[Any]:
+    """The arguments of the calls of a method."""
+    return [call[1:] for call in Recorder.calls if call[0] == name]
+
+
+def target(token: int | None, max_tokens: int) -> SamplingParams:
+    extra = None if token is None else {"target_token": token}
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+
+
+def tokens(found: dict[str, RequestOutput]) -> dict[str, list[int]]:
+    return {name: list(output.outputs[0].token_ids) for name, output in found.items()}
+
+
+@source("The current model, with update_state(batch_update), is the interface of a processor.")
+@source(
+    "The BatchUpdate data structure is no longer necessary.",
+    differs="Both models run: a class that defines add_request is of the RFC's model, any other gets BatchUpdates.",
+)
+def test_both_models_run_together(make_engine: MakeEngine, run: Run) -> None:
+    seen: list[Any] = []
+
+    class Current(LogitsProcessor):
+        def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None: ...
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: BatchUpdate | None) -> None:
+            seen.append(batch_update)
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits
+
+    found = run(make_engine(logits_processors=(Current, TargetToken)), {"67": (PROMPT, target(67, 2))})
+    assert tokens(found) == {"67": [67, 67]}
+    assert [type(update) for update in seen] == [BatchUpdate, type(None)]
+
+
+@source("RemovedRequest is the persistent index; AddedRequest is (params, prompt length, persistent index).")
+@source("Adding and removing requests is separated from update_state.")
+@source("add_request adds information about a new request, or changes nothing.")
+@source("remove_request removes the information, if such information is present.")
+def test_add_request_and_remove_request(make_engine: MakeEngine, run: Run) -> None:
+    created: list[TargetToken] = []
+
+    class Kept(Recorder):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            created.append(self)
+
+    free = {"free": ([8, 9], target(None, 3))}
+    expected = tokens(run(make_engine(), free))
+    requests = {"67": (PROMPT, target(67, 1)), **free, "68": (PROMPT, target(68, 2))}
+    engine = make_engine(logits_processors=(Kept,))
+    assert tokens(run(engine, requests)) == {"67": [67], **expected, "68": [68, 68]}
+    assert [info for (info,) in calls("add_request")] == [
+        (params, len(prompt), index) for index, (prompt, params) in enumerate(requests.values())
+    ]
+    assert calls("remove_request") == [(0,), (2,)]
+    run(engine, {"69": (PROMPT, target(69, 1))})
+    assert calls("remove_request") == [(0,), (2,), (1,)]
+    assert [*created[0].targets.values()] == [69]
+
+
+@source(
+    "AddedRequest is the tuple (params, prompt length, persistent index).",
+    differs="engine.logits_processors.AddedRequest is still the tuple of BatchUpdate.added, which has four parts.",
+)
+def test_the_alias_is_of_the_current_model() -> None:
+    assert get_args(logits_processors.AddedRequest)[:2] == (int, SamplingParams)
+    assert len(get_args(logits_processors.AddedRequest)) == 4
+
+
+@source("To define a processor, subclass LogitsProcessor and define (at minimum) these methods.")
+@pytest.mark.parametrize(
+    "method", ["__init__", "is_argmax_invariant", "apply", "add_request", "remove_request", "update_state"]
+)
+def test_all_methods_must_be_defined(method: str) -> None:
+    methods = {name: value for name, value in vars(TargetToken).items() if name != method}
+    less = type("Less", (LogitsProcessor,), methods)
+    missing = "update_state" if method == "add_request" else method  # without it, it is of the current model
+    with pytest.raises(ValueError, match=f"Less needs the method {missing}"):
+        load_classes(EngineConfig(logits_processors=(less,)))
+
+
+@source("is_argmax_invariant: unchanged.")
+def test_is_argmax_invariant(make_engine: MakeEngine, run: Run) -> None:
+    class Invariant(Recorder):
+        def is_argmax_invariant(self) -> bool:
+            return True
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("all rows are greedy")
+
+    assert run(make_engine(logits_processors=(Invariant,)), {"r": (PROMPT, target(67, 2))})["r"].error is None
+
+
+@source("The rows of the logits are mapped to requests by the current stepwise ordering: index_mapping.")
+@source("index_mapping None: the ordering is unchanged from the previous step.")
+@source("Each step applies a new order on-the-fly; the persistent batch is not reordered.")
+def test_index_mapping(make_engine: MakeEngine, run: Run) -> None:
+    lengths = [2, 4, 1, 4]
+    requests = {f"{n}": (PROMPT, target(100 + n, length)) for n, length in enumerate(lengths)}
+    engine = make_engine(logits_processors=(Recorder,))
+    assert tokens(run(engine, requests)) == {f"{n}": [100 + n] * length for n, length in enumerate(lengths)}
+    assert [call[0] for call in calls("update_state")] == [[0, 1, 2, 3], [0, 1, 3], [1, 3], None]
+
+
+@source(
+    "update_state accepts a mapping from persistent index to stepwise index.",
+    differs="It is the stepwise ordering, as the RFC says further down: index_mapping[row] is the persistent index.",
+)
+@source(
+    "index_mapping has the size of the persistent batch.",
+    differs="It has one entry for each row of the logits: a sequence that is not sampled in a step has none.",
+)
+def test_index_mapping_has_one_entry_per_row(make_engine: MakeEngine, run: Run) -> None:
+    engine = make_engine(logits_processors=(Recorder,), max_num_seqs=4, max_num_batched_tokens=32)
+    run(engine, {"short": (PROMPT, target(67, 3)), "long": ([5] * 40, target(68, 1))})
+    assert [call[0] for call in calls("update_state")] == [[0], [1, 0], [0]]
+
+
+@source("token_ids: a row per persistent index, with the request's prompt ids and output ids concatenated.")
+@source("seq_lens: for each persistent index, the total length (prompt and output tokens).")
+@source("With index_mapping None, a processor may still use the updated token_ids and seq_lens.")
+def test_token_ids_and_seq_lens(make_engine: MakeEngine, run: Run) -> None:
+    run(make_engine(logits_processors=(Recorder,)), {"67": ([8, 9], target(67, 3)), "68": (PROMPT, target(68, 3))})
+    for step, (mapping, token_ids, seq_lens) in enumerate(calls("update_state")):
+        assert (mapping is None) == (step > 0)
+        assert seq_lens[:2].tolist() == [2 + step, 3 + step]
+        assert token_ids[0, : 2 + step].tolist() == [8, 9, *[67] * step]
+        assert token_ids[1, : 3 + step].tolist() == [*PROMPT, *[68] * step]
+
+
+@source(
+    "token_ids is (persistent batch size) x (max num tokens), and seq_lens has the size of the persistent batch.",
+    differs="The arrays have max_num_seqs rows; seq_lens is 0 at indices without a request.",
+)
+def test_sizes_of_the_arrays(make_engine: MakeEngine, run: Run) -> None:
+    run(make_engine(logits_processors=(Recorder,), max_num_seqs=5), {"67": (PROMPT, target(67, 1))})
+    [(_, token_ids, seq_lens)] = calls("update_state")
+    assert (token_ids.shape, token_ids.dtype) == ((5, 128), np.int32)
+    assert seq_lens.tolist() == [3, 0, 0, 0, 0]

@@ -1,0 +1,535 @@
+"""vLLM's RFC 5423, "Improve guided decoding (logit_processor) APIs and performance", in its order.
+
+The class and `sampled` are copied from the RFC. Only their imports are changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Dict, List, Tuple  # noqa: UP035  as in the RFC
+
+import pytest
+import torch
+from faulty_pool import FaultyPool
+
+from actors import RayPool
+from engine import LLM, AsyncLLM
+from engine.llm_engine import LLMEngine
+from engine.logprobs import Logprob
+from engine.model_loader import LoadedModel
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.sequence import SequenceStatus
+from guided.bundle import ProcessorBundle
+from guided.errors import PostProcessorFailed, WorkerDied
+from guided.inline import InlinePool
+from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processor import GuidedProcessor
+from guided.sequence import GuidedSequence
+
+source = pytest.mark.source
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+SequenceGroupMetadata, LogitProcessorConfig = GuidedSequence, Any
+PROMPT = "As JSON: "
+FREE = SamplingParams(temperature=0.0, max_tokens=8)
+DIGITS = SamplingParams(regex="[0-9]{8}", temperature=0.0, max_tokens=12)
+
+
+def engine_with(model: LoadedModel, *processors: LogitPostProcessor, pool: Any = None, **config: Any) -> LLMEngine:
+    pool = pool or InlinePool(model.vocabulary)
+    engine: LLMEngine = LLM(model, pool, processor=processors[0] if processors else None, **config).engine
+    return engine
+
+
+# -- motivation
+
+
+@source("Problem: guided decoding parameters are not supported with SamplingParams")
+def test_constraints_are_sampling_parameters(tiny_model: LoadedModel) -> None:
+    params = [SamplingParams(regex="a{4}"), SamplingParams(choice=["b"]), SamplingParams(json_schema={"const": 1})]
+    outputs = LLM(tiny_model, "inline").generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == ["aaaa", "b", "1"]
+
+
+@source("Problem: It is not possible to support batch/async logit processing")
+@source("we can use parallel processing (e.g., ray or thread pool) to improve the logit processing performance")
+@source("We are also considering to upstream Ray based batch processing implementation with lmformatenforcer")
+@pytest.mark.parametrize("backend", ["auto", "lm-format-enforcer"])
+def test_masks_of_a_batch_are_computed_by_ray_actors_meanwhile(
+    tiny_model: LoadedModel, local_ray: None, backend: str
+) -> None:
+    params = SamplingParams(regex="[0-9]{8}", backend=backend, max_tokens=12)
+    with LLM(tiny_model, "ray", pool_options={"num_actors": 2}) as llm:
+        outputs = llm.generate([PROMPT] * 8, params, use_tqdm=False)
+        assert all(re.fullmatch("[0-9]{8}", output.outputs[0].text) for output in outputs)
+        assert llm.engine.stats.hidden_seconds > 0
+
+
+# -- "Upon failures, engine will die"
+
+
+class Raising(LogitPostProcessor):
+    """Raises once in a method: after two calls, or at once if that method is called rarely."""
+
+    def __init__(self, method: str, all_rows: bool) -> None:
+        self.all_rows, self.max_rollback = all_rows, 1
+        self.calls: Counter[str] = Counter()
+        self.raised = False
+        real = getattr(self, method)
+
+        def raising(*arguments: Any, **named: Any) -> Any:
+            self.calls[method] += 1
+            if self.calls[method] >= (1 if "free" in method else 3) and not self.raised:
+                self.raised = True
+                raise LookupError(f"once, in {method}")
+            return real(*arguments, **named)
+
+        setattr(self, method, raising)
+
+    @property
+    def needs_samples(self) -> bool:
+        return True
+
+    def edits(self, sequences: Sequence[GuidedSequence], samples: Any = ()) -> dict[int, SampledEdit]:
+        for each, sample in zip(sequences, samples, strict=True):
+            if sample is not None:
+                self.sampled(each, sample.output_token, sample.logprobs)
+        return {}
+
+
+METHODS = ["initialize", "prepare", "apply", "sampled", "settled", "failures", "rollback", "free_sequence", "free"]
+
+
+def under_load(finish: Callable[..., Any], model: LoadedModel, processor: LogitPostProcessor | None) -> LLMEngine:
+    """An engine with 8 free and 8 guided requests: of several outputs, beams, some with late masks."""
+    pool = FaultyPool(model.vocabulary)
+    pool.delay = lambda sequence_id, position: 1 if position % 4 == 3 else 0
+    engine = engine_with(model, *(() if processor is None else [processor]), pool=pool, max_model_len=128)
+    for number in range(8):
+        engine.add_request(f"free {number}", [5 + number, 6], SamplingParams(seed=number, max_tokens=20 + number))
+        fields: dict[str, Any] = {"n": 1 + number % 2, "seed": number}
+        if number > 5:
+            fields = {"n": 2, "use_beam_search": True, "temperature": 0.0}
+        params = SamplingParams(regex=f"[0-9]{{{2 + number},18}}", max_tokens=24, **fields)
+        engine.add_request(f"guided {number}", [9 + number], params)
+    return engine
+
+
+def said(outputs: dict[str, RequestOutput]) -> dict[str, list[tuple[int, list[int], str | None]]]:
+    return {
+        name: [(one.index, one.token_ids, one.finish_reason) for one in output.outputs]
+        for name, output in outputs.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: LoadedModel) -> dict[str, Any]:
+    """What an engine without the processor says."""
+    from tests.engine.conftest import finish
+
+    return said(finish(under_load(finish, tiny_model, None)))
+
+
+@source("Problem: upon failures, engine will die")
+@source("When it happens, we should fail the seq_group immediately")
+@source('We will introduce a new status "FINISHED_INTERNAL_ERROR = enum.auto()"')
+@source("If any logit processor is failed, we will mark the relevant seq_group as failed")
+@pytest.mark.parametrize("all_rows", [False, True], ids=["guided-rows", "all-rows"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_processor_that_raises_ends_its_groups_only(
+    tiny_model: LoadedModel, expected: dict[str, Any], method: str, all_rows: bool
+) -> None:
+    from tests.engine.conftest import finish
+
+    processor = Raising(method, all_rows)
+    engine = under_load(finish, tiny_model, processor)
+    groups = dict(engine.groups)
+    found = finish(engine)
+    failed = {name: output.error for name, output in found.items() if output.error is not None}
+    assert processor.raised
+    assert {type(error) for error in failed.values()} <= {PostProcessorFailed}
+    assert all(groups[name].get_seqs(SequenceStatus.FINISHED_INTERNAL_ERROR) for name in failed)
+    others = {name: value for name, value in said(found).items() if name not in failed}
+    assert others == {name: expected[name] for name in others}, "byte for byte"
+    of_free = {name for name in failed if name.startswith("free")}
+    if method == "free":  # the group had ended
+        assert not failed
+    elif method in ("initialize", "rollback", "free_sequence"):  # called for one sequence or request
+        assert len(failed) == 1
+    else:
+        assert len(failed) >= (14 if all_rows else 6), "all that had begun"
+    if not all_rows:
+        assert not of_free
+    engine.add_request("next", PROMPT, DIGITS)
+    engine.add_request("free", PROMPT, FREE)
+    again = finish(engine)
+    assert [again[name].error for name in ("next", "free")] == [None, None], "the next requests go on"
+
+
+@source("the request will be aborted", differs="a failed stream ends with the error, a failed request raises it")
+@pytest.mark.parametrize("method", ["prepare", "apply", "sampled"])
+def test_eight_free_and_eight_guided_streams(tiny_model: LoadedModel, method: str) -> None:
+    async def stream(llm: AsyncLLM, params: SamplingParams) -> tuple[Any, ...]:
+        async for output in llm.generate(PROMPT, params):
+            last = output
+        return last.outputs[0].text, last.outputs[0].finish_reason, type(last.error)
+
+    async def run(processor: LogitPostProcessor | None) -> list[Any]:
+        llm = AsyncLLM(tiny_model, "inline", processor=processor)
+        try:
+            many = [SamplingParams(seed=number, max_tokens=40) for number in range(8)]
+            many += [SamplingParams(seed=number, max_tokens=40, regex="[0-9]{30}") for number in range(8)]
+            streams = asyncio.gather(*(stream(llm, params) for params in many))
+            return await asyncio.wait_for(streams, 60)
+        finally:
+            llm.shutdown()
+
+    alone = asyncio.run(run(None))
+    found = asyncio.run(run(Raising(method, all_rows=False)))
+    assert found[:8] == alone[:8]
+    failed = [one for one in found[8:] if one[1] == "error"]
+    assert failed
+    assert {one[2] for one in failed} == {PostProcessorFailed}
+    assert [one for one in found[8:] if one[1] != "error"] == [
+        one for one, other in zip(alone[8:], found[8:], strict=True) if other[1] != "error"
+    ]
+
+
+# -- performance
+
+
+@source("Problem: logit processors APIs are applied row by row blocking. Instead, we can use parallel processing")
+@source("We'd like to support this feature in OSS, and would like to improve logit processor API to support batching")
+def test_one_call_serves_the_whole_batch(tiny_model: LoadedModel, finish: Run) -> None:
+    class Counting(LogitPostProcessor):
+        sizes: list[int] = []  # noqa: RUF012
+
+        def prepare(self, sequences: Any, logits_rows: Any = None, new_tokens: Any = None) -> None:
+            self.sizes.append(len(sequences))
+
+    counting = Counting()
+    engine = engine_with(tiny_model, counting)
+    for number in range(4):
+        engine.add_request(str(number), PROMPT, DIGITS)
+    finish(engine)
+    assert max(counting.sizes) == 4
+    assert len(counting.sizes) < 20
+
+
+class Literal(LogitPostProcessor):
+    """The RFC's class."""
+
+    calls: list[str]
+
+    def initialize(self, logit_processor_config: LogitProcessorConfig):  # type: ignore[no-untyped-def,override]
+        """Initialize the post processor. Post processor may have states
+        such as thread pool or Ray actors. It should be initialized
+        here.
+        """
+        self.calls = ["initialize"]
+        self.config = logit_processor_config
+
+    def prepare(self, seq_gruop_metadata_list: List[SequenceGroupMetadata]):  # type: ignore[no-untyped-def,override]  # noqa: UP006
+        """Asynchronously prepare logit masks."""
+        self.calls.append("prepare")
+        self.rows = seq_gruop_metadata_list
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Apply the prepared masks to a given logits."""
+        self.calls.append("apply")
+        assert len(logits) == len(self.rows)
+        after = logits.clone()
+        after[:, 70:] = -torch.inf
+        return after
+
+
+@source("class LogitPostProcessor: initialize(logit_processor_config), prepare(seq_group_metadata_list), apply(logits)")
+@source("prepare and apply assume 1:1 calls")
+@source("there is only one LogitPostProcessor per LLMEngine - it handles logits for all sequences in the current batch")
+def test_the_literal_class_works_beside_the_standard_one(tiny_model: LoadedModel, finish: Run) -> None:
+    literal = Literal()
+    engine = engine_with(tiny_model, literal)
+    engine.add_request("free", PROMPT, FREE)
+    engine.add_request("guided", PROMPT, SamplingParams(regex="[0-9a-zA-Z]{6}", max_tokens=12))
+    found = finish(engine)
+    assert literal.config.model_config.max_model_len == engine.max_model_len
+    assert literal.calls[0] == "initialize"
+    assert set(zip(literal.calls[1::2], literal.calls[2::2], strict=True)) == {("prepare", "apply")}
+    assert all(token < 70 for output in found.values() for token in output.outputs[0].token_ids)
+    assert re.fullmatch("[0-9a-zA-Z]{6}", found["guided"].outputs[0].text)
+
+
+@source("self.model.prepare_logits(...), then model_executable(...), then self.model.compute_logits(...)")
+def test_the_order_within_a_step(tiny_model: LoadedModel) -> None:
+    step = inspect.getsource(LLMEngine.step)
+    verbs = ["schedule", "prepare", "execute", "compute_logits", "apply", "sample", "append"]
+    places = [step.index(f"self.{verb}(") for verb in verbs]
+    assert places == sorted(places)
+
+
+# -- failure handling
+
+
+@source("if we use Ray, Ray actors can die")
+@source("we should fail the seq_group immediately")
+def test_kill_9_of_an_actor_is_finished_internal_error(tiny_model: LoadedModel, local_ray: None) -> None:
+    """With `max_replays=0`, the default: the groups with a matcher on the actor end. All others go on."""
+    pool = RayPool(tiny_model.vocabulary, num_actors=2)
+    try:
+        engine = engine_with(tiny_model, pool=pool, max_model_len=512)
+        for number in range(6):
+            params = SamplingParams(regex="[0-9]{200,}", temperature=0.0, max_tokens=300)
+            engine.add_request(f"guided {number}", PROMPT, params)
+        engine.add_request("free", PROMPT, SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True))
+        groups = dict(engine.groups)
+        ids = {group.sequences[0].seq_id: name for name, group in groups.items()}
+        last: dict[str, RequestOutput] = {}
+        lost: set[str] = set()
+        while engine.has_unfinished:
+            engine.awake.clear()
+            if not engine.has_work:
+                assert engine.awake.wait(60)
+            last.update((output.request_id, output) for output in engine.step())
+            if not lost and last and all(len(last[name].outputs[0].token_ids) > 5 for name in last) and len(last) == 7:
+                pid, open_there = next((pid, ids_) for pid, ids_ in pool.placement().items() if ids_)
+                lost = {ids[one] for one in open_there}
+                os.kill(pid, signal.SIGKILL)
+        assert lost
+        for name, group in groups.items():
+            status = group.sequences[0].status
+            if name in lost:
+                assert status is SequenceStatus.FINISHED_INTERNAL_ERROR
+                assert isinstance(last[name].error, WorkerDied)
+            else:
+                assert last[name].error is None
+    finally:
+        pool.shutdown()
+
+
+@source("Or there could be user's schema issue that cannot be caught ahead of time")
+def test_a_schema_issue_that_compilation_finds_ends_its_group(make_engine: MakeEngine, finish: Run) -> None:
+    engine = make_engine()
+    group = engine.add_request("bad", PROMPT, SamplingParams(grammar="start: (", max_tokens=5))
+    engine.add_request("good", PROMPT, DIGITS)
+    found = finish(engine)
+    assert group.sequences[0].status is SequenceStatus.FINISHED_INTERNAL_ERROR
+    assert found["good"].outputs[0].finish_reason == "stop"
+
+
+# -- the discussion
+
+
+@source("one such object should not be shared across sequences and requests")
+def test_each_sequence_has_its_own_matcher(make_engine: MakeEngine, run: Run) -> None:
+    params = SamplingParams(regex="(ab|cd){3}", n=3, seed=3, max_tokens=10)
+    found = run(make_engine(), {"a": (PROMPT, params), "b": (PROMPT, params)})
+    texts = [one.text for output in found.values() for one in output.outputs]
+    assert all(re.fullmatch("(ab|cd){3}", text) for text in texts)
+    assert len({*texts}) > 1
+
+
+@source("maybe initialize() can be async? the reason is that we don't start scheduling sequences")
+def test_a_sequence_waits_while_its_grammar_compiles(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
+    pool = FaultyPool(tiny_model.vocabulary)
+    pool.hold_compiles = True
+    engine = make_engine(pool)
+    group = engine.add_request("guided", PROMPT, DIGITS)
+    engine.add_request("free", PROMPT, FREE)
+    engine.step()
+    assert group.sequences[0].status is SequenceStatus.WAITING_FOR_GRAMMAR
+    assert engine.scheduler.running
+    pool.finish_compiles()
+    engine.step()
+    assert group.sequences[0].status is SequenceStatus.RUNNING
+
+
+@source("add some sort of free() API so resources can be freed")
+def test_a_request_that_ends_is_freed(tiny_model: LoadedModel, finish: Run) -> None:
+    class Freed(LogitPostProcessor):
+        ended: list[str] = []  # noqa: RUF012
+
+        def free(self, request_id: str) -> None:
+            self.ended.append(request_id)
+
+    freed, pool = Freed(), FaultyPool(tiny_model.vocabulary)
+    engine = engine_with(tiny_model, freed, pool=pool)
+    engine.add_request("guided", PROMPT, DIGITS)
+    engine.add_request("free", PROMPT, FREE)
+    finish(engine)
+    assert sorted(freed.ended) == ["free", "guided"]
+    assert (len(pool.freed), pool.released) == (1, 1)
+
+
+class SequenceController(LogitPostProcessor):
+    """`sampled` is the RFC's."""
+
+    def sampled(self, seq: "Sequence", token_id: int, logprobs: Dict[int, "Logprob"]) -> Tuple[int, List[int], bool]:  # type: ignore[override,type-arg]  # noqa: UP006,UP037
+        """
+        Informs the controller a given token has been sampled.
+        Returns the number of tokens to backtrack, the tokens to append,
+        and whether to stop.
+        """
+        if token_id == seq.eos_token_id:  # type: ignore[attr-defined]
+            return 0, [], True
+        return 0, [token_id], False
+
+
+@source("def sampled(self, seq, token_id, logprobs): Informs the controller a given token has been sampled")
+def test_the_literal_sampled_changes_nothing(tiny_model: LoadedModel, finish: Run) -> None:
+    texts = []
+    for processors in ([], [SequenceController()]):
+        engine = engine_with(tiny_model, *processors)
+        engine.add_request("free", PROMPT, SamplingParams(seed=3, max_tokens=30))
+        engine.add_request("guided", PROMPT, DIGITS)
+        texts.append(said(finish(engine)))
+    assert texts[0] == texts[1]
+
+
+@dataclass
+class Told:
+    token: int
+    logprob: float
+    output: list[int]
+
+
+@source("Returns the number of tokens to backtrack, the tokens to append, and whether to stop")
+@source("I'm the one asking for ff_tokens and backtracking")
+def test_sampled_gets_token_and_logprobs_and_edits(tiny_model: LoadedModel, finish: Run) -> None:
+    class Controller(LogitPostProcessor):
+        max_rollback = 2
+
+        def __init__(self) -> None:
+            self.told: list[Told] = []
+
+        def sampled(self, seq: GuidedSequence, token_id: int, logprobs: Any) -> tuple[int, list[int], bool]:
+            self.told.append(Told(token_id, logprobs[token_id].logprob, list(seq.output_token_ids)))
+            match len(self.told):
+                case 3:
+                    return 1, [30, 31, 32], False  # two tokens become three
+                case 6:
+                    return 0, [token_id], True
+            return 0, [token_id], False
+
+    controller = Controller()
+    engine = engine_with(tiny_model, controller)
+    engine.add_request("free", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, stop=["never"]))
+    output = finish(engine)["free"].outputs[0]
+    first, second, third = controller.told[:3]
+    assert third.output == [first.token, second.token, third.token], "the output has the token already"
+    assert all(one.logprob <= 0.0 for one in controller.told)
+    assert controller.told[3].output[:4] == [first.token, 30, 31, 32]
+    assert (output.token_ids[:4], output.finish_reason) == ([first.token, 30, 31, 32], "stop")
+    assert output.token_ids[4:] == [one.token for one in controller.told[3:]]
+    assert output.text == tiny_model.tokenizer.decode(output.token_ids)
+
+
+@source("it's easy to write a LogitPostProcessor that bundles an arbitrary number of LogitPostProcessors")
+def test_a_bundle_calls_its_members_in_order(tiny_model: LoadedModel, finish: Run) -> None:
+    order: list[int] = []
+
+    class Banning(LogitPostProcessor):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def apply(self, logits: torch.Tensor, *deadline: Any) -> ApplyReport | None:
+            order.append(self.number)
+            logits[:, tiny_model.vocabulary.encode(str(self.number))[0]] = -torch.inf
+            return None
+
+    pool = InlinePool(tiny_model.vocabulary)
+    bundle = ProcessorBundle(GuidedProcessor(pool), *map(Banning, range(1, 10)))
+    engine = LLMEngine(tiny_model, pool=pool, processor=bundle)
+    engine.add_request("guided", PROMPT, DIGITS)
+    assert not {*"123456789"} & {*"".join(tokens_of(tiny_model, finish(engine)["guided"]))}
+    assert order[:9] == [*range(1, 10)]
+
+
+def tokens_of(model: LoadedModel, output: RequestOutput) -> list[str]:
+    """The texts of the tokens of one digit."""
+    texts = [model.vocabulary.token_bytes[token].decode() for token in output.outputs[0].token_ids[:-1]]
+    return [text for text in texts if len(text) == 1]
+
+
+@source("Problem: the current support is kind of broken, it doesn't work for input batches or beam search")
+def test_beams_and_batches_are_guided(make_engine: MakeEngine, run: Run) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22, 333]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    fields: dict[str, Any] = {"json_schema": schema, "whitespace_pattern": "", "max_tokens": 30}
+    requests = {
+        "beams": (PROMPT, SamplingParams(use_beam_search=True, n=3, temperature=0.0, **fields)),
+        **{str(number): (PROMPT, SamplingParams(seed=number, **fields)) for number in range(4)},
+    }
+    for output in run(make_engine(), requests).values():
+        assert {one.text for one in output.outputs} <= {'{"a":1}', '{"a":22}', '{"a":333}'}
+
+
+@source("Problem: why would we need an initialize method, couldn't a regular constructor be used for this?")
+@pytest.mark.parametrize("given", ["class", "name"])
+def test_a_class_is_made_with_the_engines_config(tiny_model: LoadedModel, given: str) -> None:
+    with LLM(tiny_model, "inline", processor=Configured if given == "class" else f"{__name__}:Configured") as llm:
+        llm.generate(PROMPT, FREE, use_tqdm=False)
+    assert Configured.made[-1].config.tokenizer is tiny_model.tokenizer
+    for wrong, why in (
+        ("nowhere:It", "nowhere:It can't be loaded"),
+        (dict, "not a subclass"),
+        (Broken, "can't be made"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            LLM(tiny_model, "inline", processor=wrong)
+
+
+class Configured(LogitPostProcessor):
+    made: list[Configured] = []  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.made.append(self)
+
+
+class Broken(LogitPostProcessor):
+    def __init__(self) -> None:
+        raise OSError("no file")
+
+
+@source(
+    "for our internal impl, we just need seq_data, seq_ids, request_id, and sampling params",
+    differs="prepare gets one GuidedSequence per sequence, made once, in place of a SequenceGroupMetadata per step",
+)
+@source(
+    'it handles "logits for all sequences in the current batch"',
+    differs="the standard processor gets the constrained rows only (`all_rows` is False)",
+)
+def test_prepare_gets_what_the_rfc_needs_of_each_row(tiny_model: LoadedModel, finish: Run) -> None:
+    seen: dict[bool, list[GuidedSequence]] = {True: [], False: []}
+
+    class Looking(LogitPostProcessor):
+        def __init__(self, all_rows: bool) -> None:
+            self.all_rows = all_rows
+
+        def prepare(self, sequences: Any, logits_rows: Any = None, new_tokens: Any = None) -> None:
+            seen[self.all_rows] += [one for one in sequences if one not in seen[self.all_rows]]
+
+    pool = InlinePool(tiny_model.vocabulary)
+    bundle = ProcessorBundle(GuidedProcessor(pool), Looking(True), Looking(False))
+    engine = LLMEngine(tiny_model, pool=pool, processor=bundle)
+    free, guided = engine.add_request("free", [5, 6], FREE), engine.add_request("guided", [7], DIGITS)
+    finish(engine)
+    assert [one.request_id for one in seen[True]] == ["free", "guided"]
+    assert [one.request_id for one in seen[False]] == ["guided"]
+    for one, group in zip(seen[True], (free, guided), strict=True):
+        data = group.sequences[0].data
+        assert (one.sequence_id, one.sampling_params) == (group.sequences[0].seq_id, group.sampling_params)
+        assert (one.prompt_token_ids, one.output_token_ids) == (data.prompt_token_ids, data.output_token_ids)
+        assert one.constrained == (group is guided)

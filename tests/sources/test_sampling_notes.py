@@ -1,0 +1,119 @@
+"""Notes on sampling in vLLM 0.6.2 (w@hidva.com, "vllm 中的 sampling"), in their order: the batch of their figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel
+from engine.outputs import RequestOutput
+from engine.sampling_metadata import SamplingMetadata
+from engine.sampling_params import SamplingParams, SamplingType
+from engine.scheduler import Chunk, ScheduledBatch
+from engine.sequence import Sequence
+
+source = pytest.mark.source
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+
+
+@pytest.fixture
+def batch(make_engine: MakeEngine) -> ScheduledBatch:
+    """sg1, sg2 and sg3 are prefills of 4, 3 and 5 tokens; sg2's prompt is longer. sg4 decodes two sequences."""
+    admit, scores = make_engine().admit, SamplingParams(prompt_logprobs=1, seed=1)
+    sg1, sg2 = admit("sg1", [11, 12, 13, 14], scores), admit("sg2", [21, 22, 23, 24, 25], scores)
+    sg3 = admit("sg3", [31, 32, 33, 34, 35], SamplingParams(temperature=0.0))
+    sg4 = admit("sg4", [41], SamplingParams(n=2))
+    for sequence in sg4.sequences:
+        sequence.append(42)
+    prefills = [Chunk(sg1.sequences, 0, 4), Chunk(sg2.sequences, 0, 3), Chunk(sg3.sequences, 0, 5)]
+    return ScheduledBatch(prefills, sg4.sequences)
+
+
+@pytest.fixture
+def metadata(batch: ScheduledBatch) -> SamplingMetadata:
+    return SamplingMetadata.prepare(batch, torch.device("cpu"), None)
+
+
+@source("prompt_logprobs outputs the probabilities of all prompt tokens but the first")
+def test_prompt_logprobs(make_engine: MakeEngine, run: Run) -> None:
+    params = SamplingParams(prompt_logprobs=2, max_tokens=2)
+    prompt = [11, 12, 13, 14]
+    scored = run(make_engine(), {"r": (prompt, params)})["r"].prompt_logprobs
+    assert scored is not None
+    assert scored[0] is None
+    assert [entry is not None and token in entry for token, entry in zip(prompt, scored, strict=True)][1:] == [True] * 3
+
+
+@source("groups in the prefill phase come before groups in the decode phase")
+@source(
+    "SamplingMetadata.prepare(seq_group_metadata_list, seq_lens, query_lens)",
+    differs="prepare gets the scheduled batch, of which the three lists are views",
+)
+def test_the_lists_of_a_batch(make_engine: MakeEngine, batch: ScheduledBatch) -> None:
+    assert (batch.seq_lens, batch.query_lens) == ([4, 3, 5, 2, 2], [4, 3, 5, 1, 1])
+    engine = make_engine()
+    engine.add_request("decoding", [5, 6], SamplingParams(max_tokens=9, n=2))
+    engine.step()
+    engine.add_request("new", [7, 8, 9], SamplingParams(max_tokens=9))
+    groups = engine.scheduler.seq_group_metadata_list(engine.scheduler.schedule())
+    assert [(one.request_id, one.is_prompt, len(one.seq_data)) for one in groups] == [
+        ("new", True, 1),
+        ("decoding", False, 2),
+    ]
+    assert all(one.block_tables.keys() == one.seq_data.keys() for one in groups)
+
+
+@source("selected_token_indices: the rows of model_output that sampling processes, [0, 1, 2, 3, 4, 5, 6, 11, 12, 13]")
+def test_selected_token_indices(metadata: SamplingMetadata) -> None:
+    assert metadata.selected_token_indices == [0, 1, 2, 3, 4, 5, 6, 11, 12, 13]
+
+
+@source("rows 7 to 10 are dropped, so that the last layer need not compute them")
+def test_the_head_computes_no_row_that_is_dropped(
+    make_engine: MakeEngine, run: Run, tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    head = tiny_model.head.forward
+    monkeypatch.setattr(tiny_model.head, "forward", lambda hidden: rows.append(len(hidden)) or head(hidden))
+    run(make_engine(), {"r": ([5] * 20, SamplingParams(max_tokens=2))})
+    assert rows == [1, 1]
+
+
+@source("prompt_logprob_indices and sample_indices: the rows of a group in sampling_input")
+@source("sample_len + prompt_logprob_len = query_len of a prefill; prompt_logprob_len = 0 of a decode")
+def test_rows_of_each_group(metadata: SamplingMetadata) -> None:
+    sg1, sg2, sg3, sg4 = metadata.seq_groups
+    assert (sg1.prompt_logprob_indices, sg1.sample_indices) == ([0, 1, 2], [3])
+    assert (sg2.prompt_logprob_indices, sg2.sample_indices) == ([4, 5, 6], [])
+    assert (sg3.prompt_logprob_indices, sg3.sample_indices) == ([], [7])
+    assert (sg4.prompt_logprob_indices, sg4.sample_indices) == ([], [8, 9])
+
+
+@source("categorized_sample_indices[sample_type]: (logit_idx, sample_idx) of each output token")
+def test_categorized_sample_indices(metadata: SamplingMetadata) -> None:
+    assert metadata.categorized_sample_indices == {
+        SamplingType.RANDOM_SEED: [(3, 0)],
+        SamplingType.GREEDY: [(7, 1)],
+        SamplingType.RANDOM: [(8, 2), (9, 3)],
+    }
+
+
+@source("prompt rows are removed: at each group's sample_idx begins its part of the rows that are sampled")
+def test_the_sampled_rows_are_the_sequences(metadata: SamplingMetadata, batch: ScheduledBatch) -> None:
+    sampled: list[Sequence] = [batch.prefills[0].sequences[0], batch.prefills[2].sequences[0], *batch.decodes]
+    assert metadata.sequences == sampled
+    assert metadata.selected is not None
+    assert metadata.selected.tolist() == [3, 11, 12, 13]
+
+
+@source("_apply_top_k_top_p sorts the logits and restores their order")
+@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_top_k_and_top_p(make_engine: MakeEngine, run: Run, fields: dict[str, Any]) -> None:
+    greedy = run(make_engine(), {"r": ("So?", SamplingParams(temperature=0.0, max_tokens=9))})["r"]
+    random = run(make_engine(), {"r": ("So?", SamplingParams(temperature=1.0, max_tokens=9, **fields))})["r"]
+    assert random.outputs[0].token_ids == greedy.outputs[0].token_ids
