@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -129,7 +129,7 @@ def open_pool(
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
     if choice is None and find_spec("ray") is not None:
-        return LazyPool("ray", vocabulary, partial(open_pool, "ray", vocabulary, options, forced_tokens))
+        return cast(MaskPool, LazyPool(vocabulary, partial(open_pool, "ray", vocabulary, options, forced_tokens)))
     if choice is None:
         logger.warning("Ray is not installed: masks are computed in this process, without isolation (pip install ray)")
         choice = "inline"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class _Member:
@@ -125,7 +126,7 @@ class ProcessorBundle(LogitPostProcessor):
                 futures.append(member.initialize(request_id, constraint, backend, client))
         except Exception as error:
             for initialized in self._members[: len(futures)]:
-                self._free(initialized, request_id)
+                self._call(initialized, initialized.processor.free, (), request_id)
             if isinstance(error, GuidedError):
                 raise
             joined.set_exception(_failure(member, "initialize", error))
@@ -195,65 +196,54 @@ class ProcessorBundle(LogitPostProcessor):
         edits: dict[int, SampledEdit] = {}
         for member in self._members:
             if member.sequences and member.error is None:
-                try:
-                    edits.update(member.edits(samples))
-                except Exception as error:
-                    self._lose(member, "sampled", error, member.sequences)
+                edits.update(self._call(member, member.edits, member.sequences, samples) or {})
         return edits
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """Return sequences that settled in a member. `apply` reports one late again if another member is still late."""
         settled: set[int] = set()
         for member in self._members:
-            try:
-                settled.update(member.processor.settled(0.0 if settled else timeout))
-            except Exception as error:
-                self._lose(member, "settled", error, self._open.values())
+            wait = 0.0 if settled else timeout
+            settled.update(self._call(member, member.processor.settled, self._open.values(), wait) or ())
         return sorted(settled)
 
     def failures(self) -> dict[str, GuidedError]:
         for member in self._members:
-            try:
-                self._lost.update(member.processor.failures())
-            except Exception as error:
-                self._lose(member, "failures", error, self._open.values())
+            self._lost.update(self._call(member, member.processor.failures, self._open.values()) or {})
         lost, self._lost = self._lost, {}
         return lost
 
     def rollback(self, sequence_id: int, length: int) -> None:
-        self._each("rollback", sequence_id, length)
+        for member in self._members:
+            self._call(member, member.processor.rollback, self._one(sequence_id), sequence_id, length)
 
     def free_sequence(self, sequence_id: int) -> None:
-        self._each("free_sequence", sequence_id)
+        for member in self._members:
+            self._call(member, member.processor.free_sequence, self._one(sequence_id), sequence_id)
         self._open.pop(sequence_id, None)
         self._batch = None  # a freed sequence that is prepared again is open again
 
     def free(self, request_id: str) -> None:
         for member in self._members:
-            self._free(member, request_id)
+            self._call(member, member.processor.free, (), request_id)  # an error is for the log: the request is over
         for sequence in [one for one in self._open.values() if one.request_id == request_id]:
             del self._open[sequence.sequence_id]
         self._lost.pop(request_id, None)
 
-    def _free(self, member: _Member, request_id: str) -> None:
+    def _one(self, sequence_id: int) -> list[GuidedSequence]:
+        return [self._open[sequence_id]] if sequence_id in self._open else []
+
+    def _call(
+        self, member: _Member, method: Callable[..., _T], sequences: Collection[GuidedSequence], *arguments: Any
+    ) -> _T | None:
+        """Call a method of a member. If it raises, `failures` reports the requests of those sequences that it handles.
+        Returns None then."""
         try:
-            member.processor.free(request_id)
+            return method(*arguments)
         except Exception as error:
-            _failure(member, "free", error)  # only for the log: the request is over
-
-    def _each(self, method: str, sequence_id: int, *arguments: int) -> None:
-        """Call a method of every member for one sequence."""
-        for member in self._members:
-            try:
-                getattr(member.processor, method)(sequence_id, *arguments)
-            except Exception as error:
-                known = self._open.get(sequence_id)
-                self._lose(member, method, error, () if known is None else (known,))
-
-    def _lose(self, member: _Member, method: str, error: Exception, sequences: Any) -> None:
-        """Have `failures` report the requests of those sequences that the member handles."""
-        failure = _failure(member, method, error)
-        self._lost.update((sequence.request_id, failure) for sequence in sequences if member.handles(sequence))
+            failure = _failure(member, method.__name__, error)
+            self._lost.update((sequence.request_id, failure) for sequence in sequences if member.handles(sequence))
+            return None
 
 
 def _failure(member: _Member, method: str, error: Exception) -> GuidedError:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -137,35 +136,31 @@ def _constraint_of_term(term: Any, whitespace: str | None, limits: Limits, param
         return Constraint.grammar(term.definition, limits=limits, param=param)
     if kind == "Choice" and _are_texts(term.items):
         return Constraint.choice(term.items, limits=limits, param=param)
-    return Constraint.regex(_regex(term, limits, param), limits=limits, param=param)
+    return Constraint.regex(_regex(term, param), limits=limits, param=param)
 
 
-def _regex(term: Any, limits: Limits, param: str) -> str:
+def _regex(term: Any, param: str) -> str:
     """Return the regex of a term that is no schema, grammar or choice by itself."""
     dsl: Any = import_module(_TERMS)
-
-    def enforced(term: Any) -> Any:
-        """Replace each schema within `term` by our regex: outlines' own regex ignores some keywords."""
-        if isinstance(term, dsl.JsonSchema):
-            from guided.backends.outlines_schema import to_regex
-
-            checked = Constraint.json_schema(
-                term.schema, whitespace=term.whitespace_pattern, limits=limits, param=param
-            )
-            return dsl.Regex(to_regex(json.loads(checked.source), checked.whitespace))
-        if isinstance(term, dsl.Choice):
-            return enforced(dsl.Alternatives([dsl.python_types_to_terms(item) for item in term.items]))
-        if hasattr(term, "terms"):
-            return replace(term, terms=[enforced(part) for part in term.terms])
-        return replace(term, term=enforced(term.term)) if hasattr(term, "term") else term
-
+    if any(isinstance(part, dsl.JsonSchema) for part in _parts(term)):  # outlines' own regex ignores some keywords
+        raise InvalidConstraint("a JsonSchema within another term is not supported: use it alone", param=param)
     try:
         # Alone, a regex needs no parentheses, and may begin with flags.
-        pattern: str = term.pattern if isinstance(term, dsl.Regex) else dsl.to_regex(enforced(term))
+        pattern: str = term.pattern if isinstance(term, dsl.Regex) else dsl.to_regex(term)
     except (TypeError, RuntimeError) as error:
         message = f"outlines has no regex for this {type(term).__name__}: {bounded(error)}"
         raise InvalidConstraint(message, param=param) from None
     return pattern
+
+
+def _parts(term: Any) -> Iterator[Any]:
+    yield term
+    for part in (
+        *getattr(term, "terms", ()),
+        *getattr(term, "items", ()),
+        *filter(None, [getattr(term, "term", None)]),
+    ):
+        yield from _parts(part)
 
 
 def _refuse_whitespace(whitespace: str | None) -> None:

@@ -6,21 +6,17 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError, PoolUnavailable, bounded
-from guided.pool import Grammar, MaskPool, PoolStatus, StepMasks
-from guided.sequence import GuidedSequence
+from guided.inline import InlinePool
+from guided.pool import Grammar, MaskPool
 from guided.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 DEFAULT_POOL = "ray"
 _GROUP = "guided.pools"
@@ -112,25 +108,21 @@ class PoolOpener:
 class LazyPool:
     """A `MaskPool` that opens another one for the first constraint. That constraint waits for it.
 
+    All that is asked of it before, and after it, goes to the other pool, or to an inline pool without sequences.
+
     Args:
-        name: of the other pool.
         open_pool: opens it, on a thread of its own.
     """
 
-    def __init__(self, name: str, vocabulary: Vocabulary, open_pool: Callable[[], MaskPool]) -> None:
-        self._name = name
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, open_pool: Callable[[], MaskPool]) -> None:
+        self._pool: MaskPool = InlinePool(vocabulary)
         self._opener = PoolOpener(open_pool)
-        self._pool: MaskPool | None = None
-        """The other pool, once it is open."""
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self._vocabulary
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
 
     def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
-        if self._pool is not None:
-            return self._pool.compile(constraint, backends, client)
+        """See `MaskPool.compile`."""
         compiled: Future[Grammar] = Future()
         compiled.set_running_or_notify_cancel()
 
@@ -152,39 +144,6 @@ class LazyPool:
         self._opener.open().add_done_callback(ask)
         return compiled
 
-    def release(self, grammar: Grammar) -> None:
-        self._opened.release(grammar)
-
-    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
-        self._opened.open(sequence, grammar)
-
-    def free(self, sequence_ids: Collection[int]) -> None:
-        if self._pool is not None:
-            self._pool.free(sequence_ids)
-
-    def rollback(self, sequence_id: int, length: int) -> None:
-        if self._pool is not None:
-            self._pool.rollback(sequence_id, length)
-
-    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
-        self._opened.submit(sequences, new_tokens)
-
-    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
-        return self._opened.collect(timeout, patience)
-
-    def settled(self, timeout: float = 0.0) -> list[int]:
-        return [] if self._pool is None else self._pool.settled(timeout)
-
-    def failures(self) -> dict[int, GuidedError]:
-        return {} if self._pool is None else self._pool.failures()
-
-    def status(self) -> PoolStatus:
-        return PoolStatus(self._name) if self._pool is None else self._pool.status()
-
     def shutdown(self) -> None:
+        """See `MaskPool.shutdown`."""
         self._opener.close()
-
-    @property
-    def _opened(self) -> MaskPool:
-        assert self._pool is not None, "a grammar comes from the open pool"
-        return self._pool

@@ -108,9 +108,6 @@ def test_without_pydantic_the_error_says_what_to_install(monkeypatch: pytest.Mon
         constraint_for(type("Unseen", (), {"__annotations__": {"x": int}}))
 
 
-AT_LEAST_FIVE = JsonSchema({"type": "array", "items": {"type": "integer", "minimum": 5}, "minItems": 1})
-
-
 @pytest.fixture(scope="module")
 def backends(vocabulary: Vocabulary) -> Backends:
     return Backends(vocabulary)
@@ -153,8 +150,6 @@ def allows(backends: Backends, constraint: Constraint, text: str) -> bool:
         (types.digit.exactly(3) + "-" + types.char.one_or_more(), ["123-ab_"], ["12-ab"]),
         (dsl.Choice([1, "x", types.digit + "%"]), ["1", "x", "5%"], ["2"]),
         ("n: " + dsl.Choice(["a", "b"]), ["n: a"], ["n: "]),
-        (AT_LEAST_FIVE | "none", ["[7]", "none"], ["[4]"]),
-        (types.between(1, 2, JsonSchema({"enum": ["a|b", None]})), ['"a|b"', 'null"a|b"'], ["a"]),
         (types.string, ['"a"'], ["a"]),
         (types.integer, ["-12"], ["012"]),
         (types.boolean, ["True"], ["true"]),
@@ -251,11 +246,10 @@ def test_a_term_is_a_grammar(backends: Backends, grammar: str, valid: str, inval
         (types.regex("(?i)a") + "b", "flags"),
         (types.regex("^a$") + "b", "anchor"),
         (types.regex("(?=a)b"), "lookaround"),
-        (JsonSchema({"type": "array", "uniqueItems": True}) | "none", "uniqueItems"),
+        (JsonSchema({"type": "array", "uniqueItems": True}) | "none", "within another term"),
         (JsonSchema({"$ref": "https://example.org/schema"}), "ref"),
         (dsl.String(""), "empty"),
     ],
-    ids=repr,
 )
 def test_a_term_that_is_refused(backends: Backends, term: Any, says: str) -> None:
     with pytest.raises(InvalidConstraint, match=says):
