@@ -40,7 +40,7 @@ class BaseLLM:
     Args:
         model: a local directory, a hub name, or a model that is already loaded.
         pool: where masks are computed. `ray`: in a pool of Ray actors. None: the same, but the pool is opened for the
-            first request with a constraint, which then waits some seconds; where Ray is not installed, `inline`.
+            first request with a constraint, which then waits some 5 s; where Ray is not installed, `inline`.
             `inline`: in this process, without isolation, after the forward pass. A `MaskPool` is used as it is and not
             shut down.
         config: limits and sizes of the engine.
@@ -138,7 +138,7 @@ def open_pool(
     if choice == "ray":
         from actors import RayPool  # Ray is optional and slow to import
 
-        logger.info("opening the Ray pool: it takes some seconds and 1 GB of memory; pool='inline' takes neither")
+        logger.info("opening the Ray pool: it takes some 5 s and 0.8 GB of memory; pool='inline' takes neither")
         pool: MaskPool = RayPool(vocabulary, options, forced_tokens=forced_tokens)
         return pool
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")

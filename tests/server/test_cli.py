@@ -126,7 +126,7 @@ def test_options_reach_the_pool_and_the_engine(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(process, "AsyncLLM", engine)
     arguments = ("--actor-memory-mib", "700", "--grammar-cache-mib", "9", "--max-replays", "3", "--pool-wait", "4")
     arguments += ("--num-actors", "5", "--placement", "spread", "--transport", "tcp", "--compile-seconds", "2")
-    arguments += ("--max-nesting", "7", "--no-parking", "--dtype", "float32")
+    arguments += ("--max-nesting", "7", "--no-parking", "--dtype", "float32", "--post-processor", "logging:Logger")
     assert run("serve", "--port", "0", *arguments)[0] == 1
     assert given == [
         "ray",
@@ -141,7 +141,7 @@ def test_options_reach_the_pool_and_the_engine(monkeypatch: pytest.MonkeyPatch) 
             pool_wait=4.0,
             compile_limits=CompileLimits(seconds=2.0),
         ),
-        asdict(LoadOptions(dtype="float32")),
+        {"processor": "logging:Logger", **asdict(LoadOptions(dtype="float32"))},
     ]
 
 
