@@ -86,8 +86,10 @@ class Admission:
 
         def completes_stop(tokens: list[int]) -> bool:
             detokenizer = self._detokenizer(group.sampling_params)
+            detokenizer.feed(tokens, min(group.sampling_params.min_tokens, len(tokens)))
+            before = len(detokenizer.text)
             detokenizer.feed(tokens, len(tokens))
-            return detokenizer.cut_at_stop(0) is not None
+            return detokenizer.cut_at_stop(before) is not None
 
         stops = completes_stop if group.sampling_params.stop else None
         group.beams = BeamSearch(group.sampling_params, most, first.stop_ids, stops)

@@ -102,6 +102,10 @@ class Detokenizer:
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens alone, without an incomplete character at its end."""
+        return _utf8("replace").decode(b"".join([self._pieces[token] for token in token_ids]))
+
     def visible(self, finished: bool) -> str:
         """Return the text that will not change any more."""
         if finished or self._include_stop or self._longest <= 1:

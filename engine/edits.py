@@ -5,14 +5,22 @@ from __future__ import annotations
 from engine.logprobs import TokenLogprobs
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
-from guided.errors import InternalError
+from guided.errors import InternalError, bounded
 from guided.post_processor import LogitPostProcessor, SampledEdit
 
 
-def follow(edit: SampledEdit, sequence: Sequence, scheduler: Scheduler, processor: LogitPostProcessor) -> int:
-    """Change a sequence: its output, its blocks and its matcher. Returns the number of appended tokens."""
+def follow(
+    edit: SampledEdit, sequence: Sequence, scheduler: Scheduler, processor: LogitPostProcessor, vocab_size: int
+) -> int:
+    """Change a sequence: its output, its blocks and its matcher. Returns the number of appended tokens.
+
+    Raises:
+        InternalError: the edit removes more than the post-processor has declared, or appends what is no token.
+    """
+    if not all(type(token) is int and 0 <= token < vocab_size for token in edit.append):
+        raise InternalError(f"tokens to append must be integers from 0 to {vocab_size - 1}: {bounded(edit.append)}")
     if edit.rollback:
-        if edit.rollback > processor.max_rollback:
+        if not 0 < edit.rollback <= max(1, processor.max_rollback):  # the newest token was not sent
             raise InternalError(f"{edit.rollback} tokens to roll back; the limit is {processor.max_rollback}")
         sequence.roll_back(min(edit.rollback, sequence.num_output_tokens))
         scheduler.rewind(sequence)
@@ -31,6 +39,7 @@ def follow(edit: SampledEdit, sequence: Sequence, scheduler: Scheduler, processo
             sequence.uniforms.next()  # as if it were sampled
         if is_last:
             sequence.end_by_token()
+        if (sequence.params.stop and sequence.end_by_stop_string()) or is_last:
             return appended
     if edit.stop:
         sequence.finish(SequenceStatus.FINISHED_STOPPED)

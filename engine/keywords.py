@@ -38,6 +38,7 @@ _NOT_SUPPORTED: dict[str, str] = {
     "download_dir": "set HF_HOME",
     "speculative_config": "give num_speculative_tokens",
     "guided_decoding_backend": "give SamplingParams(backend=...)",
+    "prefix_pos": "beginnings are found again by themselves (enable_prefix_caching)",
     "lora_request": "LoRA adapters are not supported: merge them into the checkpoint",
     "enable_lora": "LoRA adapters are not supported: merge them into the checkpoint",
     "prompt_adapter_request": "prompt adapters are not supported",

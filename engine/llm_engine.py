@@ -35,7 +35,7 @@ from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
 from guided.bundle import ProcessorBundle
-from guided.errors import BackendError, GuidedError, InternalError, InvalidRequest, bounded
+from guided.errors import BackendError, GuidedError, InternalError, InvalidRequest, PostProcessorFailed, bounded
 from guided.pool import Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor
 from guided.processor import GuidedProcessor
@@ -83,10 +83,10 @@ class LLMEngine:
         if processors.classes and config.num_speculative_tokens:
             raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
         self.sampler = Sampler(processors)
-        if processor is None and pool is not None:
-            processor = GuidedProcessor(pool)
-        if processor is not None and not isinstance(processor, ProcessorBundle):
-            processor = ProcessorBundle(processor)  # an exception of it ends its requests, not the engine
+        if not isinstance(processor, ProcessorBundle):  # it contains the exceptions of its members
+            standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
+            members = [*standard, *([] if processor is None else [processor])]
+            processor = ProcessorBundle(*members) if members else None
         if processor is not None and processor.needs_samples and config.num_speculative_tokens:
             raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
         self.processor = processor
@@ -148,8 +148,8 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt | None,
-        sampling_params: SamplingParams,
+        prompt: Prompt | None = None,
+        sampling_params: SamplingParams = SamplingParams(),  # noqa: B008  it is frozen
         prompt_token_ids: Tokens[int] | None = None,
         arrival_time: float | None = None,
         *,
@@ -164,7 +164,8 @@ class LLMEngine:
         """
         refuse_unknown("add_request()", without_neutral(others), ("prompt_token_ids", "arrival_time", "stream"))
         if prompt_token_ids is not None:
-            prompt = {"prompt": prompt, "prompt_token_ids": prompt_token_ids}
+            text = prompt if isinstance(prompt, str) else None
+            prompt = {"prompt": text, "prompt_token_ids": prompt_token_ids}
         elif prompt is None:
             raise InvalidRequest("a request has neither prompt nor prompt_token_ids", param="prompt")
         group = self.admit(request_id, prompt, sampling_params, stream=stream)
@@ -235,7 +236,8 @@ class LLMEngine:
 
     @contextlib.contextmanager
     def _surviving(self, batch: ScheduledBatch) -> Iterator[None]:
-        """If the device runs out of memory in a step, fail its newest group. The others are prefilled again."""
+        """If the device runs out of memory in a step, fail its newest group. The others are prefilled again, as all are
+        after another exception."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -243,17 +245,24 @@ class LLMEngine:
             sequences = batch.decodes + [one for chunk in batch.prefills for one in chunk.sequences]
             newest = max((one.group for one in sequences), key=lambda group: group.arrival_time)
             self._fail(newest, InternalError(f"the device ran out of memory: {bounded(error)}"))
-            self.blocks.forget_content()  # it may have blocks that this step did not compute
-            for sequence in sequences:
-                if sequence in self.scheduler.running:
-                    sequence.computed = 0
-                    self.scheduler.preempt(sequence)
-            self._metadata = None
-            if self._prepared is not None:  # the post-processor expects an `apply` for it
-                width = self.model.vocabulary.padded_vocab_size
-                self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
+            self._abandon(batch)
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
+        except BaseException:  # for example Ctrl-C
+            self._abandon(batch)
+            raise
+
+    def _abandon(self, batch: ScheduledBatch) -> None:
+        """Give a step up. Its sequences are prefilled again."""
+        self.blocks.forget_content()  # it may have blocks that this step did not compute
+        for sequence in batch.decodes + [one for chunk in batch.prefills for one in chunk.sequences]:
+            if sequence in self.scheduler.running:
+                sequence.computed = 0
+                self.scheduler.preempt(sequence)
+        self._metadata = None
+        if self._prepared is not None:  # the post-processor expects an `apply` for it
+            width = self.model.vocabulary.padded_vocab_size
+            self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
 
     def warm_up(self, guided: bool = True) -> None:
         """Run one request with the largest prefill, so that no request waits for the compilation of kernels.
@@ -322,7 +331,7 @@ class LLMEngine:
             grammar = compiled.result()
             is_new = grammar.compiled_at >= group.arrival_time
             group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds if is_new else 0.0
-            group.guarded = grammar.guarded
+            group.checked = grammar.checked
             group.compiled_time = time.monotonic()
         except GuidedError as error:
             self._fail(group, error)
@@ -500,7 +509,8 @@ class LLMEngine:
         samples: list[SequenceOutput | None] = []
         if self.processor.needs_samples:
             for row, sequence in zip(metadata.guided_rows.tolist(), metadata.guided, strict=True):
-                samples.append(None if row in skipped else sampled.sample_of(row, sequence.sequence_id))
+                has_sample = row not in skipped and metadata.sequences[row].group.beams is None
+                samples.append(sampled.sample_of(row, sequence.sequence_id) if has_sample else None)
         wanted = self.processor.edits(metadata.guided, samples)
         if not wanted:
             return False
@@ -512,9 +522,11 @@ class LLMEngine:
             if edit is None or row in skipped or sequence.is_finished() or sequence.group.beams is not None:
                 continue
             try:
-                self.stats.forced_tokens += edits.follow(edit, sequence, self.scheduler, self.processor)
-            except InternalError as error:
-                self._fail(sequence.group, error)
+                vocab_size = self.model.vocabulary.padded_vocab_size
+                self.stats.forced_tokens += edits.follow(edit, sequence, self.scheduler, self.processor, vocab_size)
+            except Exception as error:
+                wrong = PostProcessorFailed(f"a wrong edit: {bounded(error)}")
+                self._fail(sequence.group, error if isinstance(error, GuidedError) else wrong)
             any_ended |= sequence.is_finished()
         return any_ended
 

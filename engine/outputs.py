@@ -73,9 +73,12 @@ class CompletionOutput:
         if wants_logprobs:  # those of forced tokens come with the next step
             count = min(count, len(sequence.output_logprobs))
         _read_text(sequence, finished, count)
+        text = sequence.detokenizer.visible(finished)
+        if sequence.group.held_back and not finished:  # the search for stop strings has read further
+            text = text[: len(sequence.detokenizer.text_of(sequence.data.output_token_ids[:count]))]
         return cls(
             sequence.index,
-            sequence.detokenizer.visible(finished),
+            text,
             sequence.data.output_token_ids[:count],
             sequence.get_cumulative_logprob() if has_sum else None,
             [*sequence.output_logprobs[:count]] if wants_logprobs else None,
@@ -102,8 +105,8 @@ class RequestOutput:
     """The grammar library that enforces the constraint."""
     not_enforced: tuple[str, ...] = ()
     """What the schema contains and the output need not satisfy: see `guided.Constraint.not_enforced`."""
-    guarded: tuple[str, ...] = ()
-    """Keywords of the schema that the guard enforces, not the library."""
+    checked: tuple[str, ...] = ()
+    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
@@ -129,7 +132,7 @@ class RequestOutput:
             group.is_finished(),
             group.backend,
             () if constraint is None else constraint.not_enforced,
-            group.guarded,
+            group.checked,
             group.compile_seconds,
             error,
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),

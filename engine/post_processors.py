@@ -14,6 +14,8 @@ from guided.post_processor import LogitPostProcessor
 def find_post_processor(name: str) -> Any:
     """Import what `module:Class` names. The `ValueError` of one that cannot be imported names it."""
     try:
+        if not all(name.partition(":")):
+            raise ValueError("give it as module:Class")
         return EntryPoint(name, name, "").load()
     except Exception as error:
         raise ValueError(f"the post-processor {bounded(name)} can't be loaded: {bounded(repr(error))}") from error
@@ -30,7 +32,8 @@ def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConf
     try:
         if inspect.isclass(found) and issubclass(found, LogitPostProcessor):
             make: Any = found
-            found = make(config) if inspect.signature(make).parameters else make()
+            required = [one for one in inspect.signature(make).parameters.values() if one.default is one.empty]
+            found = make(config) if any(one.kind < one.VAR_POSITIONAL for one in required) else make()
     except Exception as error:
         raise ValueError(f"the post-processor {name} can't be made: {bounded(repr(error))}") from error
     if not isinstance(found, LogitPostProcessor):

@@ -60,7 +60,7 @@ class SamplingParams:
         complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest
             still fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
-        strict_formats: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
+        strict_schema: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
         n: number of outputs.
         temperature: 0 is greedy.
         top_p, top_k, min_p: truncation of the distribution, applied after temperature in the order min_p, top_k,
@@ -111,7 +111,7 @@ class SamplingParams:
     backend: str = "auto"
     complete: bool = False
     whitespace_pattern: str | None = None
-    strict_formats: bool = False
+    strict_schema: bool = False
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -253,7 +253,7 @@ class SamplingParams:
         if one is not None and one.field == "output_type":
             built: Constraint | None = constraint_for(self.output_type, whitespace=pattern)
         else:
-            built = None if one is None else build(one, spaces, strict_formats=self.strict_formats)
+            built = None if one is None else build(one, spaces, strict_schema=self.strict_schema)
         if self.constraint is None or one is None:
             return built or self.constraint
         if self.constraint != built:

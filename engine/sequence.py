@@ -277,6 +277,7 @@ class Sequence:
         if self.is_finished() and self.status is not SequenceStatus.FINISHED_LENGTH_CAPPED:
             return False
         detokenizer = self.detokenizer
+        detokenizer.feed(self.data.output_token_ids, min(self.params.min_tokens, self.num_output_tokens))
         before = len(detokenizer.text)
         detokenizer.feed(self.data.output_token_ids, self.num_output_tokens)
         if self.num_output_tokens <= self.params.min_tokens:
@@ -328,8 +329,8 @@ class SequenceGroup:
     """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None
     """The grammar library that enforces the constraint. Known once it is compiled."""
-    guarded: tuple[str, ...] = ()
-    """Keywords of the schema that the guard enforces, not the library."""
+    checked: tuple[str, ...] = ()
+    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])

@@ -6,16 +6,18 @@ number", and "if any logit processor is failed, we will mark the relevant seq_gr
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from guided.constraint import Constraint
-from guided.errors import GuidedError, PostProcessorFailed, bounded
+from guided.errors import GuidedError, InternalError, PostProcessorFailed, bounded
 from guided.pool import Grammar
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence, SequenceOutput
@@ -25,31 +27,49 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class _Member:
-    """A post-processor of a bundle, and its rows of the step. Calls it with the parameters that its methods have."""
+    """A post-processor of a bundle, and its rows of the step. Calls it with the parameters that its methods have.
+
+    Raises:
+        ValueError: a method has another signature, or `initialize(config)` failed.
+    """
 
     def __init__(self, processor: LogitPostProcessor, config: object) -> None:
         self.processor = processor
+        self.name = type(processor).__name__
         self.sequences: Sequence[GuidedSequence] = ()
         self.error: GuidedError | None = None
         """It has raised in `prepare` or `apply` of this step."""
         self._places: NDArray[np.intp] | None = None
         """Places of its rows among those of the bundle. None: all."""
-        self._once = _parameters(processor.initialize) == 1
-        self._takes_rows = _parameters(processor.prepare) > 1
-        self._takes_deadline = _parameters(processor.apply) > 1
+        self._once = self._form("initialize", 4, 1) == 1
+        self._takes_rows = self._form("prepare", 3, 1) == 3
+        self._takes_deadline = self._form("apply", 4, 1) == 4
+        self._form("sampled", 3)
         if self._once:
             initialize: Any = processor.initialize
-            initialize(config)
+            try:
+                initialize(config)
+            except Exception as error:
+                raise ValueError(f"the post-processor {self.name} failed in initialize: {bounded(error)}") from error
 
-    def initialize(self, *request: Any) -> Future[Grammar]:
+    def _form(self, name: str, *counts: int) -> int:
+        """Return the first of `counts` that is a number of arguments that a method takes."""
+        method = getattr(self.processor, name)
+        for count in counts:
+            with contextlib.suppress(TypeError):
+                inspect.signature(method).bind(*range(count))
+                if not inspect.iscoroutinefunction(method):
+                    return count
+        wanted = inspect.signature(getattr(LogitPostProcessor, name))
+        raise ValueError(f"the post-processor {self.name} needs the method {name}{wanted}, or with the RFC's parameter")
+
+    def initialize(self, *request: Any) -> Future[Grammar] | None:
         future = None if self._once else self.processor.initialize(*request)
-        if future is None:
-            future = Future()
-            future.set_result(Grammar("", "", request[1], ()))
+        if future is not None and not isinstance(future, Future):
+            raise TypeError(f"initialize returned {type(future).__name__}, not a Future")
         return future
 
     def select(self, sequences: Sequence[GuidedSequence]) -> None:
@@ -74,16 +94,31 @@ class _Member:
 
     def apply(self, logits: torch.Tensor, *deadline: Any) -> ApplyReport:
         found: Any = self.processor.apply(logits, *deadline if self._takes_deadline else ())
-        if found is None or isinstance(found, ApplyReport):
-            return found or ApplyReport()
-        if found is not logits:
+        if isinstance(found, ApplyReport):
+            found.failed = {name: self.failure("apply", error) for name, error in found.failed.items()}
+            return found
+        if found is not None and found is not logits:
             logits.copy_(found)
         return ApplyReport()
 
-    def edits(self, samples: Sequence[SequenceOutput | None]) -> dict[int, SampledEdit]:
-        if samples and self._places is not None:
-            samples = [samples[place] for place in self._places.tolist()]
-        return self.processor.edits(self.sequences, samples)
+    def sampled(self, place: int, samples: Sequence[SequenceOutput | None]) -> SampledEdit | None:
+        """Return the edit that `sampled` wants for one of the member's rows; None if there is none."""
+        sample = samples[place if self._places is None else self._places[place]]
+        if sample is None:
+            return None
+        token = sample.output_token
+        backtrack, append, stop = self.processor.sampled(self.sequences[place], token, sample.logprobs)
+        if backtrack == 0 and list(append[:1]) == [token]:
+            return SampledEdit(0, append[1:], stop) if len(append) > 1 or stop else None
+        return SampledEdit(backtrack + 1, append, stop)
+
+    def failure(self, method: str, error: object) -> GuidedError:
+        """Return the error of the requests that an exception, or a reported error, ends."""
+        if isinstance(error, GuidedError):
+            return error
+        exception = error if isinstance(error, Exception) else None
+        logger.error("the post-processor %s raised in %s: its requests end", self.name, method, exc_info=exception)
+        return PostProcessorFailed(f"the post-processor {self.name} failed in {method}: {bounded(repr(error))}")
 
 
 class ProcessorBundle(LogitPostProcessor):
@@ -121,15 +156,20 @@ class ProcessorBundle(LogitPostProcessor):
         """Initialize the request in every member. The future is done when the futures of all members are."""
         futures: list[Future[Grammar]] = []
         joined: Future[Grammar] = Future()
+        begun: list[_Member] = []
         try:
             for member in self._members:
-                futures.append(member.initialize(request_id, constraint, backend, client))
+                begun.append(member)
+                future = member.initialize(request_id, constraint, backend, client)
+                futures += [] if future is None else [future]
+            if not futures:
+                raise InternalError("no post-processor of this engine enforces constraints")
         except Exception as error:
-            for initialized in self._members[: len(futures)]:
-                self._call(initialized, initialized.processor.free, (), request_id)
+            for one in begun:
+                self._call(one, "free", partial(one.processor.free, request_id))
             if isinstance(error, GuidedError):
                 raise
-            joined.set_exception(_failure(member, "initialize", error))
+            joined.set_exception(member.failure("initialize", error))
             return joined
 
         def finish(_: Future[Grammar]) -> None:
@@ -163,7 +203,7 @@ class ProcessorBundle(LogitPostProcessor):
                 try:
                     member.prepare(logits_rows, new_tokens)
                 except Exception as error:
-                    member.error = _failure(member, "prepare", error)
+                    member.error = member.failure("prepare", error)
 
     def apply(
         self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
@@ -177,12 +217,12 @@ class ProcessorBundle(LogitPostProcessor):
             if member.error is None:
                 try:
                     report = member.apply(logits, patience, alone, keep_late)
+                    late.update(report.late)
                 except Exception as error:
-                    member.error = _failure(member, "apply", error)
+                    member.error = member.failure("apply", error)
             if member.error is not None:
                 report = ApplyReport({sequence.sequence_id: member.error for sequence in member.sequences})
             merged.failed.update(report.failed)
-            late.update(report.late)
             merged.wait_seconds += report.wait_seconds
             merged.mask_seconds += report.mask_seconds
             merged.kernel_seconds += report.kernel_seconds
@@ -192,40 +232,66 @@ class ProcessorBundle(LogitPostProcessor):
     def edits(
         self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
     ) -> dict[int, SampledEdit]:
-        """Ask every member. The last one that wants to change a sequence decides."""
+        """Ask every member. The last one that wants to change a sequence decides.
+
+        Args:
+            samples: the sampled token of each sequence, or None. Empty unless `needs_samples`.
+        """
         edits: dict[int, SampledEdit] = {}
+
+        def collect(member: _Member) -> None:
+            edits.update(member.processor.edits(member.sequences))
+
+        def decide(member: _Member, place: int) -> None:
+            edit = member.sampled(place, samples)
+            if edit is not None:
+                edits[member.sequences[place].sequence_id] = edit
+
         for member in self._members:
-            if member.sequences and member.error is None:
-                edits.update(self._call(member, member.edits, member.sequences, samples) or {})
+            if not member.sequences or member.error is not None:
+                continue
+            self._call(member, "edits", partial(collect, member), member.sequences)
+            if member.processor.needs_samples:
+                for place, sequence in enumerate(member.sequences):
+                    self._call(member, "sampled", partial(decide, member, place), [sequence])
         return edits
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """Return sequences that settled in a member. `apply` reports one late again if another member is still late."""
         settled: set[int] = set()
+
+        def collect(member: _Member) -> None:
+            settled.update(member.processor.settled(0.0 if settled else timeout))
+
         for member in self._members:
-            wait = 0.0 if settled else timeout
-            settled.update(self._call(member, member.processor.settled, self._open.values(), wait) or ())
+            self._call(member, "settled", partial(collect, member), self._open.values())
         return sorted(settled)
 
     def failures(self) -> dict[str, GuidedError]:
+        def collect(member: _Member) -> None:
+            found = member.processor.failures().items()
+            self._lost.update({name: member.failure("failures", error) for name, error in found})
+
         for member in self._members:
-            self._lost.update(self._call(member, member.processor.failures, self._open.values()) or {})
+            self._call(member, "failures", partial(collect, member), self._open.values())
         lost, self._lost = self._lost, {}
         return lost
 
     def rollback(self, sequence_id: int, length: int) -> None:
         for member in self._members:
-            self._call(member, member.processor.rollback, self._one(sequence_id), sequence_id, length)
+            action = partial(member.processor.rollback, sequence_id, length)
+            self._call(member, "rollback", action, self._one(sequence_id))
 
     def free_sequence(self, sequence_id: int) -> None:
         for member in self._members:
-            self._call(member, member.processor.free_sequence, self._one(sequence_id), sequence_id)
+            action = partial(member.processor.free_sequence, sequence_id)
+            self._call(member, "free_sequence", action, self._one(sequence_id))
         self._open.pop(sequence_id, None)
         self._batch = None  # a freed sequence that is prepared again is open again
 
     def free(self, request_id: str) -> None:
         for member in self._members:
-            self._call(member, member.processor.free, (), request_id)  # an error is for the log: the request is over
+            self._call(member, "free", partial(member.processor.free, request_id))
         for sequence in [one for one in self._open.values() if one.request_id == request_id]:
             del self._open[sequence.sequence_id]
         self._lost.pop(request_id, None)
@@ -234,30 +300,12 @@ class ProcessorBundle(LogitPostProcessor):
         return [self._open[sequence_id]] if sequence_id in self._open else []
 
     def _call(
-        self, member: _Member, method: Callable[..., _T], sequences: Collection[GuidedSequence], *arguments: Any
-    ) -> _T | None:
-        """Call a method of a member. If it raises, `failures` reports the requests of those sequences that it handles.
-        Returns None then."""
+        self, member: _Member, method: str, action: Callable[[], object], sequences: Iterable[GuidedSequence] = ()
+    ) -> None:
+        """Run what calls a method of a member. If it raises, `failures` reports the requests of those `sequences` that
+        the member handles."""
         try:
-            return method(*arguments)
+            action()
         except Exception as error:
-            failure = _failure(member, method.__name__, error)
+            failure = member.failure(method, error)
             self._lost.update((sequence.request_id, failure) for sequence in sequences if member.handles(sequence))
-            return None
-
-
-def _failure(member: _Member, method: str, error: Exception) -> GuidedError:
-    """Return the error of the requests that an exception ends."""
-    if isinstance(error, GuidedError):
-        return error
-    name = type(member.processor).__name__
-    logger.error("the post-processor %s raised in %s: its requests end", name, method, exc_info=error)
-    return PostProcessorFailed(f"the post-processor {name} failed in {method}: {bounded(repr(error))}")
-
-
-def _parameters(method: Callable[..., object]) -> int:
-    """Return how many positional arguments a method takes."""
-    kinds = [each.kind for each in inspect.signature(method).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return 9
-    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)

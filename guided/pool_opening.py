@@ -84,7 +84,7 @@ class PoolOpener:
         started = time.monotonic()
         try:
             pool = self._open_pool()
-        except Exception as error:
+        except BaseException as error:  # a request waits for the future
             self._fail(future, error)
             return
         _log.info("the mask pool opened after %.1f s", time.monotonic() - started)
@@ -92,7 +92,7 @@ class PoolOpener:
         if self._closed:
             pool.shutdown()
 
-    def _fail(self, future: Future[MaskPool], error: Exception) -> None:
+    def _fail(self, future: Future[MaskPool], error: BaseException) -> None:
         _log.error("the mask pool can't be opened", exc_info=error)
         self._failed_at = time.monotonic()
         known = isinstance(error, GuidedError)
@@ -134,11 +134,10 @@ class LazyPool:
                 compiled.set_exception(error)
 
         def ask(opened: Future[MaskPool]) -> None:
-            error = opened.exception()
-            if error is None:
+            try:
                 self._pool = opened.result()
                 self._pool.compile(constraint, backends, client).add_done_callback(pass_on)
-            else:
+            except BaseException as error:
                 compiled.set_exception(error)
 
         self._opener.open().add_done_callback(ask)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.pool import Grammar
-from guided.sequence import GuidedSequence, SequenceOutput
+from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,40 +139,29 @@ class LogitPostProcessor:
             logprobs: of the token, and of as many others as the request asked for, by token id.
 
         Returns:
-            The number of tokens to remove before the sampled one, the tokens to append instead of it, and whether to
-            end the sequence.
+            The number of tokens to remove before the sampled one (less than `max_rollback`), the tokens to append
+            instead of it, and whether to end the sequence. An exception ends the sequence's request.
         """
         return 0, [token_id], False
 
     @property
     def needs_samples(self) -> bool:
-        """Whether `edits` reads the samples: the engine then computes log-probabilities for each of them."""
+        """Whether `sampled` is overridden: the engine then computes log-probabilities for each token."""
         return type(self).sampled is not LogitPostProcessor.sampled
 
-    def edits(
-        self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
-    ) -> dict[int, SampledEdit]:
+    def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
         """Return how outputs are to change, by sequence id. Called after each step, between `apply` and `prepare`.
 
         Args:
             sequences: the object that was passed to `prepare`. The outputs include the sampled tokens. Edits are
                 ignored for rows without a sampled token (late, failed, or of a draft) and for sequences that have
                 ended.
-            samples: the sampled token of each sequence, or None. Empty unless `needs_samples`.
         """
-        found = {}
-        for sequence, sample in zip(sequences, samples, strict=False):
-            if sample is not None:
-                token = sample.output_token
-                backtrack, append, stop = self.sampled(sequence, token, sample.logprobs)
-                keeps_token = backtrack == 0 and list(append[:1]) == [token]
-                edit = SampledEdit(0, append[1:], stop) if keeps_token else SampledEdit(backtrack + 1, append, stop)
-                if edit != SampledEdit(append=append[:0]):
-                    found[sequence.sequence_id] = edit
-        return found
+        return {}
 
     def settled(self, timeout: float = 0.0) -> list[int]:
-        """Return late sequences that are decided: prepare them again, with the tokens and logits that they had.
+        """Return late sequences that are decided: prepare them again, with the tokens and logits that they had. A
+        sequence that is never returned waits until its request is aborted.
 
         Waits up to `timeout` seconds for the first one.
         """

@@ -39,7 +39,7 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
     wanted = requested_constraint(
-        body, context.settings.backend, context.limits, strict_formats=context.settings.strict_formats
+        body, context.settings.backend, context.limits, strict_schema=context.settings.strict_schema
     )
     length, max_tokens = context.engine.max_model_len, body.max_tokens
     if max_tokens is None and wanted.constraint is None:

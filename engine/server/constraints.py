@@ -58,11 +58,11 @@ def requested_constraint(
     default_backend: str = AUTO,
     limits: Limits = DEFAULT_LIMITS,
     *,
-    strict_formats: bool = False,
+    strict_schema: bool = False,
 ) -> RequestedConstraint:
     """Read the request's constraint, check it against `limits`, and read its backend. `param` of an error is the field.
 
-    `strict_formats` is the default for requests without this field.
+    `strict_schema` is the default for requests without this field.
     """
     backend, backend_field, backend_whitespace = _backend(request, default_backend)
     found = [
@@ -72,13 +72,13 @@ def requested_constraint(
         *_fields(request, _OLDER),
     ]
     whitespace = [*_whitespace(request), *backend_whitespace]
-    if len(found) == 2 and len({_build(each, None, request, limits, strict_formats) for each in found}) == 1:
+    if len(found) == 2 and len({_build(each, None, request, limits, strict_schema) for each in found}) == 1:
         found = found[:1]  # guidance's client sends its schema in two fields
     one = take_one(found)
     spaces = take_whitespace(one, whitespace)
     if one is None:
         return RequestedConstraint(backend=backend)
-    strict = strict_formats if request.strict_formats is None else request.strict_formats
+    strict = strict_schema if request.strict_schema is None else request.strict_schema
     constraint = _build(one, spaces, request, limits, strict)
     candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
     return RequestedConstraint(constraint, backend, one.field)
@@ -180,4 +180,4 @@ def _build(
     if closed and one.kind != "json_schema":
         field = "structured_outputs.disable_additional_properties"
         raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
-    return build(one, whitespace, additional_properties=not closed, strict_formats=strict, limits=limits)
+    return build(one, whitespace, additional_properties=not closed, strict_schema=strict, limits=limits)

@@ -147,9 +147,9 @@ async def running(context: ServerContext, job: Job, client: str, headers: Mappin
                 constraint, backend = job.params.constraint, first[0].backend
                 if constraint is not None and backend is not None:
                     unknown = [_not_enforced(each, job.places) for each in constraint.not_enforced]
-                    guarded = list(first[0].guarded) or None
+                    at_end = list(first[0].checked) or None
                     kind = job.kind or constraint.kind
-                    guided = GuidedInfo(kind=kind, backend=backend, not_enforced=unknown, guarded=guarded)
+                    guided = GuidedInfo(kind=kind, backend=backend, not_enforced=unknown, checked=at_end)
                 async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
                     yield Outputs(job, guided, checked)
             finally:

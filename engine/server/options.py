@@ -38,7 +38,7 @@ class ServerSettings:
     api_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     backend: str = AUTO
-    strict_formats: bool = False
+    strict_schema: bool = False
     max_requests: int = 1024
     max_waiting: int = 512
     max_body_bytes: int = 4 << 20
@@ -326,7 +326,7 @@ OPTIONS = (
             "server.backend",
             "Library of requests that name none: auto, llguidance, xgrammar, outlines, lm-format-enforcer.",
         ),
-        Option("server.strict_formats", "Reject formats in schemas that are not in the specification."),
+        Option("server.strict_schema", "Reject formats in schemas that are not in the specification."),
         Option(
             "ray.address",
             "Join this Ray cluster ('auto': a local one). Default: start one.",

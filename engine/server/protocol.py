@@ -192,7 +192,7 @@ class GenerationRequest(Body):
     structural_tag: dict[str, Any] | str | None = Field(default=None, description="Free text with constrained parts.")
     backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
     whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
-    strict_formats: bool | None = Field(default=None, description="Reject formats that are not in the specification.")
+    strict_schema: bool | None = Field(default=None, description="Reject formats that are not in the specification.")
     complete: bool | None = Field(default=None, description="Complete the constraint within max_tokens.")
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
@@ -447,8 +447,8 @@ class GuidedInfo(BaseModel):
     kind: str | None = None
     backend: str | None = None
     not_enforced: list[str] = Field(default=[], description="JSON pointers of unknown formats and misspelt keywords.")
-    guarded: list[str] | None = None
-    """Keywords of the schema that the guard enforces, not the library."""
+    checked: list[str] | None = None
+    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     masks: MaskTimes | None = None
     """With `mask_details`, in a stream in the last chunk of a choice."""
     completed_early: bool | None = None

@@ -13,7 +13,7 @@ from engine.server.protocol import GenerationRequest
 from guided.constraint import KINDS
 from guided.errors import InvalidRequest, bounded
 
-_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "strict_formats", "max_tokens", "logprobs", "logit_bias"}
+_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "strict_schema", "max_tokens", "logprobs", "logit_bias"}
 _SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
 """Fields that mean the same in a request and in `SamplingParams`."""
 

@@ -180,6 +180,14 @@ def test_a_stop_string_ends_beams(make_engine: MakeEngine, run: Run) -> None:
     assert [one.text.endswith(stop) for one in kept.outputs] == [one.stop_reason == stop for one in found]
 
 
+def test_min_tokens_come_before_a_stop_string_ends_a_beam(make_engine: MakeEngine, run: Run) -> None:
+    free = run(make_engine(), {"r": ("So?", beams(2, max_tokens=12))})["r"].outputs[0]
+    params = beams(2, max_tokens=12, stop=[free.text[0]], min_tokens=5)
+    for one in run(make_engine(), {"r": ("So?", params)})["r"].outputs:
+        assert len(one.token_ids) > 5
+        assert one.text
+
+
 def test_beams_of_a_temperature(make_engine: MakeEngine, run: Run, tiny_model: LoadedModel) -> None:
     """The search is that of a model with logits divided by the temperature, late masks or not."""
     heat, pool = 3.0, FaultyPool(tiny_model.vocabulary)

@@ -107,7 +107,7 @@ class Own(LogitPostProcessor):
                 logits[row, self.banned[1]] = -torch.inf
         return None
 
-    def edits(self, sequences: Sequence[GuidedSequence], samples: Any = ()) -> dict[int, SampledEdit]:
+    def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
         assert sequences is self.sequences, "the same tuple: nothing is looked up for a step without edits"
         decided = {each.sequence_id: self.decide(list(each.output_token_ids)) for each in sequences}
         return {name: edit for name, edit in decided.items() if edit is not None}
@@ -173,7 +173,7 @@ def test_drafts_go_on_after_a_rollback(
     expected = run(engine_with(False), {"r": (PROMPT, params)})["r"].outputs[0]
     done: list[int] = []
 
-    def once(sequences: Sequence[GuidedSequence], samples: Any) -> dict[int, SampledEdit]:
+    def once(sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
         if done or len(sequences) == 1 or len(sequences[0].output_token_ids) < 12:  # the rows of drafts follow
             return {}
         done.append(engine.stats.accepted_tokens)

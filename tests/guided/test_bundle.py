@@ -61,7 +61,7 @@ class Banning(LogitPostProcessor):
         found, self.late = self.late, []
         return found
 
-    def edits(self, sequences: Sequence[GuidedSequence], samples: Any = ()) -> dict[int, SampledEdit]:
+    def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
         self.calls.append(("sampled", *(each.sequence_id for each in sequences)))
         return {each.sequence_id: SampledEdit(rollback=1) for each in sequences if each.output_token_ids[-1] == 3}
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 
 from guided import pool_opening as pools
-from guided.errors import PoolUnavailable
+from guided.constraint import Constraint
+from guided.errors import InvalidConstraint, PoolUnavailable
 from guided.inline import InlinePool
-from guided.pool_opening import find_pool
+from guided.pool_opening import LazyPool, find_pool
 from guided.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary((b"</s>", b"a"), (0,), frozenset({0}), 2)
@@ -46,3 +49,51 @@ def test_a_pool_with_missing_dependencies(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pools, "entry_points", installed)
     with pytest.raises(PoolUnavailable, match=r"'\.\[ray\]'"):
         find_pool("ray", {})
+
+
+class Opening:
+    """A pool that is opened for the first constraint. `gate` holds the opening up."""
+
+    def __init__(self, pool: Any) -> None:
+        self.gate, self.opened = threading.Event(), 0
+        self._pool = pool
+        self.lazy: Any = LazyPool(VOCABULARY, self._open)
+
+    def _open(self) -> Any:
+        self.opened += 1
+        assert self.gate.wait(10)
+        if isinstance(self._pool, BaseException):
+            raise self._pool
+        return self._pool
+
+
+def test_a_lazy_pool_opens_for_the_first_constraint() -> None:
+    opening = Opening(InlinePool(VOCABULARY))
+    assert (opening.lazy.failures(), opening.lazy.settled(), opening.opened) == ({}, [], 0)
+    opening.lazy.free([1])
+    first = opening.lazy.compile(Constraint.regex("a"), ("llguidance",))
+    second = opening.lazy.compile(Constraint.regex("aa"), ("llguidance",))
+    assert not first.done()
+    opening.gate.set()
+    assert [one.result(10).backend for one in (first, second)] == ["llguidance"] * 2
+    assert opening.opened == 1
+    with pytest.raises(InvalidConstraint):
+        opening.lazy.compile(Constraint.regex("("), ("llguidance",)).result(10)
+    opening.lazy.shutdown()
+    with pytest.raises(PoolUnavailable, match="shut down"):
+        opening.lazy.compile(Constraint.regex("b"), ("llguidance",)).result(10)
+
+
+class Raising(InlinePool):
+    def compile(self, *arguments: Any) -> Any:
+        raise LookupError("no compiler")
+
+
+@pytest.mark.parametrize(
+    "pool", [OSError("no Ray"), SystemExit(1), Raising(VOCABULARY)], ids=["error", "exit", "compile"]
+)
+def test_a_lazy_pool_that_can_t_be_opened_fails_its_requests(pool: Any) -> None:
+    opening = Opening(pool)
+    opening.gate.set()
+    with pytest.raises((PoolUnavailable, LookupError)):
+        opening.lazy.compile(Constraint.regex("a"), ("llguidance",)).result(10)

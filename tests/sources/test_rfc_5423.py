@@ -28,7 +28,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceStatus
 from guided.bundle import ProcessorBundle
-from guided.errors import PostProcessorFailed, WorkerDied
+from guided.errors import InternalError, PostProcessorFailed, WorkerDied
 from guided.inline import InlinePool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processor import GuidedProcessor
@@ -98,14 +98,19 @@ class Raising(LogitPostProcessor):
     def needs_samples(self) -> bool:
         return True
 
-    def edits(self, sequences: Sequence[GuidedSequence], samples: Any = ()) -> dict[int, SampledEdit]:
-        for each, sample in zip(sequences, samples, strict=True):
-            if sample is not None:
-                self.sampled(each, sample.output_token, sample.logprobs)
-        return {}
 
-
-METHODS = ["initialize", "prepare", "apply", "sampled", "settled", "failures", "rollback", "free_sequence", "free"]
+METHODS = [
+    "initialize",
+    "prepare",
+    "apply",
+    "sampled",
+    "edits",
+    "settled",
+    "failures",
+    "rollback",
+    "free_sequence",
+    "free",
+]
 
 
 def under_load(finish: Callable[..., Any], model: LoadedModel, processor: LogitPostProcessor | None) -> LLMEngine:
@@ -162,7 +167,7 @@ def test_a_processor_that_raises_ends_its_groups_only(
     of_free = {name for name in failed if name.startswith("free")}
     if method == "free":  # the group had ended
         assert not failed
-    elif method in ("initialize", "rollback", "free_sequence"):  # called for one sequence or request
+    elif method in ("initialize", "sampled", "rollback", "free_sequence"):  # called for one sequence or request
         assert len(failed) == 1
     else:
         assert len(failed) >= (14 if all_rows else 6), "all that had begun"
@@ -172,6 +177,67 @@ def test_a_processor_that_raises_ends_its_groups_only(
     engine.add_request("free", PROMPT, FREE)
     again = finish(engine)
     assert [again[name].error for name in ("next", "free")] == [None, None], "the next requests go on"
+
+
+WRONG: dict[str, Any] = {
+    "sampled: a token that is none": {"sampled": lambda seq, token, logprobs: (0, [token, 99999], False)},
+    "sampled: no token": {"sampled": lambda seq, token, logprobs: (0, [token, None], False)},
+    "sampled: a negative count": {"sampled": lambda seq, token, logprobs: (-2, [token + 1], False)},
+    "sampled: no count": {"sampled": lambda seq, token, logprobs: (0.5, [token], False)},
+    "edits: a list": {"edits": lambda sequences: [1]},
+    "edits: no edit": {"edits": lambda sequences: {sequences[0].sequence_id: (1,)}},
+    "failures: a list": {"failures": lambda: ["guided"]},
+    "failures: a text": {"failures": lambda: {"guided": "text"}},
+    "apply: a list": {"apply": lambda logits: ApplyReport(failed=[1])},
+    "apply: a text": {"apply": lambda logits: ApplyReport(failed={0: "text"})},
+    "apply: another shape": {"apply": lambda logits: logits[:, 1:]},
+}
+
+
+@source("If any logit processor is failed, we will mark the relevant seq_group as failed")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_result_does_not_stop_the_engine(tiny_model: LoadedModel, finish: Run, name: str) -> None:
+    processor: Any = type("Wrong", (LogitPostProcessor,), {"all_rows": False})()
+    for method, wrong in WRONG[name].items():
+        setattr(processor, method, wrong)
+    engine = engine_with(tiny_model, processor)
+    engine.add_request("free", PROMPT, FREE)
+    engine.add_request("guided", PROMPT, DIGITS)
+    found = finish(engine)
+    assert found["free"].error is None
+
+
+@source("Upon failures, the engine goes on", differs="Ctrl-C in a step goes to the caller; the step's requests go on")
+@pytest.mark.parametrize("where", ["prepare", "forward"])
+def test_after_ctrl_c_the_engine_goes_on(
+    tiny_model: LoadedModel, finish: Run, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = engine_with(tiny_model)
+    expected.add_request("guided", PROMPT, DIGITS)
+    tokens = finish(expected)["guided"].outputs[0].token_ids
+
+    class Interrupting(LogitPostProcessor):
+        calls = 0
+
+        def prepare(self, sequences: Any, logits_rows: Any = None, new_tokens: Any = None) -> None:
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyboardInterrupt
+
+    engine = engine_with(tiny_model, *([Interrupting()] if where == "prepare" else []))
+    engine.add_request("guided", PROMPT, DIGITS)
+    engine.step()
+    engine.step()
+
+    def interrupted(batch: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if where == "forward":
+            patched.setattr(engine.runner, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert finish(engine)["guided"].outputs[0].token_ids == tokens
 
 
 @source("the request will be aborted", differs="a failed stream ends with the error, a failed request raises it")
@@ -393,6 +459,43 @@ def test_the_literal_sampled_changes_nothing(tiny_model: LoadedModel, finish: Ru
     assert texts[0] == texts[1]
 
 
+@source("Returns the number of tokens to backtrack, the tokens to append, and whether to stop")
+def test_the_newest_token_is_replaced_without_a_declaration(tiny_model: LoadedModel, finish: Run) -> None:
+    """It was not sent to the client: `max_rollback` is 0. Stop strings are found in what is appended."""
+
+    class Replacing(SequenceController):
+        def sampled(self, seq: Any, token_id: int, logprobs: Any) -> tuple[int, list[int], bool]:
+            if len(seq.output_token_ids) == 3:
+                return 0, tiny_model.vocabulary.encode("Zq"), False
+            return super().sampled(seq, token_id, logprobs)
+
+    engine = engine_with(tiny_model, Replacing())
+    engine.add_request("r", PROMPT, SamplingParams(seed=3, max_tokens=30, ignore_eos=True, stop=["Zq"]))
+    output = finish(engine)["r"].outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", "Zq")
+    assert "Zq" not in output.text
+
+
+@source("I'm the one asking for ff_tokens and backtracking")
+def test_no_snapshot_shows_what_is_taken_back(tiny_model: LoadedModel) -> None:
+    class Once(LogitPostProcessor):
+        max_rollback = 4
+        done = False
+
+        def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+            if self.done or len(sequences[0].output_token_ids) < 6:
+                return {}
+            self.done = True
+            return {sequences[0].sequence_id: SampledEdit(rollback=4, append=[70, 71])}
+
+    engine = engine_with(tiny_model, Once())
+    engine.add_request("r", PROMPT, SamplingParams(seed=3, max_tokens=16, ignore_eos=True, stop=["never there"]))
+    texts = []
+    while engine.has_unfinished:
+        texts += [output.outputs[0].text for output in engine.step()]
+    assert all(texts[-1].startswith(text) for text in texts)
+
+
 @dataclass
 class Told:
     token: int
@@ -488,6 +591,33 @@ def test_a_class_is_made_with_the_engines_config(tiny_model: LoadedModel, given:
     ):
         with pytest.raises(ValueError, match=why):
             LLM(tiny_model, "inline", processor=wrong)
+
+
+@source("class LogitPostProcessor", differs="a class with other signatures is refused when it is loaded")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prepare": lambda self, sequences, rows: None},
+        {"apply": lambda self, *, logits: None},
+        {"initialize": lambda self: None},
+        {"sampled": lambda self, seq, token: None},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_wrong_signatures_are_refused(tiny_model: LoadedModel, wrong: dict[str, Any]) -> None:
+    kind = type("Wrong", (LogitPostProcessor,), wrong)
+    with pytest.raises(ValueError, match=f"Wrong needs the method {next(iter(wrong))}"):
+        LLM(tiny_model, "inline", processor=kind)
+
+
+@source("there is only one LogitPostProcessor per LLMEngine")
+def test_constraints_hold_beside_a_processor_of_ones_own(tiny_model: LoadedModel, finish: Run) -> None:
+    engine = LLMEngine(tiny_model, pool=InlinePool(tiny_model.vocabulary), processor=SequenceController())
+    engine.add_request("r", PROMPT, DIGITS)
+    assert re.fullmatch("[0-9]{8}", finish(engine)["r"].outputs[0].text)
+    without = LLMEngine(tiny_model, processor=SequenceController())
+    with pytest.raises(InternalError, match="enforces constraints"):
+        without.add_request("r", PROMPT, DIGITS)
 
 
 class Configured(LogitPostProcessor):
