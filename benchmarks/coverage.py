@@ -31,9 +31,9 @@ and checks that a valid instance is accepted and an invalid one is not. Another 
 refused: `guided check FILE` says what becomes of yours.
 
 *exact*: a library enforces the keyword. *rewritten*: it is replaced by keywords that a library enforces, with the same
-meaning. *guarded*: the library enforces a superset, and a validator beside it vetoes tokens. *refused*: 400, with the
-keyword's pointer. *narrower*: some valid values are never generated. `auto` takes the first
-backend that does not refuse.
+meaning. *checked*: the library enforces a superset, and the whole output is validated before it may end. *refused*:
+400, with the keyword's pointer. *narrower*: some valid values are never generated. `auto` takes the first backend that
+does not refuse.
 
 | keyword | sample | auto | {backends} |
 |---|---|---|{lines}|
@@ -201,7 +201,7 @@ def _verdict(sample: Sample, name: str, backends: Backends) -> str:
     grammar = compile_with(backends, Constraint.json_schema(text), name).grammar
     assert not _accepts(grammar, backends, sample.invalid), f"{name} accepts what violates {sample.keyword}"
     keyword = sample.keyword.split()[0].rstrip(",:")
-    how = "guarded" if report.guarded else "rewritten" if keyword in report.rewritten else "exact"
+    how = "checked" if report.checked else "rewritten" if keyword in report.rewritten else "exact"
     return how if _accepts(grammar, backends, sample.valid) else f"{how}, narrower"
 
 

@@ -1,7 +1,8 @@
-"""How many real schemas does `auto` enforce, and how fast? MaskBench's protocol: see `guided.maskbench`.
+"""How many real schemas does a backend enforce, and how fast? MaskBench's protocol.
 
-    python -m benchmarks.maskbench [--data FILE] [--backend auto] [--limit N]
+    python -m benchmarks.maskbench [--data FILE] [--backend auto] [--limit N] [--out FILE]
 
+Compiles each schema and replays its instances token by token. Valid ones must be accepted, invalid ones rejected.
 Prints the outcomes, the refusals by keyword, and the times. Exit status 1 if an invalid instance is accepted.
 """
 
@@ -9,19 +10,196 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 from tqdm import tqdm
 
 from benchmarks.paths import RESULTS
 from benchmarks.report import exit_with, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, read_rows, tekken
-from guided.backends import AUTO, candidates
-from guided.maskbench import OUTCOMES, Result, judge_all
+from guided.backend_process import BackendProcess, set_time_limit
+from guided.backends import AUTO, Backends, candidates
+from guided.backends.base import Matcher
+from guided.bitmask import words
+from guided.compilation import compile_constraint
+from guided.constraint import Constraint
+from guided.errors import CompileTimeout, GuidedError, InvalidConstraint, TokenRejected
 from guided.vocabulary import Vocabulary
+
+Outcome = Literal["passes", "accepts invalid", "rejects valid", "refused", "timeout", "error"]
+OUTCOMES: tuple[Outcome, ...] = ("passes", "accepts invalid", "rejects valid", "refused", "timeout", "error")
+_REPLAY_SECONDS = 120.0
+"""Time limit for the instances of a schema."""
+
+
+@dataclass(kw_only=True)
+class Result:
+    """The result of one schema."""
+
+    id: str
+    outcome: Outcome
+    backend: str = ""
+    """The backend that compiled the schema; empty if none did."""
+    pointer: str | None = None
+    """JSON pointer to the refused part of the schema."""
+    reason: str = ""
+    """The error's message, or the instance that was not decided as expected."""
+    reordered: bool = False
+    """A valid instance was accepted only with its properties in the schema's order."""
+    not_enforced: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    compile_seconds: float = 0.0
+    """Includes the first mask."""
+    mask_seconds: list[float] = field(default_factory=list)
+    """For each mask along the instances, including the acceptance of the token after it."""
+
+    @property
+    def keyword(self) -> str:
+        """The last keyword of the pointer."""
+        named = [token for token in (self.pointer or "").split("/") if not token.isdecimal()]
+        return named[-1] if named else ""
+
+    def row(self) -> dict[str, Any]:
+        """Return the line of `--out`."""
+        names = ("id", "outcome", "backend", "keyword", "pointer", "reason", "checked")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "first mask [ms]": round(1e3 * self.compile_seconds, 3) or None,
+            "mask [us]": percentiles(self.mask_seconds, 1e6).get("mean"),
+        }
+
+
+def judge_all(
+    entries: Iterable[Mapping[str, Any]], vocabulary: Vocabulary, names: Sequence[str], seconds: float
+) -> Iterator[Result]:
+    """Judge entries in order in another process, which is replaced after a timeout or an error.
+
+    Args:
+        entries: each `{"id", "schema", "tests": [{"valid", "data"}]}`.
+        names: backends to try in order.
+        seconds: time limit of a compilation. One that takes longer is a `timeout`.
+    """
+    process = BackendProcess(vocabulary, names)
+    try:
+        for entry in entries:
+            try:
+                result: Result = process.call(_judge, entry, names, seconds)
+            except GuidedError as error:
+                outcome: Outcome = "timeout" if isinstance(error, CompileTimeout) else "error"
+                result = Result(id=str(entry.get("id", "")), outcome=outcome, reason=error.message)
+            if result.outcome == "error":
+                process.stop()
+            yield result
+    finally:
+        process.stop()
+
+
+def _judge(backends: Backends, entry: Mapping[str, Any], names: Sequence[str], seconds: float) -> Result:
+    set_time_limit(seconds)
+    result = Result(id=str(entry.get("id", "")), outcome="passes")
+    started = time.perf_counter()
+    try:
+        constraint = Constraint.json_schema(entry["schema"])
+        compiled = compile_constraint(backends, constraint, names)
+        result.compile_seconds = time.perf_counter() - started
+        result.backend, result.not_enforced = compiled.backend, constraint.not_enforced
+        result.checked = tuple(getattr(compiled.grammar, "checked", ()))
+        set_time_limit(_REPLAY_SECONDS)
+        for test in entry["tests"]:
+            accepted = _accepts(compiled.grammar.matcher(), test["data"], backends.vocabulary, result.mask_seconds)
+            if test["valid"] and not accepted:
+                ordered = in_schema_order(test["data"], entry["schema"])
+                accepted = _accepts(compiled.grammar.matcher(), ordered, backends.vocabulary, result.mask_seconds)
+                result.reordered |= accepted
+            if accepted != test["valid"] and result.outcome != "accepts invalid":
+                result.outcome = "rejects valid" if test["valid"] else "accepts invalid"
+                result.reason = json.dumps(test["data"], ensure_ascii=False)
+    except InvalidConstraint as error:
+        result.outcome, result.pointer, result.reason = "refused", error.pointer, error.message
+    except GuidedError as error:
+        result.outcome, result.reason = "error", str(error)
+    return result
+
+
+def _accepts(matcher: Matcher, document: Any, vocabulary: Vocabulary, seconds: list[float]) -> bool:
+    """Whether every mask allows the next token of `document` as JSON text. Appends the seconds of each mask."""
+    row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+    for token in vocabulary.encode(json.dumps(document, ensure_ascii=False)):
+        started = time.perf_counter()
+        matcher.fill_bitmask(row)
+        allowed = int(row[token >> 5]) >> (token & 31) & 1
+        if allowed:
+            try:
+                matcher.accept_tokens([token])
+            except TokenRejected:
+                allowed = 0
+        seconds.append(time.perf_counter() - started)
+        if not allowed:
+            return False
+    return matcher.is_accepting()
+
+
+def in_schema_order(value: Any, schema: Any) -> Any:
+    """Return a valid `value` with its properties in the order of the schema's text, which a grammar may require."""
+    with suppress(Unresolvable, re.error):
+        return _Order(schema).ordered(value, [schema])
+    return value
+
+
+class _Order:
+    def __init__(self, root: Any) -> None:
+        self._validator = validator_for(root, Draft202012Validator)(root)
+        self._resolver = Registry().with_resource("", DRAFT202012.create_resource(root)).resolver()
+
+    def ordered(self, value: Any, schemas: Iterable[Any]) -> Any:
+        parts = [part for schema in schemas for part in self._parts(value, schema)]
+        if isinstance(value, list):
+            return [self.ordered(item, [_of_item(part, at) for part in parts]) for at, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        known = [name for keyword in ("properties", "required") for part in parts for name in part.get(keyword, ())]
+        names = dict.fromkeys(name for name in (*known, *value) if name in value)
+        return {name: self.ordered(value[name], _of_property(parts, name)) for name in names}
+
+    def _parts(self, value: Any, schema: Any) -> Iterator[dict[str, Any]]:
+        """Yield the schema, in the place of its `properties`, and the parts of it that `value` satisfies."""
+        if not isinstance(schema, dict):
+            return
+        for keyword, content in {**schema, "properties": None}.items():
+            if keyword == "properties":
+                yield schema
+            elif keyword == "$ref":
+                yield from self._parts(value, self._resolver.lookup(content).contents)
+            elif keyword in ("allOf", "anyOf", "oneOf", "then", "else"):
+                for part in content if isinstance(content, list) else [content]:
+                    if self._validator.evolve(schema=part).is_valid(value):
+                        yield from self._parts(value, part)
+
+
+def _of_item(part: dict[str, Any], index: int) -> Any:
+    items = part.get("items")
+    prefix = items if isinstance(items, list) else part.get("prefixItems", ())  # a list before draft 2020-12
+    return prefix[index] if index < len(prefix) else items
+
+
+def _of_property(parts: Iterable[dict[str, Any]], name: str) -> Iterator[Any]:
+    for part in parts:
+        yield part.get("properties", {}).get(name, part.get("additionalProperties"))
+        yield from (schema for pattern, schema in part.get("patternProperties", {}).items() if re.search(pattern, name))
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
@@ -29,22 +207,19 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     count = len(results)
     outcomes = Counter(result.outcome for result in results)
     refused = Counter(result.keyword or result.reason[:60] for result in results if result.outcome == "refused")
-    masks = [seconds for result in results for seconds in result.mask_seconds]
-    alone = [seconds for result in results for seconds in result.library_seconds or result.mask_seconds]
-    guarded = [seconds for result in results if result.guarded for seconds in result.mask_seconds]
+    written = sum(result.outcome == "passes" and not result.checked for result in results)
     return {
         "schemas": count,
         "outcomes": {outcome: outcomes[outcome] for outcome in OUTCOMES},
-        "percent": {outcome: round(100 * outcomes[outcome] / count, 2) for outcome in OUTCOMES},
+        "percent": {outcome: round(100 * outcomes[outcome] / max(1, count), 2) for outcome in OUTCOMES},
         "accepted in the schema's property order only": sum(result.reordered for result in results),
         "with something not enforced": sum(bool(result.not_enforced) for result in results),
+        "schemas with checked keywords": sum(bool(result.checked) for result in results),
+        "enforced while written [%]": round(100 * written / max(1, outcomes["passes"]), 2),
         "refused by keyword": dict(refused.most_common()),
         "backends": dict(Counter(result.backend for result in results if result.backend).most_common()),
         "first mask [ms]": percentiles([result.compile_seconds for result in results if result.compile_seconds]),
-        "mask [us]": percentiles(masks, 1e6),
-        "mask, by the library alone [us]": percentiles(alone, 1e6),
-        "schemas with guarded keywords": sum(bool(result.guarded) for result in results),
-        "mask, with guarded keywords [us]": percentiles(guarded, 1e6),
+        "mask [us]": percentiles([seconds for result in results for seconds in result.mask_seconds], 1e6),
     }
 
 
@@ -55,29 +230,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a compilation")
     parser.add_argument("--limit", type=int, help="only the first N schemas")
     parser.add_argument("--every", type=int, default=1, help="only every Nth schema")
-    parser.add_argument("--details", type=Path, help="write each result that does not pass as a line of JSON")
-    parser.add_argument("--out", type=Path, help=f"folder for the result file, such as {RESULTS}")
+    parser.add_argument("--out", type=Path, help="write one line of JSON per schema to this file")
+    parser.add_argument("--results", type=Path, help=f"folder for the table (maskbench.json), such as {RESULTS}")
     options = parser.parse_args(argv)
     started_on = machine()
     entries = read_rows(options.data)[: options.limit : options.every]
     names = candidates("json_schema", options.backend)
-    judged = judge_all(entries, Vocabulary.from_tekken(tekken()), names=names, seconds=options.seconds)
+    judged = judge_all(entries, Vocabulary.from_tekken(tekken()), names, options.seconds)
     results = list(tqdm(judged, total=len(entries), disable=None, mininterval=1))
     table = summary(results)
     shares = [{"outcome": name, "schemas": table["outcomes"][name], "%": table["percent"][name]} for name in OUTCOMES]
-    print_table(shares, {"outcome": "outcome", "schemas": "schemas", "%": "%"})
+    print_table(shares, {name: name for name in ("outcome", "schemas", "%")})
     for name in list(table)[3:]:
         print(f"{name}: {json.dumps(table[name], ensure_ascii=False)}")
-    if options.details:
-        failed = (result for result in results if result.outcome != "passes")
-        options.details.write_text("".join(json.dumps(_row(result), ensure_ascii=False) + "\n" for result in failed))
     if options.out:
-        write_json(options.out / "maskbench.json", vars(options), table, started_on)
-    exit_with([f"{r.id} accepts {r.reason[:200]}" for r in results if r.outcome == "accepts invalid"])
-
-
-def _row(result: Result) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in ("id", "outcome", "backend", "keyword", "pointer", "reason")}
+        options.out.write_text("".join(json.dumps(each.row(), ensure_ascii=False) + "\n" for each in results))
+    if options.results:
+        write_json(options.results / "maskbench.json", vars(options), table, started_on)
+    exit_with([f"{each.id} accepts {each.reason[:200]}" for each in results if each.outcome == "accepts invalid"])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Token t is bit `t % 32` of word `t // 32`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,28 +28,4 @@ def allowed_ids(row: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.flatnonzero(np.unpackbits(np.ascontiguousarray(row).view(np.uint8), bitorder="little"))
 
 
-def each_allowed(words: Iterable[int], places: Iterable[int]) -> Iterator[int]:
-    """Iterate over the token ids that some words of a row allow. Quicker than `allowed_ids` for the first few.
-
-    Args:
-        places: the place of each word in the row.
-    """
-    for place, word in zip(places, words, strict=True):
-        bits = word & 0xFFFFFFFF
-        while bits:
-            low = bits & -bits
-            yield place * 32 + low.bit_length() - 1
-            bits ^= low
-
-
 _BITS = [np.array(1 << bit, np.uint32).view(np.int32)[()] for bit in range(32)]
-
-
-def allows(row: NDArray[np.int32], token: int) -> bool:
-    """Whether `row` allows a token."""
-    return bool(row[token >> 5] & _BITS[token & 31])
-
-
-def forbid(row: NDArray[np.int32], token: int) -> None:
-    """Clear the bit of a token."""
-    row[token >> 5] &= ~_BITS[token & 31]

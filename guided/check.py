@@ -26,7 +26,6 @@ from guided.completion import shortest
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax, to_lark
-from guided.guard.plan import keywords
 from guided.limits import DEFAULT_LIMITS
 from guided.regex import canonical
 from guided.schema.normal_form import normalise
@@ -66,8 +65,8 @@ class Report:
     """Keywords of a schema that are replaced by others."""
     compiled: str = ""
     """The constraint as it was rewritten; empty if it was not."""
-    guarded: list[str] = field(default_factory=list)
-    """Keywords of a schema that the guard enforces, not the library."""
+    checked: list[str] = field(default_factory=list)
+    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     not_enforced: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
     """Includes the first mask."""
@@ -189,15 +188,34 @@ def _check(backends: Backends, name: str, text: str, seconds: float, options: di
     return check(name, text, backends, **options)
 
 
+_REPLACEABLE = frozenset(
+    [
+        *("not", "if", "then", "else", "oneOf", "allOf", "uniqueItems", "contains", "minContains", "maxContains"),
+        *("dependencies", "dependentRequired", "dependentSchemas", "minProperties", "maxProperties"),
+        *("patternProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"),
+        *("$dynamicRef", "$recursiveRef"),
+    ]
+)
+"""Keywords that rewriting can replace."""
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """Yield the keywords in a document that rewriting can replace."""
+    if isinstance(schema, dict):
+        yield from schema.keys() & _REPLACEABLE
+    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _keywords(value)
+
+
 def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled) -> None:
     match constraint.kind:
         case "json_schema":
             document = json.loads(constraint.source)
             form = normalise(document)
             normal = {"root": form.root, "definitions": form.definitions}
-            report.rewritten = sorted(set(keywords(document)) - set(keywords(normal)))
+            report.rewritten = sorted(set(_keywords(document)) - set(_keywords(normal)))
             report.compiled = json.dumps(normal, ensure_ascii=False, indent=2)
-            report.guarded = list(compiled.grammar.guarded)
+            report.checked = list(compiled.grammar.checked)
         case "regex":
             report.compiled = canonical(constraint.source)
         case "grammar":

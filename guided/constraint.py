@@ -17,10 +17,8 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
-from guided.guard.keys import open_object
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
-from guided.schema.pointer import shortened
 from guided.structural_tag import Content, Node, contents, located, parse, read
 
 logger = logging.getLogger(__name__)
@@ -35,9 +33,9 @@ limit.
 _ANY_SIZE = Limits(**dict.fromkeys(Limits.RANGES, sys.maxsize))
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 _OPTIONS: Mapping[str, Collection[str]] = {
-    "json_schema": ("whitespace", "additional_properties", "strict_formats"),
+    "json_schema": ("whitespace", "additional_properties", "strict_schema"),
     "json_object": ("whitespace",),
-    "structural_tag": ("whitespace", "strict_formats"),
+    "structural_tag": ("whitespace", "strict_schema"),
 }
 """Kind -> the options of its class method, besides `limits` and `param`."""
 
@@ -58,15 +56,17 @@ class Constraint:
     kind: ConstraintKind
     source: str
     whitespace: str | None = None
+    strict: bool = False
+    """`json_schema` only: refuse what the mask does not enforce, instead of validating the output at its end."""
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
-    """JSON pointers to parts of a schema that are not enforced: unknown formats (annotations in JSON Schema), probably
-    misspelt keywords, and objects in a structural tag that may repeat a key. The last two have a remark in
-    parentheses."""
+    """JSON pointers to parts of a schema that are not enforced: unknown formats (annotations in JSON Schema), and
+    probably misspelt keywords, with a remark in parentheses."""
 
     @cached_property
     def key(self) -> str:
         """Canonical key of 32 hex digits, equal for equal constraints in every process."""
         text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
+        text += "\x1fstrict" if self.strict else ""
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     @classmethod
@@ -83,7 +83,7 @@ class Constraint:
         *,
         whitespace: str | None = None,
         additional_properties: bool = True,
-        strict_formats: bool = False,
+        strict_schema: bool = False,
         limits: Limits = DEFAULT_LIMITS,
         param: str = "json_schema",
     ) -> Constraint:
@@ -91,18 +91,18 @@ class Constraint:
 
         Args:
             additional_properties: False forbids other properties in every object without `additionalProperties`.
-            strict_formats: refuse a `format` that is not in the specification. By default it is not enforced, and
-                listed in `not_enforced`.
+            strict_schema: refuse what the mask does not enforce: keywords that are only checked when the output ends,
+                and a `format` that is not in the specification, which by default is listed in `not_enforced`.
 
         Raises:
             InvalidConstraint: not JSON, not a schema (with a JSON pointer), or a remote `$ref`.
-            UnsupportedConstraint: an unknown format with `strict_formats`.
+            UnsupportedConstraint: an unknown format with `strict_schema`.
             ConstraintTooLarge: over one of `limits`.
         """
         notes: list[schema_checks.Note] = []
         document = schema_checks.parse(schema, limits, param, notes)
         unknown = next((note for note in notes if note.format is not None), None)
-        if strict_formats and unknown is not None:
+        if strict_schema and unknown is not None:
             message = f"the format {bounded(unknown.format, 60)!r} is not in the specification, so it can't be enforced"
             raise UnsupportedConstraint(message, param=param, pointer=unknown.pointer)
         if not additional_properties:
@@ -112,7 +112,7 @@ class Constraint:
         if notes:
             logger.debug("not enforced in %s: %s", param, ", ".join(map(str, notes)))
         spaces = _whitespace(whitespace, limits, param)
-        return cls("json_schema", source, spaces, tuple(map(str, notes)))._checked(limits)
+        return cls("json_schema", source, spaces, strict_schema, tuple(map(str, notes)))._checked(limits)
 
     @classmethod
     def json_object(
@@ -165,7 +165,7 @@ class Constraint:
         tag: Mapping[str, Any] | str,
         *,
         whitespace: str | None = None,
-        strict_formats: bool = False,
+        strict_schema: bool = False,
         limits: Limits = DEFAULT_LIMITS,
         param: str = "structural_tag",
     ) -> Constraint:
@@ -177,20 +177,14 @@ class Constraint:
         for content in contents(parse(document, limits, param)):
             with located(content, param):
                 inner = cls.of_kind(
-                    content.kind, content.value, strict_formats=strict_formats, limits=limits, param=param
+                    content.kind, content.value, strict_schema=strict_schema, limits=limits, param=param
                 )
             notes += [content.pointer + pointer for pointer in inner.not_enforced]
-            opened: str | None = "" if content.kind == "json_object" else None
-            if content.kind == "json_schema":
-                opened = open_object(inner.source)
-            if opened is not None:  # the guard is for JSON constraints only
-                where = shortened(f"{content.pointer}{opened}/additionalProperties")
-                notes.append(f"{where} (a key may repeat unless it is false)")
             del notes[schema_checks.MAX_NOTES :]
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
         spaces = _whitespace(whitespace, limits, param)
-        return cls("structural_tag", source, spaces, tuple(notes))._checked(limits)
+        return cls("structural_tag", source, spaces, not_enforced=tuple(notes))._checked(limits)
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""

@@ -12,6 +12,7 @@ GuidedError
     ├── BackendError            a grammar library raised an exception, or gave a wrong answer
     │   ├── DeadEnd             no token is allowed and the constraint is not satisfied
     │   └── TokenRejected       the matcher rejected a token that the mask allowed
+    ├── ConstraintNotMet        the output is complete, and violates a keyword that is checked at the end
     ├── MaskTimeout             a mask did not arrive within the fill limit
     ├── PostProcessorFailed     an application's post-processor raised an exception
     ├── WorkerDied              the process that held the matcher has ended
@@ -106,6 +107,11 @@ class DeadEnd(BackendError):
 
 class TokenRejected(BackendError):
     code = "token_rejected"
+
+
+class ConstraintNotMet(InternalError):
+    code = "constraint_not_met"
+    retryable = True
 
 
 class MaskTimeout(InternalError):

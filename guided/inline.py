@@ -84,7 +84,7 @@ class InlinePool:
     def _compile(self, constraint: Constraint, backends: Sequence[str], key: CacheKey) -> Grammar:
         compiled = compile_constraint(self._backends, constraint, backends)
         name = grammar_key(compiled.backend, constraint)
-        grammar = Grammar(name, compiled.backend, constraint, key, compiled.seconds, guarded=compiled.grammar.guarded)
+        grammar = Grammar(name, compiled.backend, constraint, key, compiled.seconds, checked=compiled.grammar.checked)
         self._worker.install(name, compiled.grammar)
         for evicted in self._cache.admit(grammar, compiled.nbytes) or ():
             self._worker.uninstall(evicted)

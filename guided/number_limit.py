@@ -27,7 +27,8 @@ class NumberLimit:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         contents = vocabulary.token_bytes
-        self._ending = frozenset(token for token in vocabulary.text_token_ids if contents[token][-1] in _DIGITS)
+        self._ending = [len(content) - len(content.rstrip(_DIGITS)) for content in contents]
+        """By token: number of digits at its end."""
         beginning = [token for token in vocabulary.text_token_ids if contents[token][0] in _DIGITS]
         self._others = ~pack(beginning, vocabulary.padded_vocab_size)
 
@@ -39,13 +40,17 @@ class NumberLimit:
             row: the tokens that are allowed. Left as it is where nothing but digits may follow.
             accepting: the text may end here.
         """
-        if output and output[-1] in self._ending and self._is_long(output):
+        if output and self._ending[output[-1]] and self._is_long(output):
             others = row & self._others
             if accepting or others.any():
                 row[:] = others
 
     def _is_long(self, output: Sequence[int]) -> bool:
-        tail = self._vocabulary.decode(output[-MAX_DIGITS:])
-        if len(tail) - len(tail.rstrip(_DIGITS)) < MAX_DIGITS:
+        count = 0
+        for token in reversed(output):
+            count += self._ending[token]
+            if count >= MAX_DIGITS or self._ending[token] < len(self._vocabulary.token_bytes[token]):
+                break
+        if count < MAX_DIGITS:
             return False
         return b'"' not in _STRINGS.sub(b"", self._vocabulary.decode(output))  # not within a string

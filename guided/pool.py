@@ -36,8 +36,8 @@ class Grammar:
     """Seconds that the compilation took."""
     compiled_at: float = field(default_factory=time.monotonic, compare=False)
     """`time.monotonic()` of its end."""
-    guarded: tuple[str, ...] = ()
-    """Keywords of a schema that the guard enforces, not the library."""
+    checked: tuple[str, ...] = ()
+    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     mask_seconds: float = 0.0
     """Seconds that its first mask took when it was compiled: an estimate for the first mask of each sequence."""
 

@@ -15,10 +15,10 @@ from guided.backends import candidates
 from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.kernel import apply_bitmask, load_loose_kernel
+from guided.kernel import apply_bitmask
 from guided.pool import Grammar, MaskPool, StepMasks
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
-from guided.sequence import GuidedSequence, SequenceOutput
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ class GuidedProcessor(LogitPostProcessor):
     ) -> Future[Grammar]:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is already initialized")
-        load_loose_kernel()
         future = self._pool.compile(constraint, candidates(constraint.kind, backend), client)
         self._requests[request_id] = _Request(future)
         return future
@@ -188,9 +187,7 @@ class GuidedProcessor(LogitPostProcessor):
             self._close(list(report.failed))
         return step, report
 
-    def edits(
-        self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
-    ) -> dict[int, SampledEdit]:
+    def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
         """Append the tokens that have no alternative, if the pool looks ahead."""
         edits: dict[int, SampledEdit] = {}
         for sequence, length, (first, *others) in self._forced:

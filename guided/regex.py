@@ -115,12 +115,6 @@ def parse_search(pattern: str, restricted: Restricted, *, param: str = "regex") 
     return _search(parsed, parsed.state.flags, _Reader(pattern, param, ecma=True), restricted)
 
 
-def parse_ecma(pattern: str, *, param: str = "regex") -> Node:
-    """Return all texts that `pattern`, read as ECMA-262 reads it, matches as a whole. Raises as `canonical` does."""
-    parsed = _parsed(pattern, param, ecma=True)
-    return _Reader(pattern, param, ecma=True).sequence(parsed, parsed.state.flags, start=True, end=True)
-
-
 def _search(parsed: Any, flags: int, reader: _Reader, restricted: Restricted) -> Node:
     items = list(parsed)
     if items and str(items[-1][0]) == "BRANCH":  # the parser has moved the common prefix of all alternatives before it

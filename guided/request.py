@@ -68,7 +68,7 @@ def build(
     whitespace: GivenWhitespace | None = None,
     *,
     additional_properties: bool = True,
-    strict_formats: bool = False,
+    strict_schema: bool = False,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Constraint:
     """Build the constraint.
@@ -82,7 +82,7 @@ def build(
             one.value,
             whitespace=None if whitespace is None else whitespace.pattern,
             additional_properties=additional_properties,
-            strict_formats=strict_formats,
+            strict_schema=strict_schema,
             limits=limits,
             param=one.field,
         )

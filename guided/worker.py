@@ -240,7 +240,7 @@ class MaskWorker:
         if accepting or terminated:
             row[self._stop_words] |= self._stop_bits
         elif not row.any():
-            raise DeadEnd("no token is allowed here, and the constraint is not satisfied")
+            raise matcher.violation() or DeadEnd("no token is allowed here, and the constraint is not satisfied")
 
 
 def _only_token(row: NDArray[np.int32]) -> int | None:

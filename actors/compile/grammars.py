@@ -297,7 +297,7 @@ class Grammars:
             constraint,
             key,
             result.seconds,
-            guarded=tuple(result.guarded),
+            checked=tuple(result.checked),
             mask_seconds=result.mask_seconds,
         )
         stored = StoredGrammar(name, result.backend, encode(constraint), dumped)

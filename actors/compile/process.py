@@ -72,7 +72,7 @@ class CompileResult(msgspec.Struct, array_like=True):
     nbytes: int = 0
     """Memory of the grammar in a process that has loaded it, as measured here."""
     dumped: bytes = b""
-    guarded: list[str] = []
+    checked: list[str] = []
     """Keywords of a schema that the guard enforces, not the library."""
     crashed: list[str] = []
     """Backends that crashed while they compiled this constraint."""
@@ -107,7 +107,7 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
     started = time.perf_counter()
     try:
         compiled = compile_with(backends, request.constraint, request.backend)
-        dumped, guarded = compiled.grammar.dump(), list(compiled.grammar.guarded)
+        dumped, checked = compiled.grammar.dump(), list(compiled.grammar.checked)
         size = max(compiled.nbytes, len(dumped))
         if size > request.max_bytes:
             raise ConstraintTooLarge(
@@ -117,7 +117,7 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
     except Exception as error:
         return CompileResult(to_wire(error), request.backend, time.perf_counter() - started)
     seconds = time.perf_counter() - started
-    return CompileResult(None, request.backend, seconds, size, dumped, guarded, mask_seconds=compiled.mask_seconds)
+    return CompileResult(None, request.backend, seconds, size, dumped, checked, mask_seconds=compiled.mask_seconds)
 
 
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoReturn:

@@ -15,7 +15,7 @@ from guided.backends import AUTO, BACKENDS, Backends, candidates
 from guided.backends.base import CompiledGrammar
 from guided.bitmask import allowed_ids, words
 from guided.compilation import compile_constraint
-from guided.errors import GuidedError, InvalidConstraint
+from guided.errors import ConstraintNotMet, GuidedError, InvalidConstraint
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -28,7 +28,8 @@ class Result:
     """What happened to `count` outputs of a case."""
 
     outcome: str
-    """`stop` (valid), `invalid`, `failed` (the row), `cut`, `refused`, `error`; `crashed`, `timeout` (the process)."""
+    """`stop` (valid), `invalid`, `not met` (a checked keyword), `failed` (the row), `cut`, `refused`, `error`;
+    `crashed`, `timeout` (the process)."""
     detail: str = ""
     count: int = 1
 
@@ -55,6 +56,9 @@ def run_case(
     for _ in range(outputs):
         try:
             text = sample(backends.vocabulary, compiled.grammar, source, tokens)
+        except ConstraintNotMet as error:
+            seen[Result("not met", f"{compiled.backend}: {error}")] += 1
+            continue
         except GuidedError as error:
             seen[Result("failed", f"{compiled.backend}: {error}")] += 1
             continue

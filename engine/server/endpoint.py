@@ -81,7 +81,8 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
 def _headers(guided: GuidedInfo) -> dict[str, str]:
     """Return the parts of `guided` that are sent as headers too, for clients that do not parse the body."""
     headers = {} if guided.backend is None else {"x-guided-backend": guided.backend}
-    for name, listed in (("not-enforced", guided.not_enforced), ("ignored", guided.ignored)):
+    lists = {"not-enforced": guided.not_enforced, "checked": guided.checked, "ignored": guided.ignored}
+    for name, listed in lists.items():
         if listed:
             headers[f"x-guided-{name}"] = bounded(", ".join(map(quote, listed)), 1000).rstrip("…")
     return headers

@@ -18,7 +18,7 @@ from engine.server.errors import ShuttingDown
 from engine.server.prompts import name_prompt
 from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
-from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
+from guided.errors import CompileTimeout, ConstraintNotMet, GuidedError, InternalError, InvalidConstraint
 from guided.output_parser import OutputParser
 
 logger = logging.getLogger("guided.server")
@@ -96,6 +96,8 @@ class Job:
         if isinstance(error, InvalidConstraint) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
             locate(error, self.places)
+        if isinstance(error, ConstraintNotMet) and (self.params.seed is not None or self.params.is_greedy):
+            error.retryable = False  # the output would be the same
         name_prompt(error, prompt, len(self.prompts))
         error.param = self.field_names.get(error.param or "", error.param)
         return error

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from guided.backends.base import Backend
-from guided.backends.guarded import GuardedBackend
+from guided.backends.checked import CheckedBackend
 from guided.backends.mask_cache import MASK_CACHE_BYTES, MaskCache
 from guided.constraint import KINDS, ConstraintKind
 from guided.errors import InvalidRequest, UnsupportedConstraint, bounded
@@ -24,7 +24,7 @@ from guided.vocabulary import Vocabulary
 __all__ = ["AUTO", "BACKENDS", "Adapter", "Backends", "candidates", "resolve"]
 
 AUTO = "auto"
-"""The backend name for the first backend that can enforce the constraint."""
+"""The backend name for llguidance, then xgrammar: the first one that can enforce the constraint."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,10 @@ class Adapter:
     kinds: frozenset[ConstraintKind]
     """The constraint kinds that the backend supports."""
     aliases: tuple[str, ...] = ()
+    named_only: bool = False
+    """Used only where it is named: "auto" does not choose it."""
     keeps_masks: bool = False
     """The class takes a `MaskCache`, because computing a mask takes longer than copying one."""
-    narrows: bool = False
-    """The library allows fewer objects than the schema, for example only one order of properties. Keywords that it
-    can't enforce are then not guarded: a veto could leave no token."""
 
     def load(self) -> type[Backend]:
         """Return the class of the adapter; imports its library."""
@@ -55,16 +54,16 @@ BACKENDS: dict[str, Adapter] = {
         "OutlinesBackend",
         frozenset({"json_schema", "json_object", "regex", "choice"}),
         ("outlines_core", "outlines-core"),
+        named_only=True,
         keeps_masks=True,
-        narrows=True,
     ),
     "lm-format-enforcer": Adapter(
         "guided.backends.lmformatenforcer",
         "LMFormatEnforcerBackend",
         frozenset({"json_schema", "json_object", "regex", "choice"}),
         ("lmfe", "lmformatenforcer", "lm_format_enforcer"),
+        named_only=True,
         keeps_masks=True,
-        narrows=True,
     ),
 }
 """Public name -> adapter, in the order of "auto"."""
@@ -86,7 +85,7 @@ def resolve(backend: str, *, param: str = "backend") -> str:
 
 
 def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backend") -> tuple[str, ...]:
-    """Return the backends to try for a constraint of `kind`, in order: the named one, or all that support it.
+    """Return the backends to try for a constraint of `kind`, in order: the named one, or those of "auto".
 
     Raises:
         InvalidRequest: there is no such backend.
@@ -95,7 +94,7 @@ def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backe
     name = resolve(backend, param=param)
     able = tuple(other for other, adapter in BACKENDS.items() if kind in adapter.kinds)
     if name == AUTO:
-        return able
+        return tuple(other for other in able if not BACKENDS[other].named_only)
     if name not in able:
         raise UnsupportedConstraint(
             f"backend {name!r} does not support {kind!r} constraints; these do: {', '.join(able)}", param=param
@@ -104,7 +103,7 @@ def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backe
 
 
 class Backends:
-    """The `Backend` instances for one vocabulary, each with the guard, created at their first use. Thread-safe.
+    """The `Backend` instances for one vocabulary, each with the final check, created at their first use. Thread-safe.
 
     Args:
         mask_cache_bytes: total size of the cached masks of all backends and grammars.
@@ -130,5 +129,5 @@ class Backends:
                 make: Callable[..., Backend] = BACKENDS[name].load()
                 adapter = BACKENDS[name]
                 inner = make(self.vocabulary, *((self.masks,) if adapter.keeps_masks else ()))
-                self._made[name] = GuardedBackend(inner, self.vocabulary, supersets=not adapter.narrows)
+                self._made[name] = CheckedBackend(inner, self.vocabulary)
             return self._made[name]

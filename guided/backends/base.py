@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.constraint import Constraint
-from guided.errors import TokenRejected
+from guided.errors import ConstraintNotMet, TokenRejected
 from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
 
@@ -62,6 +62,10 @@ class Matcher(Protocol):
                 return count
         return len(token_ids)
 
+    def violation(self) -> ConstraintNotMet | None:
+        """Return why the output may not end although it is complete: it violates a keyword that is checked."""
+        return None
+
     def forced_tokens(self) -> list[int]:
         """Return the only possible continuation, as token ids; empty if there are several, or none is known.
 
@@ -75,8 +79,9 @@ class CompiledGrammar(Protocol):
 
     special_token_ids: frozenset[int] = frozenset()
     """Special tokens that the grammar may allow, because a structural tag names them."""
-    guarded: tuple[str, ...] = ()
-    """Keywords of a schema that the guard enforces, not the library."""
+    checked: tuple[str, ...] = ()
+    """JSON pointers of the keywords of a schema that the mask does not enforce: the whole output is validated before
+    it may end."""
     numbers: NumberLimit | None = None
     """Limits the digits of numbers, where the output is JSON."""
 

@@ -268,12 +268,25 @@ _REASONS = {
 """Part of a message of llguidance that quotes llguidance's own regexes -> what it means for the user."""
 
 
+_LARK = {
+    "priority not supported": "leave the priority out: of the terminals that match the longest text, each is tried",
+    "params not supported": "write a template's rule out for each of its uses",
+    "declare statement not supported": "define the terminal in the grammar",
+    "override statement not supported": "write the imported rule itself, as you need it",
+}
+"""Part of a message of llguidance about a feature of Lark -> what works instead."""
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+
+
 def _refusal(message: str, constraint: Constraint) -> Exception:
     """Return the error for a message of llguidance."""
     reason = bounded(" ".join(message.partition("<state>")[0].split()))
     if "nsatisfiable" in reason:
         return InvalidConstraint(f"no output satisfies this {constraint.kind}: {reason}", param=constraint.kind)
     if constraint.kind == "grammar":
-        return InvalidConstraint(f"the grammar is malformed: {reason}", param=constraint.kind)
+        advice = next((f" ({ours})" for theirs, ours in _LARK.items() if theirs in reason), "")
+        malformed = "uses what Lark has and llguidance lacks" if advice else "is malformed"
+        where = _PLACE.sub(r"line \1, column \2: ", reason)
+        return InvalidConstraint(f"the grammar {malformed}{advice}: {where}", param=constraint.kind)
     reason = next((ours for theirs, ours in _REASONS.items() if theirs in reason), reason)
     return UnsupportedConstraint(f"llguidance can't enforce this {constraint.kind}: {reason}", param=constraint.kind)

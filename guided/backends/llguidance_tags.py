@@ -15,7 +15,7 @@ from typing import Any
 from guided import regex
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, UnsupportedConstraint, bounded
-from guided.grammar import regular, slashed
+from guided.grammar import regular, slashed, syntax
 from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, ends, located
 
 _MAX_PARTS = 20_000
@@ -187,9 +187,16 @@ class TagGrammar:
                 with located(content, "structural_tag"):
                     grammar = self._grammar_of(self._constraint.inner(content))
                 self._inner[content] = {**grammar, "name": f"c{len(self._inner)}"}
-            return f"@{self._inner[content]['name']} {self._series(rest)}"
+            after = self._by_character(rest) if _is_gbnf(content) else self._series(rest)
+            return f"@{self._inner[content]['name']} {after}"
         body = self._lexeme(slashed(node))
         return self._until(body, body, self._heads(rest)) if rest else body
+
+    def _by_character(self, rest: _Items) -> str:
+        """Return the expression for what follows GBNF: its lexemes are characters, so the next literal's are, too."""
+        heads = self._heads(rest) if rest else []
+        split = [(*map(Text, head.text), *after) if isinstance(head, Text) else (head, *after) for head, after in heads]
+        return self._alternatives([Series(items) for items in split]) if split else ""
 
     def _regular_node(self, content: Content) -> regex.Node | None:
         """Return a content as a regex; None if it is not regular."""
@@ -211,7 +218,8 @@ class TagGrammar:
     def _is_open(self, node: Any) -> bool:
         """Whether the end of `node` depends on the text after it."""
         return any(
-            isinstance(end, FreeText | Dispatch) or (isinstance(end, Content) and self._regular_node(end) is not None)
+            isinstance(end, FreeText | Dispatch)
+            or (isinstance(end, Content) and (_is_gbnf(end) or self._regular_node(end) is not None))
             for end in ends(node)
         )
 
@@ -267,6 +275,10 @@ class TagGrammar:
             f"llguidance can't tell where a part ends that is followed by {what}: put literal text between them",
             param="structural_tag",
         )
+
+
+def _is_gbnf(content: Content) -> bool:
+    return content.kind == "grammar" and syntax(str(content.value)) == "gbnf"
 
 
 def _order(head: _Head) -> tuple[int, str, str]:

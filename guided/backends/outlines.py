@@ -9,6 +9,8 @@ Properties of the library that the adapter compensates:
   pattern that ends with `$` can't match the empty text, so the empty text is handled apart.
 - It knows one end-of-sequence token only, so the adapter handles stop tokens.
 - A regex can't count levels. So `json_object` allows three: the object, and objects and arrays within values of it.
+- It reads a subschema by its first keyword of `properties`, `allOf`, `anyOf`, `oneOf`, `prefixItems`, `enum`, `const`,
+  `$ref`, `type`, ignores others, and puts patterns between quotes unchanged. So it gets one of them at a time.
 - An `Index` lists a state's tokens only as a Python list: milliseconds where much is allowed. A `Guide` writes them as
   bits, ten to twenty times faster, but only for its current state: it repeats the tokens that lead there.
 """
@@ -16,21 +18,25 @@ Properties of the library that the adapter compensates:
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any, ClassVar
 
 import numpy as np
 import outlines_core
 from numpy.typing import NDArray
+from outlines_core.json_schema import build_regex_from_schema
 
 from guided import regex
 from guided.backends.base import Backend
+from guided.backends.enforced_keywords import Form, SchemaReader
 from guided.backends.mask_cache import MaskCache
 from guided.backends.matchers import StateGrammar
 from guided.backends.native import guard
-from guided.backends.outlines_schema import to_regex
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint, bounded
+from guided.schema import string_pattern
 from guided.vocabulary import Vocabulary
 
 _native = guard("outlines")
@@ -73,8 +79,7 @@ class OutlinesBackend(Backend):
         """Return the constraint as one regex without the empty text, and whether it allows the empty text."""
         match constraint.kind:
             case "json_schema" | "json_object":
-                schema = {"type": "object"} if constraint.kind == "json_object" else json.loads(constraint.source)
-                return to_regex(schema, constraint.whitespace), False
+                return self._json(constraint), False
             case "regex":
                 node = regex.parse(constraint.source)
                 rest = regex.nonempty(node)
@@ -88,6 +93,57 @@ class OutlinesBackend(Backend):
         raise UnsupportedConstraint(
             f"backend 'outlines' does not support {constraint.kind!r} constraints", param=constraint.kind
         )
+
+    def _json(self, constraint: Constraint) -> str:
+        schema = _Reader(constraint.source).read_whole() if constraint.source else {"type": "object"}
+        spaces = constraint.whitespace
+        if spaces:
+            spaces = f"(?:{string_pattern.whitespace(spaces)})"
+        try:
+            built: str = build_regex_from_schema(json.dumps(schema, ensure_ascii=False), spaces)
+        except ValueError as error:
+            raise UnsupportedConstraint(f"outlines refuses the schema: {bounded(error)}", param="json_schema") from None
+        return built
+
+
+class _Reader(SchemaReader):
+    """Objects have the named properties in this order and no others, arrays with `prefixItems` exactly these items.
+
+    Strings with a length or a pattern have no escapes: with them, 20 characters take a minute to compile.
+    """
+
+    library = "outlines"
+    enforced: ClassVar[dict[str, tuple[str, ...]]] = {
+        "string": ("minLength", "maxLength", "pattern", "format"),
+        "array": ("items", "prefixItems", "minItems", "maxItems"),
+        "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+    }
+    formats = ("uuid",)
+
+    def any_value(self) -> dict[str, Any]:
+        return {"anyOf": [{}]}  # alone, `{}` becomes alternatives without parentheses
+
+    def values(self, values: list[Any], at: str, keyword: str) -> Form:
+        for value in values:
+            text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+            if not re.fullmatch(build_regex_from_schema(json.dumps({"const": value}), ""), text):
+                raise self.refusal(at, keyword, f" with {bounded(text, 60)}")  # some numbers are rounded
+        return {"enum": values} if values else None
+
+    def text(self, least: int, most: float) -> Form:
+        if not least and most == math.inf:
+            return {"type": "string"}
+        plain = regex.Chars(string_pattern.PLAIN)
+        return self.matching(regex.repeat(plain, least, None if most == math.inf else int(most)))
+
+    def matching(self, pattern: regex.Node) -> Form:
+        return {"type": "string", "pattern": f"^(?:{regex.render(pattern)})$"}
+
+    def name(self, text: str) -> str:
+        return json.dumps(text, ensure_ascii=False)[1:-1]  # outlines does not escape names
+
+    def recursive(self, reference: str, at: str) -> dict[str, Any]:
+        raise self.refusal(at, "$ref", " that is recursive: a regex can't count levels")
 
 
 class OutlinesGrammar(StateGrammar):

@@ -51,16 +51,12 @@ class SchemaLowering(ABC):
     library: ClassVar[str]
     never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas")
     """Keywords that the library does not enforce, where the normal form still has them."""
-    max_subschemas: ClassVar[int | None] = None
-    """Maximum number of lowered subschemas, for libraries that get schemas with references expanded."""
 
     def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
         self.form = normalise(schema, rewrite=rewrite)
         if self.form.root is False:
             raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
-        self._expanding: list[str] = []
         self._referenced: list[dict[str, Any]] = []
-        self._subschemas = 0
 
     def document(self) -> dict[str, Any]:
         """Lower the whole schema, with the definitions that `keep_reference` refers to."""
@@ -79,13 +75,6 @@ class SchemaLowering(ABC):
 
     def lower(self, schema: Schema) -> dict[str, Any]:
         """Lower one subschema in normal form."""
-        self._subschemas += 1
-        if self.max_subschemas is not None and self._subschemas > self.max_subschemas:
-            raise UnsupportedConstraint(
-                f"{self.library}: the schema has more than {self.max_subschemas} parts once its references are"
-                " written out",
-                param="json_schema",
-            )
         if schema is False:
             raise UnsupportedConstraint(f"{self.library} can't enforce a schema that is false", param="json_schema")
         if schema is True or schema == {}:
@@ -169,15 +158,6 @@ class SchemaLowering(ABC):
         """Return `error` with the pointer of `keyword`."""
         return type(error)(error.message, param="json_schema", pointer=f"{self.form.pointer(schema)}/{escape(keyword)}")
 
-    def expand(self, schema: dict[str, Any]) -> dict[str, Any] | None:
-        """Lower the target of a `$ref` in its place; None if the reference is recursive (inside that target)."""
-        if schema["$ref"] in self._expanding:
-            return None
-        self._expanding.append(schema["$ref"])
-        lowered = self.lower(self.form.target(schema))
-        self._expanding.pop()
-        return lowered
-
     def pattern(self, schema: dict[str, Any]) -> tuple[str, str] | None:
         """Return the keyword and the regex of `pattern` or `format`; None without either."""
         if "format" not in schema:
@@ -231,33 +211,6 @@ class SchemaLowering(ABC):
         if length < len(prefix) or most == 0:
             return ArrayShape(prefix[:length], False, least, None)
         return ArrayShape(prefix, schema.get("items", True), least, None if most is None else int(most))
-
-    def only_named(self, schema: dict[str, Any]) -> dict[str, Schema] | None:
-        """Return the properties of an object, for libraries that allow either named properties or any names.
-
-        None if the schema names none and allows any name. The named ones alone may be narrower than the schema.
-        """
-        declared: dict[str, Schema] = schema.get("properties", {})
-        required, rest = schema.get("required", []), schema.get("additionalProperties", True)
-        if missing := next((name for name in required if name not in declared), None):
-            raise self.refusal(schema, "required", f" {bounded(missing, 60)!r} next to 'patternProperties'")
-        allowed: dict[str, Schema] = {name: value for name, value in declared.items() if value is not False}
-        any_names = not declared and rest is not False
-        low, high = schema.get("minProperties", 0), schema.get("maxProperties")
-        if low > len(required) and not (any_names and low == 1):
-            raise self.refusal(schema, "minProperties")
-        if high is not None and (any_names or high < len(allowed)) and high != 0:
-            raise self.refusal(schema, "maxProperties")
-        if not declared and any(value is not False for value in schema.get("patternProperties", {}).values()):
-            raise self.refusal(schema, "patternProperties")  # only the empty object would be left
-        if not any_names or high == 0:
-            allowed = {} if high == 0 else allowed
-            self.check_names(schema, allowed)
-            return allowed
-        for keyword in ("patternProperties", "propertyNames"):
-            if keyword in schema:
-                raise self.refusal(schema, keyword)
-        return None
 
     def check_names(self, schema: dict[str, Any], properties: dict[str, Schema]) -> None:
         """Refuse named properties that `propertyNames` forbids or that `patternProperties` describe differently."""

@@ -263,25 +263,8 @@ def test_what_is_not_enforced_is_noted(schema: dict[str, Any], notes: tuple[str,
     assert constraint == Constraint(constraint.kind, constraint.source)
 
 
-def test_keys_that_may_repeat_in_a_structural_tag_are_noted() -> None:
-    closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
-    nested = {"type": "object", "properties": {"a": {"type": "object"}}, "additionalProperties": False}
-    elements: list[dict[str, Any]] = [
-        {"type": "json_schema", "json_schema": closed},
-        {"type": "json_schema", "json_schema": nested},
-        {"type": "json_object"},
-        {"type": "json_schema", "json_schema": '{"type": "object"}'},
-    ]
-    constraint = Constraint.structural_tag({"format": {"type": "or", "elements": elements}})
-    assert [note.partition(" (")[0] for note in constraint.not_enforced] == [
-        "/format/elements/1/json_schema/properties/a/additionalProperties",
-        "/format/elements/2/additionalProperties",
-        "/format/elements/3/json_schema/additionalProperties",
-    ]
-
-
-def test_strict_formats_refuse_unknown_ones() -> None:
-    Constraint.json_schema({"format": "uuid", "maxLenght": 1}, strict_formats=True)
+def test_strict_schema_refuse_unknown_ones() -> None:
+    Constraint.json_schema({"format": "uuid", "maxLenght": 1}, strict_schema=True)
     with pytest.raises(UnsupportedConstraint, match="'semver'") as caught:
-        Constraint.json_schema({"items": {"format": "semver"}}, strict_formats=True)
+        Constraint.json_schema({"items": {"format": "semver"}}, strict_schema=True)
     assert caught.value.pointer == "/items/format"

@@ -62,7 +62,7 @@ class TestChat:
         answer = post(client, max_tokens=200, whitespace_pattern="", json_schema=schema)
         assert answer.json()["guided"]["not_enforced"] == ["/properties/é/format"]
         assert answer.headers["x-guided-not-enforced"] == "/properties/%C3%A9/format"
-        refused = post(client, json_schema=schema, strict_formats=True)
+        refused = post(client, json_schema=schema, strict_schema=True)
         assert refused.status_code == 400
         assert "'mongoId'" in refused.json()["error"]["message"]
 

@@ -38,9 +38,9 @@ def test_without_a_constraint(client: TestClient) -> None:
 
 
 def test_guarded_keywords_are_named(client: TestClient) -> None:
-    assert client.post("/v1/check", json={**HELLO, "json_schema": TAGS}).json()["guided"]["guarded"] == ["uniqueItems"]
+    assert client.post("/v1/check", json={**HELLO, "json_schema": TAGS}).json()["guided"]["checked"] == ["uniqueItems"]
     answer = client.post("/v1/chat/completions", json={**HELLO, "json_schema": TAGS, "max_tokens": 3}).json()
-    assert answer["guided"]["guarded"] == ["uniqueItems"]
+    assert answer["guided"]["checked"] == ["uniqueItems"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -199,21 +198,3 @@ class TestCheck:
             )
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
             assert done.stdout.strip() == "2 False False"
-
-
-def test_maskbench(tmp_path: Path) -> None:
-    entries = [
-        {
-            "id": "a",
-            "schema": {"type": "integer"},
-            "tests": [{"valid": True, "data": 1}, {"valid": False, "data": "x"}],
-        },
-        {"id": "b", "schema": {"type": "string", "pattern": "(?=a)"}, "tests": []},
-    ]
-    data = tmp_path / "bench.jsonl"
-    data.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    code, text = run("maskbench", str(data))
-    assert code == 0
-    assert re.search(r"1 +50\.0 % +passes\n", text)
-    assert re.search(r"1 +50\.0 % +refused\n", text)
-    assert run("maskbench", str(tmp_path / "missing"))[0] == 2

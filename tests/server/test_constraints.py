@@ -287,8 +287,8 @@ def test_the_four_shapes_of_a_prompt(prompt: Any) -> None:
     assert CompletionRequest.model_validate({"prompt": prompt}).prompt == prompt
 
 
-def test_strict_formats() -> None:
+def test_strict_schema() -> None:
     schema = {"type": "string", "format": "semver"}
     assert of(json_schema=schema).constraint.not_enforced == ("/format",)  # type: ignore[union-attr]
     with pytest.raises(UnsupportedConstraint, match="semver"):
-        of(json_schema=schema, strict_formats=True)
+        of(json_schema=schema, strict_schema=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import CompiledGrammar
+from guided.backends.base import CompiledGrammar, Matcher
 from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected
 from guided.vocabulary import Vocabulary
@@ -36,7 +36,7 @@ class ScriptedGrammar(CompiledGrammar):
         return b""
 
 
-class ScriptedMatcher:
+class ScriptedMatcher(Matcher):
     def __init__(self, grammar: ScriptedGrammar, tokens: list[int]) -> None:
         self.grammar = grammar
         self.tokens = tokens

@@ -84,7 +84,7 @@ def guided_params(params: SamplingParams) -> GuidedParams | None:
         if extra.get("backend") is not None:
             raise InvalidRequest(f"backend needs a constraint beside it: {', '.join(KINDS)}", param="backend")
         return None
-    constraint = build(given, whitespace, strict_formats=extra.get("strict_formats") in _TRUE)
+    constraint = build(given, whitespace, strict_schema=extra.get("strict_schema") in _TRUE)
     candidates(given.kind, backend)
     if params.structured_outputs is not None and not is_ours(params.structured_outputs):
         raise InvalidConstraint(

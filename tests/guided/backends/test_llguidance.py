@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,13 +178,13 @@ def test_a_number_that_it_would_read_as_another_double_is_refused(
     vocabulary: Vocabulary, schema: dict[str, object]
 ) -> None:
     with pytest.raises(UnsupportedConstraint, match="too many digits"):
-        Backends(vocabulary)["llguidance"].compile(Constraint.json_schema(schema))
+        Backends(vocabulary)["llguidance"].compile(Constraint.json_schema(schema, strict_schema=True))
 
 
 def test_a_multiple_with_more_states_than_the_lexer_has_is_refused(vocabulary: Vocabulary) -> None:
     schema = {"type": "number", "maximum": 10**7, "multipleOf": 9973}
     with pytest.raises(UnsupportedConstraint, match="multipleOf"):
-        Backends(vocabulary)["llguidance"].compile(Constraint.json_schema(schema))
+        Backends(vocabulary)["llguidance"].compile(Constraint.json_schema(schema, strict_schema=True))
     Backends(vocabulary)["llguidance"].compile(Constraint.json_schema({**schema, "maximum": 0}))
 
 
@@ -216,6 +217,36 @@ def test_a_listed_double_that_would_be_written_as_another_integer_is_refused(voc
 def test_a_grammar_without_a_sentence_is_invalid(vocabulary: Vocabulary, grammar: str) -> None:
     with pytest.raises(InvalidConstraint, match="no output satisfies"):
         compile_with(Backends(vocabulary), Constraint.grammar(grammar), "llguidance")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        ('start: A\nA.2: "a"', "priority out: .*: line 2, column 6"),
+        ('start: sep{"a"}\nsep{x}: x', "template's rule out .*: line 2, column"),
+        ('%declare B\nstart: "a"', "define the terminal .*: line 1, column 1"),
+        ("start: ?", "malformed: line 1, column 8"),
+    ],
+)
+def test_refused_lark_says_where_and_what_works(vocabulary: Vocabulary, grammar: str, said: str) -> None:
+    with pytest.raises(InvalidConstraint, match=said):
+        LLGuidanceBackend(vocabulary).compile(Constraint.grammar(grammar))
+
+
+@pytest.mark.parametrize("end", ["ab", "b", "</b>"])
+def test_gbnf_in_a_tag_ends_at_any_literal(vocabulary: Vocabulary, end: str) -> None:
+    """The literal begins with characters of the grammar: no character is lost to the longest lexeme."""
+    content = {"type": "grammar", "grammar": "root ::= [ab<] root | [ab<]"}
+    tag = {"type": "tag", "begin": "[", "content": content, "end": end}
+    compiled = LLGuidanceBackend(vocabulary).compile(
+        Constraint.structural_tag({"type": "structural_tag", "format": tag})
+    )
+    for length in range(1, 5):
+        for inner in itertools.product("ab<", repeat=length):
+            matcher = compiled.matcher()
+            for character in "[" + "".join(inner) + end:
+                matcher.accept_tokens(vocabulary.encode(character))
+            assert matcher.is_accepting()
 
 
 def test_whitespace_pattern(vocabulary: Vocabulary) -> None:

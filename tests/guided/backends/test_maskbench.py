@@ -5,92 +5,89 @@ The data are not part of the project: a sample of 1,125 schemas in `shared/data`
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
-import subprocess
-import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from guided.backends import BACKENDS, Backends
-from guided.backends.base import CompiledGrammar
-from guided.constraint import Constraint
-from guided.errors import InvalidConstraint, TokenRejected
+from benchmarks.maskbench import in_schema_order, judge_all, main
+from benchmarks.workload import DATA, read_rows
+from guided.backends import BACKENDS
 from guided.vocabulary import Vocabulary
 
-DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 SAMPLE = 60
-BUDGET_SECONDS = 20.0
-SLOW = {"xgrammar", "outlines"}
-"""Backends that may compile for minutes. Only the end of their process stops them."""
-
-COMPILE = """
-import sys, json
-from guided.backends import Backends
-from guided.constraint import Constraint
-from guided.errors import GuidedError
-from guided.vocabulary import Vocabulary
-size = int(sys.stdin.buffer.readline())
-backend = Backends(Vocabulary.from_bytes(sys.stdin.buffer.read(size)))[sys.argv[1]]
-for line in sys.stdin.buffer:
-    try:
-        backend.compile(Constraint.json_schema(json.loads(line)))
-    except GuidedError:
-        pass
-    print("done", flush=True)
-"""
-
-
-def compile_in_time(backend: str, vocabulary: Vocabulary, schemas: list[Any]) -> int:
-    """Return how many of `schemas` a separate process compiles within the budget."""
-    packed = vocabulary.to_bytes()
-    text = b"%d\n" % len(packed) + packed + "".join(json.dumps(schema) + "\n" for schema in schemas).encode()
-    command = [sys.executable, "-c", COMPILE, backend]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            done, _ = process.communicate(text, timeout=BUDGET_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            done, _ = process.communicate()
-    return done.count(b"done")
-
-
-def accepts(grammar: CompiledGrammar, vocabulary: Vocabulary, document: Any) -> bool:
-    matcher = grammar.matcher()
-    try:
-        matcher.accept_tokens(vocabulary.encode(json.dumps(document, ensure_ascii=False)))
-    except TokenRejected:
-        return False
-    return matcher.is_accepting()
+LONGEST = {"xgrammar": 2000, "outlines": 800}
+"""Maximum characters of a schema, for backends that may compile for minutes."""
+ENTRIES = [
+    {"id": "a", "schema": {"type": "integer"}, "tests": [{"valid": True, "data": 1}, {"valid": False, "data": "x"}]},
+    {"id": "b", "schema": {"type": "text"}, "tests": []},
+    {"id": "c", "schema": {"type": "integer"}, "tests": [{"valid": False, "data": 1}]},
+]
+PERSON: dict[str, Any] = {"properties": {"name": {}, "age": {}}}
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the development data (shared/data) are not here")
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_maskbench_sample(backend: str, vocabulary: Vocabulary, capsys: pytest.CaptureFixture[str]) -> None:
-    with gzip.open(DATA, "rt", encoding="utf-8") as file:
-        entries = [json.loads(line) for line in file]
-    sample = random.Random(1).sample(entries, SAMPLE)
-    if backend in SLOW:
-        sample.sort(key=lambda entry: len(json.dumps(entry["schema"])))
-        sample = sample[: compile_in_time(backend, vocabulary, [entry["schema"] for entry in sample])]
-    chosen = Backends(vocabulary)[backend]
-    counts = dict.fromkeys(("schemas", "refused", "right", "accepts invalid", "rejects valid"), 0)
-    for entry in sample:
-        counts["schemas"] += 1
-        try:
-            grammar = chosen.compile(Constraint.json_schema(entry["schema"]))
-        except InvalidConstraint:
-            counts["refused"] += 1
-            continue
-        wrong = [case for case in entry["tests"] if accepts(grammar, vocabulary, case["data"]) != case["valid"]]
-        counts["right"] += not wrong
-        counts["accepts invalid"] += any(not case["valid"] for case in wrong)
-        counts["rejects valid"] += any(case["valid"] for case in wrong)
+    sample = random.Random(1).sample(read_rows(DATA), SAMPLE)
+    short = [entry for entry in sample if len(json.dumps(entry["schema"])) <= LONGEST.get(backend, 10**9)]
+    results = list(judge_all(short, vocabulary, [backend], seconds=2.0))
+    outcomes = Counter(result.outcome for result in results)
     with capsys.disabled():
-        print(f"\n{backend}: {counts}")
-    assert counts["right"] >= counts["schemas"] / 3
-    assert counts["accepts invalid"] == 0
-    assert counts["rejects valid"] <= counts["schemas"] / 10
+        print(f"\n{backend}: {dict(outcomes)}")
+    assert outcomes["passes"] >= len(short) / 2
+    assert [result.reason for result in results if result.outcome in ("accepts invalid", "error")] == []
+    assert outcomes["rejects valid"] <= len(short) / 10
+    assert outcomes["timeout"] <= len(short) / 10
+
+
+def test_out_has_one_line_per_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = tmp_path / "bench.jsonl", tmp_path / "out.jsonl"
+    data.write_text("".join(json.dumps(entry) + "\n" for entry in ENTRIES))
+    with pytest.raises(SystemExit) as end:
+        main(["--data", str(data), "--out", str(out)])
+    assert end.value.code == 1
+    printed = capsys.readouterr().out
+    assert "VIOLATION: c accepts 1\n" in printed
+    assert 'refused by keyword: {"type": 1}\n' in printed
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["a", "b", "c"]
+    assert [row["outcome"] for row in rows] == ["passes", "refused", "accepts invalid"]
+    assert rows[0].keys() == rows[1].keys()
+    assert (rows[0]["backend"], rows[0]["checked"], rows[1]["pointer"]) == ("llguidance", [], "/type")
+    assert rows[0]["mask [us]"] > 0
+    assert rows[1]["first mask [ms]"] is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "ordered"),
+    [
+        (PERSON, '{"name": 1, "age": 2, "x": 3}'),
+        ({"required": ["x"], **PERSON}, '{"name": 1, "age": 2, "x": 3}'),
+        ({"$defs": {"a/b": PERSON}, "$ref": "#/$defs/a~1b"}, '{"name": 1, "age": 2, "x": 3}'),
+        ({"properties": {"x": {}}, "allOf": [PERSON]}, '{"x": 3, "name": 1, "age": 2}'),
+        ({"allOf": [PERSON], "properties": {"x": {}}}, '{"name": 1, "age": 2, "x": 3}'),
+        ({"anyOf": [{"properties": {"age": {}, "x": False}}, PERSON]}, '{"name": 1, "age": 2, "x": 3}'),
+        ({"if": {}, "then": PERSON}, '{"name": 1, "age": 2, "x": 3}'),
+        ({"$ref": "https://elsewhere.org/person.json"}, '{"x": 3, "age": 2, "name": 1}'),
+    ],
+)
+def test_properties_in_the_order_of_the_schema(schema: Any, ordered: str) -> None:
+    assert json.dumps(in_schema_order({"x": 3, "age": 2, "name": 1}, schema)) == ordered
+
+
+@pytest.mark.parametrize(
+    ("keyword", "content", "wrap"),
+    [
+        ("items", PERSON, lambda value: [value]),
+        ("prefixItems", [{}, PERSON], lambda value: [0, value]),
+        ("additionalProperties", PERSON, lambda value: {"k": value}),
+        ("patternProperties", {"^k": PERSON}, lambda value: {"k": value}),
+    ],
+)
+def test_properties_of_parts_in_the_order_of_the_schema(keyword: str, content: Any, wrap: Any) -> None:
+    ordered = in_schema_order(wrap({"age": 2, "name": 1}), {keyword: content})
+    assert json.dumps(ordered) == json.dumps(wrap({"name": 1, "age": 2}))

@@ -1,0 +1,61 @@
+"""Validation of a whole output against its schema, before it may end: `jsonschema-rs`, a library in Rust."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import jsonschema_rs
+
+from guided.errors import ConstraintNotMet, bounded
+from guided.schema.metaschema import Dialect
+from guided.schema.pointer import pointer
+
+_CLASSES = {
+    "draft-04": jsonschema_rs.Draft4Validator,
+    "draft-06": jsonschema_rs.Draft6Validator,
+    "draft-07": jsonschema_rs.Draft7Validator,
+    "2019-09": jsonschema_rs.Draft201909Validator,
+    "2020-12": jsonschema_rs.Draft202012Validator,
+}
+_PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {bounded(text, 40)} is too large")
+    return number
+
+
+class Validator:
+    """Validates JSON texts. It fetches nothing: references out of the document are refused.
+
+    Raises:
+        ValueError: the library does not take the schema.
+    """
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        uri = Dialect.of(schema).uri
+        kind: Any = next((one for name, one in _CLASSES.items() if name in uri), None)
+        if kind is None:
+            raise ValueError(f"there is no validator for {uri}")
+        document = {name: value for name, value in schema.items() if name != "$schema"}
+        self._native = kind(document, validate_formats=True, pattern_options=_PATTERNS, offline=True)
+
+    def violation(self, text: bytes) -> ConstraintNotMet | None:
+        """Return why `text` violates the schema; None if it satisfies it."""
+        try:
+            document = json.loads(text, parse_float=_finite)
+            error = next(self._native.iter_errors(document), None)
+        except (ValueError, RecursionError) as failure:
+            return ConstraintNotMet(f"the output could not be validated: {bounded(failure)}")
+        if error is None:
+            return None
+        where, keyword = pointer(error.instance_path) or "the root", pointer(error.schema_path)
+        return ConstraintNotMet(
+            f"the output is complete and violates the schema at {bounded(where)}: {bounded(error.message)}",
+            param="json_schema",
+            pointer=keyword,
+        )
