@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.default_model import checkpoint_path
-from guided.backends import BACKENDS, Backends
+from guided.backends import Backends, candidates
 from guided.backends.base import CompiledGrammar
 from guided.check import check, vocabulary_of
 from guided.compilation import compile_with
@@ -33,11 +33,14 @@ refused: `guided check FILE` says what becomes of yours.
 *exact*: a library enforces the keyword. *rewritten*: it is replaced by keywords that a library enforces, with the same
 meaning. *checked*: the library enforces a superset, and the whole output is validated before it may end. *refused*:
 400, with the keyword's pointer. *narrower*: some valid values are never generated. `auto` takes the first backend that
-does not refuse.
+does not refuse. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
+(`guided/backends/enforced_keywords.py`) and check the others.
 
 | keyword | sample | auto | {backends} |
 |---|---|---|{lines}|
 """
+_COLUMNS = candidates("json_schema")
+"""The backends of `auto`."""
 _OBJECT, _ARRAY = {"type": "object"}, {"type": "array"}
 _NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 
@@ -188,8 +191,8 @@ def row(sample: Sample, backends: Backends) -> Row:
     Raises:
         AssertionError: a backend accepts the invalid instance.
     """
-    alone = [_verdict(sample, name, backends) for name in BACKENDS]
-    first = next(((name, each) for name, each in zip(BACKENDS, alone, strict=True) if each != "refused"), None)
+    alone = [_verdict(sample, name, backends) for name in _COLUMNS]
+    first = next(((name, each) for name, each in zip(_COLUMNS, alone, strict=True) if each != "refused"), None)
     return Row(sample.keyword, sample.schema, "refused" if first is None else f"{first[1]} ({first[0]})", alone)
 
 
@@ -225,7 +228,7 @@ def page() -> str:
     for each in (row(sample, backends) for sample in SAMPLES):
         sample = json.dumps(each.schema, ensure_ascii=False).replace("|", "\\|")
         lines.append(f"| {each.keyword} | `{sample}` | {each.auto} | {' | '.join(each.backends)} |")
-    head = _HEAD.format(backends=" | ".join(BACKENDS), lines="|".join("---" for _ in BACKENDS))
+    head = _HEAD.format(backends=" | ".join(_COLUMNS), lines="|".join("---" for _ in _COLUMNS))
     return head + "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ from guided.backends.native import guard
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.number_limit import NumberLimit
+from guided.schema.normal_form import normalise
 from guided.schema.superset import Superset
 from guided.schema.validation import Validator
 from guided.vocabulary import Vocabulary
@@ -74,6 +75,8 @@ class CheckedBackend(Backend):
         document = json.loads(constraint.source) if constraint.kind == "json_schema" else None
         if constraint.strict or not isinstance(document, dict):
             raise first
+        if normalise(document).root is False:
+            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
         superset, validator = Superset(document), _validator(document, first)
         for _ in range(_ATTEMPTS):
             if not superset.leave_out(refusal.pointer):

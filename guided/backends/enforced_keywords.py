@@ -15,6 +15,7 @@ from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.keywords import OF_TYPE, Schema, common_types, kind_of
+from guided.schema.metaschema import Dialect
 from guided.schema.pointer import escape
 
 Form = dict[str, Any] | None
@@ -45,6 +46,10 @@ class SchemaReader(ABC):
 
     def __init__(self, source: str) -> None:
         self.document: Schema = json.loads(source)
+        if isinstance(self.document, dict) and Dialect.of(self.document).is_draft3:
+            raise UnsupportedConstraint(
+                f"{self.library} can't enforce draft 3", param="json_schema", pointer="/$schema"
+            )
         self._count = 0
         self._open: list[str] = []
         """The references whose targets are being read."""

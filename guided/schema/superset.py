@@ -32,6 +32,8 @@ _TIERS = (
     ("dependencies", "dependentRequired", "patternProperties"),
 )
 """Keywords to leave out everywhere, step by step, where a refusal does not say which one."""
+_FRAME = ("$schema", "$id", "id", "$defs", "definitions", "$anchor", "$dynamicAnchor", "properties")
+"""What can't be left out: other parts refer to it, or depend on it."""
 _SINGLE_DROPS = 8
 """Number of keywords that are left out one by one, before each further one is left out everywhere."""
 
@@ -100,7 +102,7 @@ class Superset:
             else:
                 return None
         is_keyword = bool(path) and (len(path) < 2 or path[-2] not in _MAPS) and isinstance(path[-1], str)
-        return pointer(path) if is_keyword else None
+        return pointer(path) if is_keyword and path[-1] not in _FRAME else None
 
     def _relaxed(self, schema: Any, place: str) -> Any:
         if not isinstance(schema, dict):
@@ -108,10 +110,10 @@ class Superset:
         left_out = {name for name in schema if name in self._names or f"{place}/{escape(name)}" in self._places}
         values = {name: self._value(name, value, f"{place}/{escape(name)}") for name, value in schema.items()}
         left_out |= {name for name in _NEGATIVE if name in schema and self._excludes_more(schema[name], values[name])}
-        self.checked += [f"{place}/{escape(name)}" for name in schema if name in left_out]
         for first, *others in _TOGETHER:
             if first in left_out:
                 left_out.update(others)
+        self.checked += [f"{place}/{escape(name)}" for name in schema if name in left_out]
         kept = {name: value for name, value in values.items() if name not in left_out}
         if "oneOf" in left_out:  # at least one of them is still necessary
             kept["allOf"] = [*kept.get("allOf", ()), {"anyOf": values["oneOf"]}]

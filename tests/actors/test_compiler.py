@@ -87,7 +87,7 @@ def test_the_users_mistakes_cost_no_process(compiler: Compiler) -> None:
     compiler.submit(*QUICK).result(WAIT)
     before = compiler.pids
     assert type(error_of(compiler, (Constraint.regex("a(b"), ["llguidance"]))) is InvalidConstraint
-    schema = Constraint.json_schema({"contains": {"pattern": "a"}, "maxContains": 2})
+    schema = Constraint.json_schema({"contains": {"pattern": "a"}, "maxContains": 2}, strict_schema=True)
     assert type(error_of(compiler, (schema, ["llguidance", "outlines"]))) is UnsupportedConstraint
     assert compiler.submit(*QUICK).result(WAIT).error is None
     assert compiler.pids == before

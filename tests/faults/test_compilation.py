@@ -303,7 +303,7 @@ def test_a_crash_loop_takes_the_backend_out_of_rotation_and_not_the_service(pool
     assert 1 <= error.retry_after <= 30
     assert pool.compile(new(), [NAME, "llguidance"]).result(WAIT).backend == "llguidance"
     # If the others can't enforce the constraint, the suspended one is the reason, unless it was not asked for.
-    recursive = Constraint.json_schema({"items": {"$ref": "#"}})
+    recursive = Constraint.json_schema({"items": {"$ref": "#"}}, strict_schema=True)
     assert type(pool.compile(recursive, [NAME, "outlines"]).exception(WAIT)) is BackendSuspended
     assert type(pool.compile(recursive, ["outlines"]).exception(WAIT)) is UnsupportedConstraint
     assert state_of(pool, "llguidance").state == "up"

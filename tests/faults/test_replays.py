@@ -199,7 +199,7 @@ def test_at_0_a_death_ends_those_that_were_there_and_a_hang_one(
     with ray_pool(tiny_model, max_replays=0) as pool:
 
         def kill_one(engine: LLMEngine) -> None:
-            pid, sequences = next(iter(pool.placement().items()))
+            pid, sequences = next((pid, open_there) for pid, open_there in pool.placement().items() if open_there)
             there.update(
                 name
                 for name, group in engine.groups.items()

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import Chars, canonical, parse, parse_ecma, render
+from guided.regex import Chars, Node, canonical, parse, render
+from guided.schema import string_pattern
+
+
+def parse_ecma(pattern: str) -> Node:
+    """The strings that `pattern` of a JSON schema matches as a whole."""
+    return string_pattern.read(f"^(?:{pattern})$")
+
 
 ATOMS = ["a", "b", "é", "日", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", ".", "[a-c]", "[^a]", r"[^\W\d]", r"[\]\-^&~]"]
 ATOMS += [r"\.", r"\x41", r"\u00e9", r"\n", "/", "-", r"[\s\S]", "(?i:k)", "(?i:[a-f]x)", "(?s:.)", '"']

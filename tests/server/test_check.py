@@ -37,10 +37,14 @@ def test_without_a_constraint(client: TestClient) -> None:
     assert client.post("/v1/check", json=HELLO).json()["prompt_tokens"] > 0
 
 
-def test_guarded_keywords_are_named(client: TestClient) -> None:
-    assert client.post("/v1/check", json={**HELLO, "json_schema": TAGS}).json()["guided"]["checked"] == ["uniqueItems"]
+def test_checked_keywords_are_named(client: TestClient) -> None:
+    checked = client.post("/v1/check", json={**HELLO, "json_schema": TAGS})
+    assert checked.json()["guided"]["checked"] == ["/properties/tags/uniqueItems"]
+    assert checked.headers["x-guided-checked"] == "/properties/tags/uniqueItems"
+    strict = client.post("/v1/check", json={**HELLO, "json_schema": TAGS, "strict_schema": True})
+    assert (strict.status_code, strict.json()["error"]["pointer"]) == (400, "/properties/tags/uniqueItems")
     answer = client.post("/v1/chat/completions", json={**HELLO, "json_schema": TAGS, "max_tokens": 3}).json()
-    assert answer["guided"]["checked"] == ["uniqueItems"]
+    assert answer["guided"]["checked"] == ["/properties/tags/uniqueItems"]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,7 @@ def test_guarded_keywords_are_named(client: TestClient) -> None:
         {"regex": "(a"},
         {"grammar": "start: missing"},
         {"choice": []},
-        {"json_schema": {"type": "string", "pattern": "(?=a)"}, "backend": "xgrammar"},
+        {"json_schema": {"type": "string", "pattern": "(?=a)"}, "backend": "xgrammar", "strict_schema": True},
         {"temperature": -1},
         {"stream": True, "stream_options": {"include_usage": 3}},
     ],

@@ -132,7 +132,7 @@ class TestInABrowser:
         wait_for(page, "#status", "This is not JSON")
         tags = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
         page.fill("#constraint", json.dumps({"type": "object", "properties": {"tags": tags}}))
-        assert "checked: uniqueItems" in wait_for(page, "#status", "Accepted")
+        assert "checked: /properties/tags/uniqueItems" in wait_for(page, "#status", "Accepted")
 
     @pytest.mark.parametrize("kind", ["None", "Regex", "Choice", "Lark", "Tools"])
     def test_the_first_example_of_each_kind(self, page: Page, inline_server: ServerProcess, kind: str) -> None:

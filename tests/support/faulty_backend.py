@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends import Adapter
-from guided.backends.base import CompiledGrammar
+from guided.backends.base import CompiledGrammar, Matcher
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import BackendError, TokenRejected
 from guided.vocabulary import Vocabulary
@@ -163,7 +163,7 @@ _ACTIONS: dict[str, Callable[[str], object]] = {
 }
 
 
-class _Matcher:
+class _Matcher(Matcher):
     def __init__(self, grammar: _Grammar, tokens: list[int]) -> None:
         self._grammar = grammar
         self._tokens = tokens
