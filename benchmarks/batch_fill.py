@@ -138,7 +138,7 @@ def main() -> None:
     vocabulary = Vocabulary.from_tekken(tokens.path)
     lines: list[dict[str, Any]] = []
     for backend in options.backends:
-        adapter = BACKENDS[backend].load()(vocabulary)  # without the guard: the libraries' own calls are compared
+        adapter = BACKENDS[backend].load()(vocabulary)  # without the final check: the libraries' own calls are compared
         grammars: list[tuple[CompiledGrammar, tuple[int, ...]]] = []
         for document in documents(options.data, tokens, options.documents, max_schema=1000):
             try:

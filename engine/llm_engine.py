@@ -515,14 +515,13 @@ class LLMEngine:
         if not wanted:
             return False
         self._metadata = metadata.appended = None  # penalties are counted again
-        any_ended = False
+        any_ended, vocab_size = False, self.model.vocabulary.padded_vocab_size
         for row in metadata.guided_rows.tolist():
             sequence = metadata.sequences[row]
             edit = wanted.get(sequence.seq_id)
             if edit is None or row in skipped or sequence.is_finished() or sequence.group.beams is not None:
                 continue
             try:
-                vocab_size = self.model.vocabulary.padded_vocab_size
                 self.stats.forced_tokens += edits.follow(edit, sequence, self.scheduler, self.processor, vocab_size)
             except Exception as error:
                 wrong = PostProcessorFailed(f"a wrong edit: {bounded(error)}")

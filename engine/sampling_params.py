@@ -71,7 +71,7 @@ class SamplingParams:
         stop: strings that end the output, at most `MAX_STOPS`.
         stop_token_ids: tokens that end the output, besides the model's own stop tokens.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
-        ignore_eos: go on after the model's stop tokens. Without effect with a constraint, whose end is such a token.
+        ignore_eos: go on after the model's stop tokens. Without effect with a constraint: it ends with such a token.
         presence_penalty, frequency_penalty: OpenAI's, over the output, in [-2, 2].
         repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, in [0.01, 100]; 1 is off.
         logit_bias: token id to a number added to its logit, in [-100, 100].

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -133,7 +132,7 @@ class ProcessorBundle(LogitPostProcessor):
     Args:
         first: `initialize` returns the grammar of this member.
         others: applied after `first`, each to the logits as its predecessor left them.
-        config: the argument of `initialize` of a member whose `initialize` has one parameter, as in the RFC.
+        config: the argument for members with the RFC's `initialize(config)`.
     """
 
     def __init__(self, first: LogitPostProcessor, *others: LogitPostProcessor, config: object = None) -> None:
@@ -166,7 +165,8 @@ class ProcessorBundle(LogitPostProcessor):
                 raise InternalError("no post-processor of this engine enforces constraints")
         except Exception as error:
             for one in begun:
-                self._call(one, "free", partial(one.processor.free, request_id))
+                with self._containing(one, "free"):
+                    one.processor.free(request_id)
             if isinstance(error, GuidedError):
                 raise
             joined.set_exception(member.failure("initialize", error))
@@ -238,60 +238,50 @@ class ProcessorBundle(LogitPostProcessor):
             samples: the sampled token of each sequence, or None. Empty unless `needs_samples`.
         """
         edits: dict[int, SampledEdit] = {}
-
-        def collect(member: _Member) -> None:
-            edits.update(member.processor.edits(member.sequences))
-
-        def decide(member: _Member, place: int) -> None:
-            edit = member.sampled(place, samples)
-            if edit is not None:
-                edits[member.sequences[place].sequence_id] = edit
-
         for member in self._members:
             if not member.sequences or member.error is not None:
                 continue
-            self._call(member, "edits", partial(collect, member), member.sequences)
-            if member.processor.needs_samples:
-                for place, sequence in enumerate(member.sequences):
-                    self._call(member, "sampled", partial(decide, member, place), [sequence])
+            with self._containing(member, "edits", member.sequences):
+                edits.update(member.processor.edits(member.sequences))
+            for place, sequence in enumerate(member.sequences if member.processor.needs_samples else ()):
+                with self._containing(member, "sampled", [sequence]):
+                    edit = member.sampled(place, samples)
+                    if edit is not None:
+                        edits[sequence.sequence_id] = edit
         return edits
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """Return sequences that settled in a member. `apply` reports one late again if another member is still late."""
         settled: set[int] = set()
-
-        def collect(member: _Member) -> None:
-            settled.update(member.processor.settled(0.0 if settled else timeout))
-
         for member in self._members:
-            self._call(member, "settled", partial(collect, member), self._open.values())
+            with self._containing(member, "settled", self._open.values()):
+                settled.update(member.processor.settled(0.0 if settled else timeout))
         return sorted(settled)
 
     def failures(self) -> dict[str, GuidedError]:
-        def collect(member: _Member) -> None:
-            found = member.processor.failures().items()
-            self._lost.update({name: member.failure("failures", error) for name, error in found})
-
         for member in self._members:
-            self._call(member, "failures", partial(collect, member), self._open.values())
+            with self._containing(member, "failures", self._open.values()):
+                found = member.processor.failures().items()
+                self._lost.update({name: member.failure("failures", error) for name, error in found})
         lost, self._lost = self._lost, {}
         return lost
 
     def rollback(self, sequence_id: int, length: int) -> None:
         for member in self._members:
-            action = partial(member.processor.rollback, sequence_id, length)
-            self._call(member, "rollback", action, self._one(sequence_id))
+            with self._containing(member, "rollback", self._one(sequence_id)):
+                member.processor.rollback(sequence_id, length)
 
     def free_sequence(self, sequence_id: int) -> None:
         for member in self._members:
-            action = partial(member.processor.free_sequence, sequence_id)
-            self._call(member, "free_sequence", action, self._one(sequence_id))
+            with self._containing(member, "free_sequence", self._one(sequence_id)):
+                member.processor.free_sequence(sequence_id)
         self._open.pop(sequence_id, None)
         self._batch = None  # a freed sequence that is prepared again is open again
 
     def free(self, request_id: str) -> None:
         for member in self._members:
-            self._call(member, "free", partial(member.processor.free, request_id))
+            with self._containing(member, "free"):
+                member.processor.free(request_id)
         for sequence in [one for one in self._open.values() if one.request_id == request_id]:
             del self._open[sequence.sequence_id]
         self._lost.pop(request_id, None)
@@ -299,13 +289,14 @@ class ProcessorBundle(LogitPostProcessor):
     def _one(self, sequence_id: int) -> list[GuidedSequence]:
         return [self._open[sequence_id]] if sequence_id in self._open else []
 
-    def _call(
-        self, member: _Member, method: str, action: Callable[[], object], sequences: Iterable[GuidedSequence] = ()
-    ) -> None:
-        """Run what calls a method of a member. If it raises, `failures` reports the requests of those `sequences` that
-        the member handles."""
+    @contextlib.contextmanager
+    def _containing(
+        self, member: _Member, method: str, sequences: Iterable[GuidedSequence] = ()
+    ) -> Generator[None, None, None]:
+        """Call a method of a member. If it raises, `failures` reports the requests of those `sequences` that the member
+        handles."""
         try:
-            action()
+            yield
         except Exception as error:
             failure = member.failure(method, error)
             self._lost.update((sequence.request_id, failure) for sequence in sequences if member.handles(sequence))

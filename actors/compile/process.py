@@ -73,7 +73,7 @@ class CompileResult(msgspec.Struct, array_like=True):
     """Memory of the grammar in a process that has loaded it, as measured here."""
     dumped: bytes = b""
     checked: list[str] = []
-    """Keywords of a schema that the guard enforces, not the library."""
+    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     crashed: list[str] = []
     """Backends that crashed while they compiled this constraint."""
     timed_out: list[str] = []

@@ -52,7 +52,7 @@ class SchemaReader(ABC):
             )
         self._count = 0
         self._open: list[str] = []
-        """The references whose targets are being read."""
+        """The references that are being resolved."""
 
     @abstractmethod
     def any_value(self) -> dict[str, Any]:

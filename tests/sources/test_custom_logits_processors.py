@@ -1,6 +1,6 @@
 """vLLM's page "Custom Logits Processors" (docs/features/custom_logitsprocs.md), in its order.
 
-The page's classes are copied. Only their imports are changed.
+The page's classes are copied, `DummyLogitsProcessor` in tests/support. Only their imports are changed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Optional
 import openai
 import pytest
 import torch
+from sample_processors import DummyLogitsProcessor
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -40,71 +41,11 @@ source = pytest.mark.source
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = [5, 6, 7]
-FQCN = f"{__name__}:DummyLogitsProcessor"
+FQCN = f"{DummyLogitsProcessor.__module__}:DummyLogitsProcessor"
 ONLY_67 = SamplingParams(max_tokens=4, extra_args={"target_token": 67})
 
 
 # -- the page's classes
-
-
-class DummyLogitsProcessor(LogitsProcessor):
-    """Fake logit processor to support unit testing and examples"""
-
-    @classmethod
-    def validate_params(cls, params: SamplingParams):
-        target_token: int | None = params.extra_args and params.extra_args.get("target_token")
-        if target_token is not None and not isinstance(target_token, int):
-            raise ValueError(f"target_token value {target_token} is not int")
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
-        self.req_info: dict[int, int] = {}
-
-    def is_argmax_invariant(self) -> bool:
-        """Never impacts greedy sampling"""
-        return False
-
-    def update_state(self, batch_update: BatchUpdate | None):
-        if not batch_update:
-            return
-
-        # Process added requests.
-        for index, params, _, _ in batch_update.added:
-            assert params is not None
-            self.validate_params(params)
-            if params.extra_args and (target_token := params.extra_args.get("target_token")):
-                self.req_info[index] = target_token
-            else:
-                self.req_info.pop(index, None)
-
-        if self.req_info:
-            # Process removed requests.
-            for index in batch_update.removed:
-                self.req_info.pop(index, None)
-
-            # Process moved requests, unidirectional move (a->b) and swap
-            # (a<->b)
-            for adx, bdx, direct in batch_update.moved:
-                a_val = self.req_info.pop(adx, None)
-                b_val = self.req_info.pop(bdx, None)
-                if a_val is not None:
-                    self.req_info[bdx] = a_val
-                if direct == MoveDirectionality.SWAP and b_val is not None:
-                    self.req_info[adx] = b_val
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        if not self.req_info:
-            return logits
-
-        # Save target values before modification
-        cols = torch.tensor(list(self.req_info.values()), dtype=torch.long, device=logits.device)
-        rows = torch.tensor(list(self.req_info.keys()), dtype=torch.long, device=logits.device)
-        values_to_keep = logits[rows, cols].clone()
-
-        # Mask all but target tokens
-        logits[rows] = float("-inf")
-        logits[rows, cols] = values_to_keep
-
-        return logits
 
 
 class DummyPerReqLogitsProcessor:

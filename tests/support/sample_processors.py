@@ -25,33 +25,41 @@ logger = logging.getLogger(__name__)
 
 
 class DummyLogitsProcessor(LogitsProcessor):
-    """Forbids all tokens except `target_token`. (vLLM: docs/features/custom_logitsprocs.md)"""
+    """Fake logit processor to support unit testing and examples. (vLLM: docs/features/custom_logitsprocs.md)"""
 
     @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        token = (sampling_params.extra_args or {}).get("target_token")
-        if token is not None and not isinstance(token, int):
-            raise ValueError(f"target_token value {token} is not int")
+    def validate_params(cls, params: SamplingParams):
+        target_token: int | None = params.extra_args and params.extra_args.get("target_token")
+        if target_token is not None and not isinstance(target_token, int):
+            raise ValueError(f"target_token value {target_token} is not int")
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
         self.req_info: dict[int, int] = {}
 
     def is_argmax_invariant(self) -> bool:
+        """Never impacts greedy sampling"""
         return False
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
+    def update_state(self, batch_update: BatchUpdate | None):
         if not batch_update:
             return
-        # As in vLLM's example: additions before removals.
+
+        # Process added requests.
         for index, params, _, _ in batch_update.added:
             assert params is not None
+            self.validate_params(params)
             if params.extra_args and (target_token := params.extra_args.get("target_token")):
                 self.req_info[index] = target_token
             else:
                 self.req_info.pop(index, None)
+
         if self.req_info:
+            # Process removed requests.
             for index in batch_update.removed:
                 self.req_info.pop(index, None)
+
+            # Process moved requests, unidirectional move (a->b) and swap
+            # (a<->b)
             for adx, bdx, direct in batch_update.moved:
                 a_val = self.req_info.pop(adx, None)
                 b_val = self.req_info.pop(bdx, None)
@@ -63,11 +71,16 @@ class DummyLogitsProcessor(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if not self.req_info:
             return logits
+
+        # Save target values before modification
         cols = torch.tensor(list(self.req_info.values()), dtype=torch.long, device=logits.device)
         rows = torch.tensor(list(self.req_info.keys()), dtype=torch.long, device=logits.device)
         values_to_keep = logits[rows, cols].clone()
+
+        # Mask all but target tokens
         logits[rows] = float("-inf")
         logits[rows, cols] = values_to_keep
+
         return logits
 
 

@@ -196,7 +196,7 @@ def test_rewritten_for_llguidance(schema: Any, good: list[Any], bad: list[Any]) 
 
 
 class Everyday(BaseModel):
-    """The types that pydantic's users write, apart from `set` (its `uniqueItems` is the guard's)."""
+    """The types that pydantic's users write, apart from `set` (its `uniqueItems` is checked at the end)."""
 
     path: Path
     secret: SecretStr
