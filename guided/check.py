@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from guided import regex
 from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.bitmask import allowed_ids, words
@@ -27,8 +28,7 @@ from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax, to_lark
 from guided.limits import DEFAULT_LIMITS
-from guided.regex import canonical
-from guided.schema.normal_form import normalise
+from guided.schema.canonical import canonical
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -61,8 +61,6 @@ class Report:
     """Where in the schema the error is."""
     refusals: dict[str, str] = field(default_factory=dict)
     """The reasons of the backends that refused the constraint, by name."""
-    rewritten: list[str] = field(default_factory=list)
-    """Keywords of a schema that are replaced by others."""
     compiled: str = ""
     """The constraint as it was rewritten; empty if it was not."""
     checked: list[str] = field(default_factory=list)
@@ -188,36 +186,15 @@ def _check(backends: Backends, name: str, text: str, seconds: float, options: di
     return check(name, text, backends, **options)
 
 
-_REPLACEABLE = frozenset(
-    [
-        *("not", "if", "then", "else", "oneOf", "allOf", "uniqueItems", "contains", "minContains", "maxContains"),
-        *("dependencies", "dependentRequired", "dependentSchemas", "minProperties", "maxProperties"),
-        *("patternProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"),
-        *("$dynamicRef", "$recursiveRef"),
-    ]
-)
-"""Keywords that rewriting can replace."""
-
-
-def _keywords(schema: Any) -> Iterator[str]:
-    """Yield the keywords in a document that rewriting can replace."""
-    if isinstance(schema, dict):
-        yield from schema.keys() & _REPLACEABLE
-    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _keywords(value)
-
-
 def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled) -> None:
     match constraint.kind:
         case "json_schema":
-            document = json.loads(constraint.source)
-            form = normalise(document)
-            normal = {"root": form.root, "definitions": form.definitions}
-            report.rewritten = sorted(set(_keywords(document)) - set(_keywords(normal)))
-            report.compiled = json.dumps(normal, ensure_ascii=False, indent=2)
+            form = canonical(json.loads(constraint.source))
+            whole = {"root": form.root, "definitions": form.definitions}
+            report.compiled = json.dumps(whole, ensure_ascii=False, indent=2)
             report.checked = list(compiled.grammar.checked)
         case "regex":
-            report.compiled = canonical(constraint.source)
+            report.compiled = regex.canonical(constraint.source)
         case "grammar":
             lark = to_lark(constraint.source)
             report.compiled = lark if lark != constraint.source else ""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -13,18 +12,15 @@ from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
 from guided.backends.native import guard
+from guided.backends.schema_lowering import TIERS
 from guided.constraint import Constraint
-from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.number_limit import NumberLimit
-from guided.schema.normal_form import normalise
-from guided.schema.superset import Superset
 from guided.schema.validation import Validator
 from guided.vocabulary import Vocabulary
 
 _CHECKED = b"checked:"
 """Prefix of the serialisation of a grammar that is checked."""
-_ATTEMPTS = 24
-"""Maximum number of supersets that are tried."""
 _native = guard("jsonschema-rs")
 
 
@@ -33,9 +29,9 @@ class _Dumped(msgspec.Struct, array_like=True):
 
     grammar: bytes
     """The library's serialisation."""
-    superset: str
-    """The schema that the library has, as JSON text."""
     checked: list[str]
+    leave_out: tuple[str, ...]
+    """See `Backend.compile`."""
 
 
 _decode = Decoder(_Dumped).decode
@@ -55,58 +51,44 @@ class CheckedBackend(Backend):
         self._vocabulary = vocabulary
         self._numbers = NumberLimit(vocabulary)
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
-        """See `Backend.compile`. Leaves out what the library refuses, keyword by keyword."""
-        return self._with_limit(constraint, self._compile(constraint))
+    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
+        """See `Backend.compile`. Leaves out more and more keywords of a schema that the library refuses."""
+        refusal: UnsupportedConstraint | None = None
+        for tier in TIERS:
+            leave_out = (*leave_out, *tier)
+            try:
+                grammar = self._inner.compile(constraint, leave_out)
+            except UnsupportedConstraint as error:
+                refusal = refusal or error
+                if constraint.kind != "json_schema" or constraint.strict:
+                    break
+            else:
+                dumped = _Dumped(grammar.dump(), list(grammar.checked), leave_out) if grammar.checked else None
+                return self._whole(constraint, grammar, dumped)
+        assert refusal is not None
+        raise refusal
 
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> CompiledGrammar:
         """See `Backend.load`."""
-        return self._with_limit(constraint, self._load(constraint, dumped))
+        if not dumped.startswith(_CHECKED):
+            return self._whole(constraint, self._inner.load(constraint, dumped, leave_out), None)
+        found = _decode(dumped.removeprefix(_CHECKED))
+        return self._whole(constraint, self._inner.load(constraint, found.grammar, found.leave_out), found)
 
-    def _with_limit(self, constraint: Constraint, grammar: CompiledGrammar) -> CompiledGrammar:
+    def _whole(self, constraint: Constraint, grammar: CompiledGrammar, dumped: _Dumped | None) -> CompiledGrammar:
+        """Return a library's grammar with the final check, where something is checked, and the limit of numbers."""
+        if dumped is not None:
+            grammar = CheckedGrammar(grammar, _validator(constraint), self._vocabulary, dumped)
         grammar.numbers = self._numbers if constraint.kind in ("json_schema", "json_object") else None
         return grammar
 
-    def _compile(self, constraint: Constraint) -> CompiledGrammar:
-        try:
-            return self._inner.compile(constraint)
-        except UnsupportedConstraint as error:
-            refusal = first = error
-        document = json.loads(constraint.source) if constraint.kind == "json_schema" else None
-        if constraint.strict or not isinstance(document, dict):
-            raise first
-        if normalise(document).root is False:
-            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
-        superset, validator = Superset(document), _validator(document, first)
-        for _ in range(_ATTEMPTS):
-            if not superset.leave_out(refusal.pointer):
-                break
-            source = json.dumps(superset.schema(), ensure_ascii=False, separators=(",", ":"))
-            try:
-                grammar = self._inner.compile(replace(constraint, source=source))
-            except UnsupportedConstraint as error:
-                refusal = error
-            else:
-                dumped = _Dumped(grammar.dump(), source, superset.checked)
-                return CheckedGrammar(grammar, validator, self._vocabulary, dumped)
-        raise first
 
-    def _load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
-        if not dumped.startswith(_CHECKED):
-            return self._inner.load(constraint, dumped)
-        found = _decode(dumped.removeprefix(_CHECKED))
-        grammar = self._inner.load(replace(constraint, source=found.superset), found.grammar)
-        document = json.loads(constraint.source)
-        validator = _validator(document, InvalidConstraint("the schema can't be validated", param="json_schema"))
-        return CheckedGrammar(grammar, validator, self._vocabulary, found)
-
-
-def _validator(document: dict[str, object], refusal: InvalidConstraint) -> Validator:
+def _validator(constraint: Constraint) -> Validator:
     try:
         with _native:
-            return Validator(document)
-    except Exception:  # the validator does not take the schema either
-        raise refusal from None
+            return Validator(json.loads(constraint.source))
+    except ValueError as error:
+        raise InvalidConstraint(f"the schema can't be validated: {bounded(error)}", param="json_schema") from None
 
 
 class CheckedGrammar(CompiledGrammar):

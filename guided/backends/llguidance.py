@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Collection
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from guided import regex
 from guided.backends.base import Backend, CompiledGrammar
-from guided.backends.llguidance_schema import lower
+from guided.backends.llguidance_schema import LLGuidanceLowering
 from guided.backends.llguidance_tags import TagGrammar
 from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
@@ -44,6 +45,9 @@ escapes in additional keys, so `{"\\u0061": ...}` would evade the schema of `a`.
 _MAX_ITEMS = 50_000
 """Maximum number of parser items at one position (`max_items_in_row`). llguidance's default admits only 498 optional
 properties of an object. Grammars keep the default, because they may be so ambiguous that a mask takes seconds."""
+_LEXER_FUEL = 2_000_000
+"""Maximum number of expressions that the lexer makes for one token. With llguidance's default, a tenth of it,
+`^(\\S+\\s+){0,99}\\S+$` up to 5,000 characters compiles, and fails at its second token."""
 _EXCEEDED = re.compile(r"too many|\bmax is\b|limit|fuel", re.IGNORECASE)
 """Matches llguidance's messages about exceeded limits."""
 _SHORT_TEXT = 64
@@ -68,24 +72,33 @@ class LLGuidanceBackend(Backend):
             _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
+    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
         special: set[int] = set()
+        checked: tuple[str, ...] = ()
         with _native:
             if constraint.kind == "structural_tag":
                 tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
                 source, special = json.dumps(tag.source()), tag.special_token_ids
+            elif constraint.kind == "json_schema":
+                document = json.loads(constraint.source)
+                lowering = LLGuidanceLowering(document, leave_out=leave_out, strict=constraint.strict)
+                source, checked = _json_source(lowering, constraint.whitespace), tuple(lowering.checked)
             else:
                 source = self._source(constraint)
-        return self._grammar(constraint, source, frozenset(special))
+        grammar = self._grammar(constraint, source, frozenset(special))
+        grammar.checked = checked
+        return grammar
 
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> CompiledGrammar:
         source, special = json.loads(dumped)
         return self._grammar(constraint, source, frozenset(special))
 
     def _grammar(self, constraint: Constraint, source: str, special: frozenset[int]) -> CompiledGrammar:
         limits = self._limits
         if limits is None and constraint.kind != "grammar":
-            limits = llguidance.LLParserLimits(max_items_in_row=_MAX_ITEMS)
+            limits = llguidance.LLParserLimits(
+                max_items_in_row=_MAX_ITEMS, initial_lexer_fuel=2 * _LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL
+            )
         with _native:
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
             if matcher.is_error():
@@ -98,9 +111,10 @@ class LLGuidanceBackend(Backend):
         make = llguidance.LLMatcher
         match constraint.kind:
             case "json_schema":
-                return _json_source(json.loads(constraint.source), constraint.whitespace)
+                lowering = LLGuidanceLowering(json.loads(constraint.source), strict=True)
+                return _json_source(lowering, constraint.whitespace)
             case "json_object":
-                return _json_source({"type": "object"}, constraint.whitespace)
+                return _json_source(LLGuidanceLowering({"type": "object"}), constraint.whitespace)
             case "regex":
                 return str(make.grammar_from_regex(regex.canonical(constraint.source)))
             case "choice":
@@ -230,11 +244,12 @@ class _Tokenizer:
         return self._encode_short(text) if len(text) <= _SHORT_TEXT else self._vocabulary.encode(text)
 
 
-def _json_source(document: dict[str, Any] | bool, whitespace: str | None) -> str:
-    schema, names_properties = lower(document)
+def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:
+    """Return a schema in llguidance's own format."""
+    schema = lowering.document()
     # An unknown option is an error, so only those of version 1.7 are set here.
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
-    if names_properties:
+    if lowering.names_properties:
         options["json_allowed_escapes"] = _ESCAPES
     options |= _spaced(whitespace)
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
@@ -281,7 +296,7 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 def _refusal(message: str, constraint: Constraint) -> Exception:
     """Return the error for a message of llguidance."""
     reason = bounded(" ".join(message.partition("<state>")[0].split()))
-    if "nsatisfiable" in reason:
+    if "nsatisfiable" in reason and constraint.kind != "json_schema":
         return InvalidConstraint(f"no output satisfies this {constraint.kind}: {reason}", param=constraint.kind)
     if constraint.kind == "grammar":
         advice = next((f" ({ours})" for theirs, ours in _LARK.items() if theirs in reason), "")

@@ -1,4 +1,4 @@
-"""JSON Schema for llguidance: the normal form, corrected where llguidance would enforce it wrongly.
+"""JSON Schema for llguidance: the canonical form, corrected where llguidance would enforce it wrongly.
 
 Corrected are:
 
@@ -19,7 +19,6 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -32,9 +31,7 @@ from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.schema import string_pattern
-from guided.schema.complement import only_closes
-from guided.schema.implication import covers
-from guided.schema.keywords import Schema, all_of, clean, integer_bounds, is_number, types_of
+from guided.schema.keywords import Schema, integer_bounds, is_number, types_of
 from guided.schema.string_language import complement_of, disjoint_patterns, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
@@ -74,10 +71,10 @@ class LLGuidanceLowering(SchemaLowering):
     """Lowers one schema for llguidance."""
 
     library = "llguidance"
-    never = ("not", "if", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems")
+    never = ("oneOf", "if", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems")
 
-    def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
-        super().__init__(schema, rewrite=rewrite)
+    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
+        super().__init__(schema, leave_out=leave_out, strict=strict)
         self.names_properties = False
         """Some object has properties with schemas of their own."""
         self._control: UnsupportedConstraint | None = None
@@ -99,20 +96,15 @@ class LLGuidanceLowering(SchemaLowering):
             )
         return document
 
-    def lower(self, schema: Schema) -> dict[str, Any]:
-        if isinstance(schema, dict):
-            if "allOf" in schema:
-                self._merges = True
-                return {"allOf": [self.lower(part) for part in schema["allOf"]]}
-            if "oneOf" in schema:
-                return self._one_of(schema)
-            if "not" in schema and schema.get("type") == "string":
-                return self._other_strings(schema)
-            if schema.get("type") == "object" and only_closes(schema.get("not", True)):
-                return self.lower(self._with_unnamed(schema))
-            if "not" in schema and schema.get("type") == "number" and schema["not"] == {"type": "integer"}:
-                return self._fractions(schema)
-        return super().lower(schema)
+    def _lower(self, schema: dict[str, Any]) -> dict[str, Any]:
+        if "allOf" in schema:
+            self._merges = True
+            return {"allOf": [self.lower(part) for part in schema["allOf"]]}
+        if "not" in schema:
+            if schema.get("type") != "string":
+                raise self.refusal(schema, "not")
+            return self._other_strings(schema)
+        return super()._lower(schema)
 
     def part(self, schema: Schema) -> Schema:
         """Lower the schema of a property or an item, which may be false."""
@@ -151,39 +143,6 @@ class LLGuidanceLowering(SchemaLowering):
             lowered["pattern"] = patterns[0]
         return {"allOf": [lowered, *({"pattern": one} for one in patterns[1:])]} if len(patterns) > 1 else lowered
 
-    def _one_of(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Lower overlapping alternatives. Narrowed: each without a property that another one requires."""
-        self._merges = True
-        lowered = []
-        for part in schema["oneOf"]:
-            absent: dict[str, Schema] = {}
-            for other in schema["oneOf"]:
-                if other is not part and not self.form.disjoint(part, other):
-                    absent |= dict.fromkeys(self._distinguishing_names(schema, part, other), False)
-            alone = {"type": "object", "properties": absent}
-            lowered.append({"allOf": [self.lower(part), alone]} if absent else self.lower(part))
-        return any_of(lowered)
-
-    def _distinguishing_names(self, schema: dict[str, Any], part: Schema, other: Schema) -> list[str]:
-        """Return a name for each alternative of `other` that requires it, while `part` does not require it.
-
-        Names that `part` does not declare are preferred.
-        """
-        mine = self._alternatives(part)
-        required = {name for one in mine for name in one.get("required", ())}
-        declared = {name for one in mine for name in one.get("properties", {})}
-        found = []
-        for one in self._alternatives(other):
-            names = [name for name in one.get("required", ()) if name not in required]
-            if not names:
-                raise self.refusal(schema, "oneOf")
-            found.append(min(names, key=lambda name: name in declared))
-        return found
-
-    def _alternatives(self, schema: Schema) -> list[dict[str, Any]]:
-        """Return the alternatives of a schema, without `$ref` and `anyOf`."""
-        return [one if isinstance(one, dict) else {} for one in self.form.alternatives(schema) if one is not False]
-
     def _other_strings(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type string with `not`: to a pattern for the strings that `not` does not exclude."""
         try:
@@ -191,35 +150,8 @@ class LLGuidanceLowering(SchemaLowering):
         except UnsupportedConstraint:
             raise self.refusal(schema, "not") from None
         kept = {keyword: value for keyword, value in schema.items() if keyword != "not"}
-        self.form.note(kept, self.form.pointer(schema))
-        return {"allOf": [self.lower(kept), {"pattern": self._pattern(schema, "not", pattern)}]}
-
-    def _with_unnamed(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Require a property that `not` doesn't name, in an open object. Narrowed: forbids optional ones it names."""
-        required = schema.get("required", [])
-        absent = [name for name in schema["not"]["properties"] if name not in required]
-        kept = {keyword: value for keyword, value in schema.items() if keyword != "not"}
-        kept["properties"] = {**kept.get("properties", {}), **dict.fromkeys(absent, False)}
-        kept["minProperties"] = max(len(required) + 1, kept.get("minProperties", 0))
-        self.form.note(kept, self.form.pointer(schema))
-        return kept
-
-    def _fractions(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Lower numbers that are no integers. Narrowed: to those between -100 and 100."""
-        rest: dict[str, Any] = {key: schema[key] for key in ("type", "multipleOf") if key in schema}
-        sides = (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))
-        limits = [next((name for name in side if name in schema), side[0]) for side in sides]
-        low, high = (schema.get(limit, infinity) for limit, infinity in zip(limits, (-math.inf, math.inf), strict=True))
-        found = []
-        for integer in range(-100, 100):
-            if low < integer + 1 and high > integer:
-                least = {limits[0]: low} if low > integer else {"exclusiveMinimum": integer}
-                most = {limits[1]: high} if high < integer + 1 else {"exclusiveMaximum": integer + 1}
-                if (between := clean({**rest, **least, **most})) and isinstance(between, dict):
-                    found.append(self.number(between))
-        if not found:
-            raise self.refusal(schema, "not")
-        return any_of(found)
+        others = {"pattern": self._pattern(schema, "not", pattern)}
+        return {"allOf": [self.lower(self.form.copied(schema, kept)), others]}
 
     def _patterns(self, schema: dict[str, Any], keyword: str, pattern: str) -> list[str]:
         try:
@@ -360,21 +292,16 @@ class LLGuidanceLowering(SchemaLowering):
     def _apart(
         self, schema: dict[str, Any], properties: dict[str, Schema], patterns: dict[str, Schema], rest: Schema
     ) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
-        """Exclude named properties from patterns with references: llguidance can't merge recursive ones."""
-        properties, found = dict(properties), {}
+        """Exclude named properties from the patterns that they match: the canonical form has merged the two."""
+        found = {}
         for pattern, value in self._disjoint(schema, patterns).items():
-            names = (
-                [name for name in properties if string_pattern.matches(pattern, name)]
-                if _REFERENCE in json.dumps(value)
-                else []
-            )
-            for name in names:
-                if not covers(value, properties[name]):
-                    properties[name] = all_of(properties[name], value)
+            names = [name for name in properties if string_pattern.matches(pattern, name)]
+            apart = _REFERENCE in json.dumps(value) or pattern not in schema.get("patternProperties", {})
             try:
-                found[without(pattern, names) if names else pattern] = value
+                found[without(pattern, names) if names and apart else pattern] = value
             except UnsupportedConstraint:
-                raise self.refusal(schema, "patternProperties", " that match named properties too") from None
+                keyword = "patternProperties" if pattern in schema.get("patternProperties", {}) else "propertyNames"
+                raise self.refusal(schema, keyword, " that match named properties too") from None
         return properties, found, rest
 
     def _disjoint(self, schema: dict[str, Any], patterns: dict[str, Schema]) -> dict[str, Schema]:
@@ -387,8 +314,7 @@ class LLGuidanceLowering(SchemaLowering):
             return patterns  # llguidance may be able to
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, "patternProperties") from None
-        parts = [(pattern, [patterns[one] for one in together]) for pattern, together in found]
-        return {pattern: all_of(*together) for pattern, together in parts}
+        return {pattern: _all_of([patterns[one] for one in together]) for pattern, together in found}
 
     def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.
@@ -435,20 +361,9 @@ class LLGuidanceLowering(SchemaLowering):
         return {**lowered, "properties": properties, **({"required": required} if required else {})}
 
 
-def lower(schema: Schema) -> tuple[dict[str, Any], bool]:
-    """Return a schema that llguidance enforces, and whether some object in it names properties.
-
-    Raises as `SchemaLowering` does.
-    """
-    try:
-        lowering = LLGuidanceLowering(schema)
-        return lowering.document(), lowering.names_properties
-    except UnsupportedConstraint as refusal:
-        # Overlapping alternatives may be narrowed where exact ones need what llguidance lacks.
-        with suppress(UnsupportedConstraint):
-            lowering = LLGuidanceLowering(schema, rewrite=False)
-            return lowering.document(), lowering.names_properties
-        raise refusal
+def _all_of(parts: list[Schema]) -> Schema:
+    kept = [part for part in parts if part not in (True, {})]
+    return False if False in parts else {"allOf": kept} if len(kept) > 1 else (kept or [True])[0]
 
 
 def _inner(low: Any, exclusive: bool) -> int | float | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from guided import regex
 from guided.backends.base import Backend
-from guided.backends.enforced_keywords import Form, SchemaReader, any_of
+from guided.backends.few_keywords import FewKeywords
 from guided.backends.lmformatenforcer_bytes import (
     ALPHABET,
     CONFIG,
@@ -36,9 +37,10 @@ from guided.backends.lmformatenforcer_bytes import (
 from guided.backends.mask_cache import MaskCache
 from guided.backends.matchers import StateGrammar
 from guided.backends.native import guard
+from guided.backends.schema_lowering import any_of
 from guided.constraint import Constraint
 from guided.errors import GuidedError, UnsupportedConstraint, bounded
-from guided.schema.keywords import ALL_TYPES, is_number
+from guided.schema.keywords import ALL_TYPES, Schema, is_number, types_of
 from guided.vocabulary import Vocabulary
 
 _native = guard("lm-format-enforcer")
@@ -57,48 +59,56 @@ class LMFormatEnforcerBackend(Backend):
         self._tokens = ByteTokens(vocabulary)
         self._masks = MaskCache() if masks is None else masks
 
-    def compile(self, constraint: Constraint) -> LMFormatEnforcerGrammar:
+    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> LMFormatEnforcerGrammar:
         try:
-            start = _parser(constraint)
+            start, checked = _parser(constraint, leave_out)
         except GuidedError:
             raise
         except Exception as error:  # the library raises bare Exceptions for what it doesn't know
             reason = bounded(f"{type(error).__name__}: {error}")
             message = f"lm-format-enforcer can't enforce this {constraint.kind}: {reason}"
             raise UnsupportedConstraint(message, param=constraint.kind) from error
-        return LMFormatEnforcerGrammar(start, self._tokens, self._masks)
+        grammar = LMFormatEnforcerGrammar(start, self._tokens, self._masks)
+        grammar.checked = checked
+        return grammar
 
-    def load(self, constraint: Constraint, dumped: bytes) -> LMFormatEnforcerGrammar:
+    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> LMFormatEnforcerGrammar:
         """Compile again: it takes milliseconds."""
-        return self.compile(constraint)
+        return self.compile(constraint, leave_out)
 
 
-def _parser(constraint: Constraint) -> CharacterLevelParser:
+def _parser(constraint: Constraint, leave_out: Collection[str]) -> tuple[CharacterLevelParser, tuple[str, ...]]:
+    """Return the library's parser of a constraint, and the pointers of the keywords that are left out."""
     if constraint.kind == "choice":
-        return UnionParser([StringParser(choice.encode().decode("latin-1")) for choice in constraint.choices])
+        return UnionParser([StringParser(choice.encode().decode("latin-1")) for choice in constraint.choices]), ()
     if constraint.kind == "regex":
         pattern = regex.render(in_bytes(regex.parse(constraint.source)))
-        return RegexParser(pattern, CONFIG) if pattern else StringParser("")
+        return RegexParser(pattern, CONFIG) if pattern else StringParser(""), ()
     if constraint.whitespace:
         message = "lm-format-enforcer has no whitespace pattern, only any whitespace and none"
         raise UnsupportedConstraint(message, param="whitespace_pattern")
-    reader = _Reader(constraint.source or '{"type": "object"}')
-    schema = reader.read_whole()
+    document = json.loads(constraint.source or '{"type": "object"}')
+    lowering = _Lowering(document, leave_out=leave_out, strict=constraint.strict)
+    schema = lowering.document()
+    definitions = schema.pop("$defs", {})
     # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
-    options = [_json_parser(option, reader) for option in schema.get("anyOf", [schema])]
-    return StrictJson(options[0] if len(options) == 1 else UnionParser(options), spaces=constraint.whitespace is None)
+    options = [_json_parser(option, definitions, lowering.patterns) for option in schema.get("anyOf", [schema])]
+    parser = options[0] if len(options) == 1 else UnionParser(options)
+    return StrictJson(parser, spaces=constraint.whitespace is None), tuple(lowering.checked)
 
 
-def _json_parser(schema: dict[str, Any], reader: _Reader) -> JsonSchemaParser:
+def _json_parser(
+    schema: dict[str, Any], definitions: dict[str, Any], patterns: dict[str, RegexParser]
+) -> JsonSchemaParser:
     context = JsonSchemaParser._Context()
-    context.model_class = JsonSchemaObject(**schema, **{"$defs": reader.definitions})
+    context.model_class = JsonSchemaObject(**schema, **{"$defs": definitions})
     context.alphabet_without_quotes = ALPHABET.replace('"', "")
-    context.regex_parser_cache = reader.patterns  # the library's own is shared by the process
+    context.regex_parser_cache = patterns  # the library's own is shared by the process
     return JsonSchemaParser(context, CONFIG)
 
 
-class _Reader(SchemaReader):
-    """Objects with named properties hold no others. Values with characters that JSON escapes are refused."""
+class _Lowering(FewKeywords):
+    """Values with characters that JSON escapes are left out."""
 
     library = "lm-format-enforcer"
     enforced: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -107,42 +117,34 @@ class _Reader(SchemaReader):
         "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
     }
 
-    def __init__(self, source: str) -> None:
-        super().__init__(source)
+    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
+        super().__init__(schema, leave_out=leave_out, strict=strict)
         self.patterns: dict[str, RegexParser] = {}
-        self.definitions: dict[str, Any] = {}
-        self._recursive: dict[str, str] = {}
 
     def any_value(self) -> dict[str, Any]:
         return {"anyOf": [{"type": kind} for kind in ALL_TYPES]}
 
-    def recursive(self, reference: str, at: str) -> dict[str, Any]:
-        name = self._recursive.setdefault(reference, f"d{len(self._recursive)}")
-        return {"$ref": f"#/$defs/{name}"}
+    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
+        nested = [part for part in self.form.alternatives(schema) if not types_of(part).isdisjoint(_NESTED)]
+        if len(nested) > 1 or any(types_of(part) >= {*_NESTED} for part in nested):
+            raise self.refusal(schema, "$ref", " with several alternatives")  # their items would share a stack
+        return self.keep_reference(schema)
 
-    def referred(self, reference: str, at: str, form: Form) -> Form:
-        if reference in self._recursive:
-            nested = [] if form is None else [part for part in form.get("anyOf", []) if part.get("type") in _NESTED]
-            if form is None or len(nested) > 1:  # the library would put their items on the same stack
-                raise self.refusal(at, "$ref", " that is recursive with several alternatives")
-            self.definitions[self._recursive[reference]] = form
-        return form
-
-    def values(self, values: list[Any], at: str, keyword: str) -> Form:
+    def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         texts = [self.name(value) for value in values if isinstance(value, str)]
         numbers = [value for value in values if is_number(value)]
         others = [value for value in values if value is None or isinstance(value, bool) or value in ([], {})]
         if None in texts or len(texts) + len(numbers) + len(others) < len(values):
-            raise self.refusal(at, keyword, " with arrays, objects or text that JSON escapes")
-        options: list[Form] = [{"type": "string", "enum": texts}] if texts else []
+            raise self.refusal(schema, keyword, " with arrays, objects or text that JSON escapes")
+        options: list[dict[str, Any]] = [{"type": "string", "enum": texts}] if texts else []
         options += [{"enum": numbers}] if numbers else []
         return any_of([*options, *({"const": _Literal(json.dumps(value))} for value in others)])
 
-    def text(self, least: int, most: float) -> Form:
+    def text(self, least: int, most: float) -> dict[str, Any]:
         counts = {**({"minLength": least} if least else {}), **({} if most == math.inf else {"maxLength": int(most)})}
         return {"type": "string", **counts} if most else {"type": "string", "enum": [""]}
 
-    def matching(self, pattern: regex.Node) -> Form:
+    def matching(self, pattern: regex.Node) -> dict[str, Any]:
         rendered = f"(?:{regex.render(in_bytes(pattern, ord(SPACE)))})"
         if rendered == "(?:)":
             return self.text(0, 0)
@@ -160,7 +162,7 @@ class _Literal(str):
     """The text of a `const`: the library puts other strings between quotes."""
 
 
-_NESTED = ("array", "object", None)
+_NESTED = ("array", "object")
 
 
 class LMFormatEnforcerGrammar(StateGrammar):

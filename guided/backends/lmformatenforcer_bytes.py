@@ -25,8 +25,8 @@ from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, Tokeniz
 from numpy.typing import NDArray
 
 from guided import regex
+from guided.backends import json_syntax
 from guided.bitmask import pack
-from guided.schema import json_syntax
 from guided.vocabulary import Vocabulary
 
 SPACE = "\u0100"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from outlines_core.json_schema import build_regex_from_schema
 
 from guided import regex
 from guided.backends.base import Backend
-from guided.backends.enforced_keywords import Form, SchemaReader
+from guided.backends.few_keywords import FewKeywords
 from guided.backends.mask_cache import MaskCache
 from guided.backends.matchers import StateGrammar
 from guided.backends.native import guard
@@ -37,6 +38,7 @@ from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint, bounded
 from guided.schema import string_pattern
+from guided.schema.keywords import Schema
 from guided.vocabulary import Vocabulary
 
 _native = guard("outlines")
@@ -60,17 +62,26 @@ class OutlinesBackend(Backend):
         with _native:
             self._tokens = outlines_core.Vocabulary(vocabulary.stop_token_ids[0], tokens)
 
-    def compile(self, constraint: Constraint) -> OutlinesGrammar:
-        pattern, empty = self._pattern(constraint)
+    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> OutlinesGrammar:
+        checked: tuple[str, ...] = ()
+        if constraint.kind in ("json_schema", "json_object"):
+            document = json.loads(constraint.source or '{"type": "object"}')
+            lowering = _Lowering(document, leave_out=leave_out, strict=constraint.strict)
+            pattern, empty = _json(lowering.document(), constraint.whitespace), False
+            checked = tuple(lowering.checked)
+        else:
+            pattern, empty = self._pattern(constraint)
         try:
             index = outlines_core.Index(f"(?:{pattern})$", self._tokens)
         except ValueError as error:
             raise UnsupportedConstraint(
                 f"outlines refuses the {constraint.kind}: {bounded(error)}", param=constraint.kind
             ) from None
-        return OutlinesGrammar(self._vocabulary, index, empty, self._masks)
+        grammar = OutlinesGrammar(self._vocabulary, index, empty, self._masks)
+        grammar.checked = checked
+        return grammar
 
-    def load(self, constraint: Constraint, dumped: bytes) -> OutlinesGrammar:
+    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> OutlinesGrammar:
         with _native:
             index = outlines_core.Index.from_binary(dumped[1:])
         return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01", self._masks)
@@ -78,8 +89,6 @@ class OutlinesBackend(Backend):
     def _pattern(self, constraint: Constraint) -> tuple[str, bool]:
         """Return the constraint as one regex without the empty text, and whether it allows the empty text."""
         match constraint.kind:
-            case "json_schema" | "json_object":
-                return self._json(constraint), False
             case "regex":
                 node = regex.parse(constraint.source)
                 rest = regex.nonempty(node)
@@ -94,19 +103,18 @@ class OutlinesBackend(Backend):
             f"backend 'outlines' does not support {constraint.kind!r} constraints", param=constraint.kind
         )
 
-    def _json(self, constraint: Constraint) -> str:
-        schema = _Reader(constraint.source).read_whole() if constraint.source else {"type": "object"}
-        spaces = constraint.whitespace
-        if spaces:
-            spaces = f"(?:{string_pattern.whitespace(spaces)})"
-        try:
-            built: str = build_regex_from_schema(json.dumps(schema, ensure_ascii=False), spaces)
-        except ValueError as error:
-            raise UnsupportedConstraint(f"outlines refuses the schema: {bounded(error)}", param="json_schema") from None
-        return built
+
+def _json(schema: dict[str, Any], whitespace: str | None) -> str:
+    """Return a schema in outlines' terms as a regex."""
+    spaces = f"(?:{string_pattern.whitespace(whitespace)})" if whitespace else whitespace
+    try:
+        built: str = build_regex_from_schema(json.dumps(schema, ensure_ascii=False), spaces)
+    except ValueError as error:
+        raise UnsupportedConstraint(f"outlines refuses the schema: {bounded(error)}", param="json_schema") from None
+    return built
 
 
-class _Reader(SchemaReader):
+class _Lowering(FewKeywords):
     """Objects have the named properties in this order and no others, arrays with `prefixItems` exactly these items.
 
     Strings with a length or a pattern have no escapes: with them, 20 characters take a minute to compile.
@@ -120,30 +128,40 @@ class _Reader(SchemaReader):
     }
     formats = ("uuid",)
 
+    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
+        super().__init__(schema, leave_out=leave_out, strict=strict)
+        self._open: list[str] = []
+        """The references that are being expanded."""
+
     def any_value(self) -> dict[str, Any]:
         return {"anyOf": [{}]}  # alone, `{}` becomes alternatives without parentheses
 
-    def values(self, values: list[Any], at: str, keyword: str) -> Form:
+    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
+        if schema["$ref"] in self._open:
+            raise self.refusal(schema, "$ref", " that is recursive: a regex can't count levels")
+        self._open.append(schema["$ref"])
+        expanded = self.lower(self.form.target(schema))
+        self._open.pop()
+        return expanded
+
+    def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         for value in values:
             text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
             if not re.fullmatch(build_regex_from_schema(json.dumps({"const": value}), ""), text):
-                raise self.refusal(at, keyword, f" with {bounded(text, 60)}")  # some numbers are rounded
-        return {"enum": values} if values else None
+                raise self.refusal(schema, keyword, f" with {bounded(text, 60)}")  # some numbers are rounded
+        return {"enum": values}
 
-    def text(self, least: int, most: float) -> Form:
+    def text(self, least: int, most: float) -> dict[str, Any]:
         if not least and most == math.inf:
             return {"type": "string"}
         plain = regex.Chars(string_pattern.PLAIN)
         return self.matching(regex.repeat(plain, least, None if most == math.inf else int(most)))
 
-    def matching(self, pattern: regex.Node) -> Form:
+    def matching(self, pattern: regex.Node) -> dict[str, Any]:
         return {"type": "string", "pattern": f"^(?:{regex.render(pattern)})$"}
 
     def name(self, text: str) -> str:
         return json.dumps(text, ensure_ascii=False)[1:-1]  # outlines does not escape names
-
-    def recursive(self, reference: str, at: str) -> dict[str, Any]:
-        raise self.refusal(at, "$ref", " that is recursive: a regex can't count levels")
 
 
 class OutlinesGrammar(StateGrammar):

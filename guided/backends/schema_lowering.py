@@ -6,19 +6,34 @@ refusal names the keyword and its JSON pointer in the user's document.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar, NamedTuple
+
+from jsonschema_rs import Draft202012Validator
 
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
-from guided.schema.form import target_name
+from guided.schema.canonical import canonical
 from guided.schema.keywords import ALL_TYPES, Schema, listed
-from guided.schema.normal_form import normalise
-from guided.schema.pointer import escape
+from guided.schema.validation import PATTERNS
 
-_REASONS = {"oneOf": " with alternatives that may overlap", "allOf": " with parts that can't be merged"}
+_DEPENDENT = {
+    "contains": ("minContains", "maxContains"),
+    "if": ("then", "else"),
+    "patternProperties": ("additionalProperties", "unevaluatedProperties"),
+    "prefixItems": ("items", "unevaluatedItems"),
+}
+"""Keywords that would exclude more without the first one."""
+TIERS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("minProperties", "maxProperties", "not"),
+    ("patternProperties", "propertyNames"),
+    ("allOf", "pattern"),
+)
+"""Keywords to leave out everywhere, step by step, where a library refuses a schema and does not say which keyword."""
 
 
 class ArrayShape(NamedTuple):
@@ -40,22 +55,35 @@ def counts(lower: str, least: int, upper: str, most: int | None) -> dict[str, in
     return {**({lower: least} if least else {}), **({} if most is None else {upper: most})}
 
 
+class NotEnforced(UnsupportedConstraint):
+    """A library does not enforce a keyword."""
+
+    keyword = ""
+    """The keyword of the subschema that is being lowered."""
+
+
 class SchemaLowering(ABC):
-    """Lowers one schema to the form that one library enforces completely.
+    """Lowers one schema to the form of one library: the schema itself, or a superset without what it does not enforce.
+
+    Args:
+        leave_out: keywords to leave out everywhere.
+        strict: refuse what the library does not enforce, instead of leaving it out.
 
     Raises:
-        UnsupportedConstraint: the library would not enforce a keyword; with the keyword and its pointer.
+        UnsupportedConstraint: the library would not enforce a keyword; with its pointer.
         InvalidConstraint: no value satisfies the schema, or a pattern is malformed.
     """
 
     library: ClassVar[str]
-    never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas")
-    """Keywords that the library does not enforce, where the normal form still has them."""
+    never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas", "unevaluatedProperties")
+    """Keywords that the library does not enforce, where the canonical form still has them."""
 
-    def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
-        self.form = normalise(schema, rewrite=rewrite)
-        if self.form.root is False:
-            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
+    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
+        self.form = canonical(schema)
+        self.checked: dict[str, None] = {}
+        """JSON pointers of the keywords that are left out, in the schema as sent."""
+        self._leave_out = leave_out
+        self._strict = strict
         self._referenced: list[dict[str, Any]] = []
 
     def document(self) -> dict[str, Any]:
@@ -63,7 +91,7 @@ class SchemaLowering(ABC):
         root = self.lower(self.form.root)
         definitions: dict[str, Any] = {}
         for reference in self._referenced:  # `lower` appends to it
-            name = target_name(reference)
+            name = reference["$ref"].removeprefix("#/$defs/")
             if name not in definitions:
                 definitions[name] = self.lower(self.form.target(reference))
         return {**root, "$defs": definitions} if definitions else root
@@ -74,11 +102,35 @@ class SchemaLowering(ABC):
         return schema
 
     def lower(self, schema: Schema) -> dict[str, Any]:
-        """Lower one subschema in normal form."""
+        """Lower one subschema of the canonical form. Leaves out what the library does not enforce."""
         if schema is False:
             raise UnsupportedConstraint(f"{self.library} can't enforce a schema that is false", param="json_schema")
         if schema is True or schema == {}:
             return self.any_value()
+        for keyword in schema.keys() & self._leave_out:
+            schema = self._without(schema, self.refusal(schema, keyword))
+        while True:
+            try:
+                return self._lower(schema) if schema else self.any_value()
+            except NotEnforced as refusal:
+                schema = self._without(schema, refusal)
+
+    def _without(self, schema: dict[str, Any], refusal: NotEnforced) -> dict[str, Any]:
+        """Return a superset of `schema` without a keyword, which is checked then."""
+        keyword = refusal.keyword
+        if self._strict or keyword not in schema:
+            raise refusal
+        dropped = [keyword, *(name for name in _DEPENDENT.get(keyword, ()) if name in schema)]
+        self.checked |= dict.fromkeys(place for name in dropped for place in self.form.pointers(schema, name))
+        kept = {name: value for name, value in schema.items() if name not in dropped}
+        if keyword == "oneOf":  # at least one of them is still necessary
+            kept["anyOf"] = schema["oneOf"]
+        elif keyword == "allOf":
+            parts = [part for part in schema["allOf"] if isinstance(part, dict)]
+            kept.update(max(parts, key=lambda part: len(json.dumps(part))))
+        return self.form.copied(schema, kept)
+
+    def _lower(self, schema: dict[str, Any]) -> dict[str, Any]:
         for keyword in self.never:
             if keyword in schema:
                 raise self.refusal(schema, keyword)
@@ -87,10 +139,11 @@ class SchemaLowering(ABC):
         if (values := listed(schema)) is not None:
             return self.finite(schema, "const" if "const" in schema else "enum", values)
         if "anyOf" in schema:
-            return any_of([self.lower(part) for part in schema["anyOf"]])
-        return any_of([self._of_type(kind, schema) for kind in self.types(schema)])
+            return any_of([self.lower(part) for part in schema["anyOf"] if part is not False])
+        return any_of([self.of_type(kind, schema) for kind in self.types(schema)])
 
-    def _of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+    def of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower one of the types that `schema` allows."""
         match kind:
             case "string":
                 return self.string(schema)
@@ -141,22 +194,29 @@ class SchemaLowering(ABC):
         named = schema.get("type", ALL_TYPES)
         return [named] if isinstance(named, str) else [*named]
 
-    def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
+    def refusal(self, schema: Schema, keyword: str, reason: str = "") -> NotEnforced:
         """Return the error for a keyword that the library would not enforce."""
-        return UnsupportedConstraint(
-            f"{self.library} can't enforce {keyword!r}{reason or _REASONS.get(keyword, '')}",
-            param="json_schema",
-            pointer=f"{self.form.pointer(schema)}/{escape(keyword)}",
-        )
+        message = f"{self.library} can't enforce {keyword!r}{reason}"
+        refusal = NotEnforced(message, param="json_schema", pointer=self.pointer(schema, keyword))
+        refusal.keyword = keyword
+        return refusal
+
+    def pointer(self, schema: Schema, keyword: str) -> str:
+        """Return where in the schema as sent a keyword probably comes from, as a JSON pointer."""
+        return next(self.form.pointers(schema, keyword))
 
     def unsatisfiable(self, schema: Schema, reason: str) -> InvalidConstraint:
         """Return the error for a subschema that no value satisfies: invalid only if it is the whole schema."""
         kind = InvalidConstraint if schema is self.form.root else UnsupportedConstraint
-        return kind(reason, param="json_schema", pointer=self.form.pointer(schema))
+        return kind(reason, param="json_schema", pointer=self.pointer(schema, ""))
 
     def at_keyword(self, error: InvalidConstraint, schema: Schema, keyword: str) -> InvalidConstraint:
         """Return `error` with the pointer of `keyword`."""
-        return type(error)(error.message, param="json_schema", pointer=f"{self.form.pointer(schema)}/{escape(keyword)}")
+        kind = NotEnforced if isinstance(error, UnsupportedConstraint) else type(error)
+        located = kind(error.message, param="json_schema", pointer=self.pointer(schema, keyword))
+        if isinstance(located, NotEnforced):
+            located.keyword = keyword
+        return located
 
     def pattern(self, schema: dict[str, Any]) -> tuple[str, str] | None:
         """Return the keyword and the regex of `pattern` or `format`; None without either."""
@@ -230,7 +290,8 @@ class SchemaLowering(ABC):
 
     def allowed_names(self, schema: dict[str, Any], names: Iterable[str]) -> set[str]:
         """Return those of `names` that `propertyNames` allows."""
-        validator = self.form.validator(schema.get("propertyNames", True))
+        condition = {"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]}
+        validator = Draft202012Validator(condition, validate_formats=True, pattern_options=PATTERNS, offline=True)
         return {name for name in names if validator.is_valid(name)}
 
     def listed_names(self, names: Schema) -> list[str] | None:

@@ -16,7 +16,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -81,35 +82,44 @@ class XGrammarBackend(Backend):
             self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
         self._tokens = _Tokens(vocabulary)
 
-    def compile(self, constraint: Constraint) -> XGrammarGrammar:
+    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> XGrammarGrammar:
         started = time.thread_time()
         try:
-            compiled = self._compile(constraint)
-            return XGrammarGrammar(self._tokens, compiled, time.thread_time() - started)
+            source, checked = self._grammar(constraint, leave_out)
+            tag = constraint.kind == "structural_tag"
+            compiled = (self._compiler.compile_structural_tag if tag else self._compiler.compile_grammar)(source)
+            grammar = XGrammarGrammar(self._tokens, compiled, time.thread_time() - started)
+            grammar.checked = checked
+            return grammar
         except (RuntimeError, UnicodeDecodeError) as error:
             # Malformed schemas, regexes and GBNF were refused before: xgrammar can't enforce the others.
             malformed = constraint.kind == "grammar" and syntax(constraint.source) == "lark"
             refusal = InvalidConstraint if malformed else UnsupportedConstraint
             raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
 
-    def load(self, constraint: Constraint, dumped: bytes) -> XGrammarGrammar:
+    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> XGrammarGrammar:
         if not dumped:
-            return self.compile(constraint)
+            return self.compile(constraint, leave_out)
         with _native:
             compiled = xgrammar.CompiledGrammar.deserialize_json(dumped.decode("utf-8"), self._tokenizer)
         return XGrammarGrammar(self._tokens, compiled, math.inf)
 
-    def _compile(self, constraint: Constraint) -> Any:
-        if constraint.kind == "structural_tag":
-            tag = TagFormat(constraint, self._tokens.special_names, lambda content: str(self._grammar(content)))
-            return self._compiler.compile_structural_tag(json.dumps(tag.source()))
-        return self._compiler.compile_grammar(self._grammar(constraint))
+    def _grammar(self, constraint: Constraint, leave_out: Collection[str] = ()) -> tuple[Any, tuple[str, ...]]:
+        """Return a constraint as a text in xgrammar's notation, and the pointers of the keywords that are left out."""
+        if constraint.kind == "json_schema":
+            lowered = lower(json.loads(constraint.source), leave_out, strict=constraint.strict)
+            return self._schema_ebnf(lowered, constraint.whitespace), lowered.checked
+        return self._source(constraint), ()
 
-    def _grammar(self, constraint: Constraint) -> Any:
-        """Return a constraint as an `xgrammar.Grammar`, or as a text in xgrammar's notation."""
+    def _content(self, content: Constraint) -> str:
+        """Return a content of a structural tag in xgrammar's notation."""
+        return str(self._grammar(replace(content, strict=True))[0])
+
+    def _source(self, constraint: Constraint) -> Any:
+        """Return a constraint other than a schema as an `xgrammar.Grammar`, or as a text in xgrammar's notation."""
         match constraint.kind:
-            case "json_schema":
-                return self._schema_ebnf(lower(json.loads(constraint.source)), constraint.whitespace)
+            case "structural_tag":
+                return json.dumps(TagFormat(constraint, self._tokens.special_names, self._content).source())
             case "json_object":
                 return self._schema_ebnf(lower({"type": "object"}), constraint.whitespace)
             case "regex":

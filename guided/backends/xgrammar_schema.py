@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,11 +19,10 @@ from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.errors import bounded
 from guided.schema import string_pattern
-from guided.schema.keywords import NUMBER_BOUNDS, OF_TYPE, Schema, divides_integers, integer_bounds
+from guided.schema.keywords import NUMBER_BOUNDS, Schema, divides_integers, integer_bounds
 
 PATTERN = "^pattern{}$"
 
-_OBJECT = set(OF_TYPE["object"]) - {"unevaluatedProperties", "dependentRequired", "dependentSchemas"}
 _INT64 = 2**63 - 1024
 """Larger bounds are refused: xgrammar's own check misses those that a double can't represent."""
 _COUNT = 2**31 - 1
@@ -44,20 +44,22 @@ class Lowered:
     patterns: list[regex.Node]
     """JSON text between quotes. Number n appears in `text` as the pattern `PATTERN.format(n)`: xgrammar's own automata
     for patterns let `(a+b)?` match `a`."""
+    checked: tuple[str, ...]
+    """JSON pointers of the keywords that are left out, in the schema as sent."""
 
 
-def lower(schema: Schema) -> Lowered:
-    """Lower `schema` for xgrammar. Raises as `SchemaLowering` does."""
-    lowering = _Lowering(schema)
+def lower(schema: Schema, leave_out: Collection[str] = (), *, strict: bool = False) -> Lowered:
+    """Lower `schema` for xgrammar. Arguments and errors as those of `SchemaLowering`."""
+    lowering = _Lowering(schema, leave_out=leave_out, strict=strict)
     text = json.dumps(lowering.document(), ensure_ascii=False)
-    return Lowered(text, lowering.open_names, lowering.lengths, lowering.patterns)
+    return Lowered(text, lowering.open_names, lowering.lengths, lowering.patterns, tuple(lowering.checked))
 
 
 class _Lowering(SchemaLowering):
     library = "xgrammar"
 
-    def __init__(self, schema: Schema) -> None:
-        super().__init__(schema)
+    def __init__(self, schema: Schema, *, leave_out: Collection[str], strict: bool) -> None:
+        super().__init__(schema, leave_out=leave_out, strict=strict)
         self.open_names = False
         self.lengths = False
         self.patterns: list[regex.Node] = []
@@ -73,11 +75,6 @@ class _Lowering(SchemaLowering):
             if not _keeps_value(value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}")
         return {"enum": values}
-
-    def types(self, schema: dict[str, Any]) -> list[str]:
-        if "type" not in schema and schema.keys() <= _OBJECT:
-            return ["object"]  # narrowed: a schema with "properties" and without "type" is meant for objects
-        return super().types(schema)
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
@@ -148,6 +145,8 @@ class _Lowering(SchemaLowering):
         rest, names = schema.get("additionalProperties", True), schema.get("propertyNames", True)
         patterns = self._pattern_properties(schema, rest)
         properties = self._properties(schema, rest)
+        if names is not True and properties and rest is not False:
+            raise self.refusal(schema, "propertyNames", " next to 'properties'")  # it would ignore these
         if names is not True:
             patterns, rest = self._property_names(schema, patterns, rest)
             names = names if rest is not False and not patterns else True
@@ -227,9 +226,7 @@ class _Lowering(SchemaLowering):
         """Lower `propertyNames`, for strings only: xgrammar would allow other types as names."""
         if isinstance(names, bool) or names.keys() & {"$ref", "anyOf", "enum", "const", "type"}:
             return self.lower(names)
-        strings = {**names, "type": "string"}
-        self.form.note(strings, self.form.pointer(names))
-        return self.lower(strings)
+        return self.lower(self.form.copied(names, {**names, "type": "string"}))
 
 
 def _disjoint(patterns: list[str]) -> bool:

@@ -18,10 +18,9 @@ from typing import Any
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import MAX_NUMBER_LENGTH, JsonError, JsonTooLarge, loads
 from guided.limits import Limits
+from guided.schema.drafts import Draft
 from guided.schema.graph import Position, SchemaGraph
 from guided.schema.keywords import OF_TYPE, is_number, types_of
-from guided.schema.metaschema import TYPES, Dialect
-from guided.schema.own_keywords import LATER
 from guided.schema.pointer import Place, pointer, shortened
 from guided.schema.string_pattern import FORMATS
 
@@ -113,13 +112,33 @@ class _Checker:
         self._check_values(document)
         if document is False:
             raise self._invalid("the schema is false: no value satisfies it", "")
-        if isinstance(document, dict):
-            dialect = Dialect.of(document)
-            graph = SchemaGraph.build(document, lambda position: self._check_subschema(position, dialect), self._param)
-            graph.refuse_endless_references(self._param)
-            self._check_alternatives(graph)
-            notes += islice(_not_enforced(document, graph, dialect), MAX_NOTES)
+        if document is True:
+            return True
+        document = json.loads(json.dumps(document))
+        assert isinstance(document, dict)
+        self._draft = self._read_draft(document)
+        graph = SchemaGraph.build(document, self._check_subschema, self._param)
+        graph.refuse_endless_references(self._param)
+        self._check_alternatives(graph)
+        notes += islice(_not_enforced(document, graph, self._draft), MAX_NOTES)
+        for node in graph.nodes():
+            self._read_nullable(node.schema)
+            if node is not graph.root:
+                node.schema.pop("$schema", None)  # parts are read in the document's draft
         return document
+
+    def _read_draft(self, document: dict[str, Any]) -> Draft:
+        named = str(document.get("$schema", ""))
+        if any(old in named for old in ("draft-00", "draft-01", "draft-02", "draft-03")):
+            raise self._invalid("drafts before draft 4 are not supported: use draft 4 or a later one", "/$schema")
+        return Draft.of(document)
+
+    def _read_nullable(self, schema: dict[str, Any]) -> None:
+        """Write `nullable: true` of OpenAPI 3.0 as a type: null is allowed beside the type."""
+        kinds = schema.get("type")
+        if schema.get("nullable") is True and kinds is not None:
+            listed = [kinds] if isinstance(kinds, str) else kinds
+            schema["type"] = listed if "null" in listed else [*listed, "null"]
 
     def _check_kind(self, schema: Any, what: str, place: Place) -> None:
         if not isinstance(schema, dict | bool):
@@ -194,18 +213,15 @@ class _Checker:
             except UnicodeEncodeError:
                 raise self._invalid("a lone surrogate is not valid Unicode", pointer(path)) from None
 
-    def _check_subschema(self, position: Position, dialect: Dialect) -> None:
-        """Check one subschema alone: limits, then each value by the dialect's meta-schema, then contradictions."""
-        schema, place = position
+    def _check_subschema(self, position: Position) -> None:
+        """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
+        schema, place, is_outermost = position
         if isinstance(schema, bool):
             return
         self._check_kind(schema, "a schema", place)
+        if is_outermost and (fault := self._draft.fault(schema)):
+            raise self._invalid(fault[0], place.pointer() + fault[1])
         self._check_sizes(schema, place)
-        for keyword, value in schema.items():
-            fault = dialect.fault(keyword, value)
-            if fault is not None:
-                message = f"{keyword!r} is not valid: {fault.message}{_suggestion(keyword, value)}"
-                raise self._invalid(message, place.pointer(keyword) + fault.inside)
         self._check_patterns(schema, place)
         if not place.negated:  # under `not`, a schema that no value satisfies is useful
             self._check_satisfiable(schema, place)
@@ -258,9 +274,9 @@ class _Checker:
             raise self._invalid("'allOf' contains false: no value satisfies it", where)
 
 
-def _not_enforced(document: dict[str, Any], graph: SchemaGraph, dialect: Dialect) -> Iterator[Note]:
+def _not_enforced(document: dict[str, Any], graph: SchemaGraph, draft: Draft) -> Iterator[Note]:
     """Yield unknown formats of strings, probably misspelt keywords, and a root without any keyword of JSON Schema."""
-    if document and not any(dialect.knows(keyword) for keyword in document):
+    if document and not any(draft.knows(keyword) for keyword in document):
         named = json.dumps(bounded(next(iter(document)), 60), ensure_ascii=False)
         yield Note("", suggestion=f'no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?')
         return
@@ -271,9 +287,9 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, dialect: Dialect
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
                     yield Note(shortened(node.place.pointer(keyword)), format=value)
-            elif dialect.knows(keyword):
+            elif draft.knows(keyword):
                 continue
-            elif keyword in LATER:
+            elif keyword in _LATER:
                 yield Note(shortened(node.place.pointer(keyword)), suggestion="not in the draft that $schema names")
             else:
                 unknown_keywords += 1
@@ -281,6 +297,8 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, dialect: Dialect
                     yield Note(shortened(node.place.pointer(keyword)), suggestion=f"did you mean {meant!r}?")
 
 
+_LATER = ("prefixItems", "minContains", "maxContains")
+"""Keywords that are ignored in drafts that do not have them: a value that they allow may violate the draft's own."""
 MAX_NOTES = 50
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
@@ -305,10 +323,3 @@ def _members(container: Any) -> Iterator[tuple[str | int | None, Any]]:
     if isinstance(container, dict):
         return iter(container.items())
     return enumerate(container) if isinstance(container, list | tuple) else iter(())
-
-
-def _suggestion(keyword: str, value: Any) -> str:
-    if keyword != "type" or not isinstance(value, str):
-        return ""
-    near = difflib.get_close_matches(value, TYPES, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

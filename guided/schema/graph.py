@@ -6,25 +6,22 @@ named "items" or an enum value that contains "$ref" is not mistaken for one. Not
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-import referencing
 import referencing.exceptions
 import referencing.jsonschema
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
-from guided.schema.metaschema import Dialect
+from guided.schema.drafts import Draft
 from guided.schema.pointer import Place, escape
 
 _SAME_ONE = ("if", "then", "else", "not")
-_SAME_MANY = ("allOf", "anyOf", "oneOf", "extends", "disallow", "type")
+_SAME_MANY = ("allOf", "anyOf", "oneOf")
 _SAME_NAMED = ("dependentSchemas", "dependencies")
 _PART_ONE = (
     "additionalItems",
@@ -48,6 +45,8 @@ class Position(NamedTuple):
 
     schema: Any
     place: Place
+    is_outermost: bool
+    """It is the document, or where a reference leads that is no known position of a schema."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +106,10 @@ class SchemaGraph:
         """The whole document."""
         return self._nodes[id(self._document)]
 
+    def find(self, schema: Any) -> Node | None:
+        """Return the node of a subschema of the document, which is found by identity; None if it has none."""
+        return self._nodes.get(id(schema))
+
     def nodes(self) -> Iterator[Node]:
         """Iterate over every object subschema, including unused `$defs`."""
         return iter(self._nodes.values())
@@ -114,10 +117,6 @@ class SchemaGraph:
     def reachable(self) -> Iterator[Node]:
         """Iterate over the subschemas that take part in validation, the root first."""
         return closure([self.root])
-
-    def resolver(self, node: Node) -> Any:
-        """Return the resolver of the references in `node`; None if the document has no references."""
-        return self._resolvers.get(id(node))
 
     def refuse_endless_references(self, param: str) -> None:
         """Refuse a schema that applies itself to the same value: validation would never end.
@@ -148,7 +147,7 @@ class SchemaGraph:
         for node in self.nodes():
             children = passed_on[id(node)] = [child for _, child in node.same]
             keywords = {keyword for keyword, _ in node.same}
-            conditions += [child for keyword, child in node.same if keyword in ("if", "not", "disallow")]
+            conditions += [child for keyword, child in node.same if keyword in ("if", "not")]
             alone = len(keywords) == 1 and not any(name in node.schema for name in _PART_NAMED)
             alternatives = keywords <= {"anyOf", "oneOf", *REFERENCES} or len(children) == 1
             if alone and alternatives and not keywords & {*_SAME_ONE, *_SAME_NAMED}:
@@ -188,7 +187,7 @@ class SchemaGraph:
             schema, place, parent, keyword, same = todo.pop()
             node = self._nodes.get(id(schema)) if isinstance(schema, dict) else None
             if node is None:
-                self._check(Position(schema, place))
+                self._check(Position(schema, place, parent is None))
                 if not isinstance(schema, dict):
                     continue
                 node = self._nodes[id(schema)] = Node(schema, place, parent)
@@ -204,7 +203,7 @@ class SchemaGraph:
         """Turn references into edges. A target outside the known schema positions is added."""
         if not any(isinstance(node.schema.get(keyword), str) for node in self._unresolved for keyword in REFERENCES):
             return  # identifiers and anchors matter to references only
-        specification = _specification(Dialect.of(self._document))
+        specification = referencing.jsonschema.specification_with(Draft.of(self._document).uri)
         root = specification.create_resource(self._document)
         try:
             start = REGISTRY.with_resource("", root).crawl().resolver_with_root(root)
@@ -253,27 +252,6 @@ class SchemaGraph:
         return InvalidConstraint(message, param=self._param, pointer=where)
 
 
-@lru_cache(maxsize=4)  # several parts of a compilation read it
-def read_graph(text: str) -> SchemaGraph:
-    """Return the graph of a schema as JSON text, an object that was checked before. Its nodes are not to be changed."""
-    return SchemaGraph.build(json.loads(text))
-
-
-def _specification(dialect: Dialect) -> Any:
-    """Return how `referencing` finds identifiers in schemas of a dialect."""
-    known = referencing.jsonschema.specification_with(dialect.uri)
-    if not dialect.is_draft3:
-        return known
-    make: Any = referencing.Specification
-    return make(  # `referencing` takes the keys of an `extends` that is an object for schemas
-        name=known.name,
-        id_of=known.id_of,
-        subresources_of=lambda schema: (child for _, _, child, _ in _children(schema) if isinstance(child, dict)),
-        maybe_in_subresource=known.maybe_in_subresource,
-        anchors_in=lambda _specification, schema: known.anchors_in(schema),
-    )
-
-
 def _exists(reference: str, resolver: Any) -> bool:
     try:
         resolver.lookup(reference)
@@ -299,7 +277,7 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
     for keyword, value in schema.items():
         name = escape(keyword)
         if isinstance(value, dict):
-            if keyword in _SAME_ONE or keyword in _PART_ONE or keyword == "extends":
+            if keyword in _SAME_ONE or keyword in _PART_ONE:
                 yield keyword, name, value, keyword not in _PART_ONE
             elif keyword in _SAME_NAMED or keyword in _PART_NAMED or keyword in _KEPT_NAMED:
                 for key, child in value.items():
@@ -307,5 +285,4 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
                         yield keyword, f"{name}/{escape(key)}", child, keyword in _SAME_NAMED
         elif isinstance(value, list) and (keyword in _SAME_MANY or keyword in _PART_MANY):
             for index, child in enumerate(value):
-                if keyword not in ("type", "disallow") or isinstance(child, dict):
-                    yield keyword, f"{name}/{index}", child, keyword in _SAME_MANY
+                yield keyword, f"{name}/{index}", child, keyword in _SAME_MANY

@@ -27,7 +27,10 @@ _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,9})?(Z|[+-]([01][0-
 _N = "[0-9]{1,9}"
 _CLOCK = f"T({_N}H({_N}M({_N}S)?)?|{_N}M({_N}S)?|{_N}S)"
 _CALENDAR = f"({_N}Y({_N}M({_N}D)?)?|{_N}M({_N}D)?|{_N}D)"
-_LABEL, _SHORT = (f"[A-Za-z0-9]([A-Za-z0-9-]{{0,{middle}}}[A-Za-z0-9])?" for middle in (61, 22))
+_A, _C = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+_LABEL, _SHORT = (  # no hyphens at the third and fourth place: these are reserved, as in `xn--` (RFC 5890)
+    f"{_A}({_C}?{_A}|{_C}{{2}}{_A}|{_C}({_A}{_C}|-{_A}){_C}{{0,{most - 5}}}{_A})?" for most in (63, 24)
+)
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _GROUP = "[0-9A-Fa-f]{1,4}"

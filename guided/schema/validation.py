@@ -9,17 +9,11 @@ from typing import Any
 import jsonschema_rs
 
 from guided.errors import ConstraintNotMet, bounded
-from guided.schema.metaschema import Dialect
+from guided.schema.drafts import Draft
 from guided.schema.pointer import pointer
 
-_CLASSES = {
-    "draft-04": jsonschema_rs.Draft4Validator,
-    "draft-06": jsonschema_rs.Draft6Validator,
-    "draft-07": jsonschema_rs.Draft7Validator,
-    "2019-09": jsonschema_rs.Draft201909Validator,
-    "2020-12": jsonschema_rs.Draft202012Validator,
-}
-_PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
+PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
+"""Limits of the engine for patterns."""
 
 
 def _finite(text: str) -> float:
@@ -37,12 +31,9 @@ class Validator:
     """
 
     def __init__(self, schema: dict[str, Any]) -> None:
-        uri = Dialect.of(schema).uri
-        kind: Any = next((one for name, one in _CLASSES.items() if name in uri), None)
-        if kind is None:
-            raise ValueError(f"there is no validator for {uri}")
         document = {name: value for name, value in schema.items() if name != "$schema"}
-        self._native = kind(document, validate_formats=True, pattern_options=_PATTERNS, offline=True)
+        make = Draft.of(schema).validator
+        self._native = make(document, validate_formats=True, pattern_options=PATTERNS, offline=True)
 
     def violation(self, text: bytes) -> ConstraintNotMet | None:
         """Return why `text` violates the schema; None if it satisfies it."""

@@ -25,8 +25,8 @@ DIALECTS = {
     "draft7": "http://json-schema.org/draft-07/schema#",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-LEAST_COMPILED = {"draft7": 230, "draft2020-12": 335}
-"""Of 257 and 383 groups."""
+LEAST_COMPILED = {"draft7": 234, "draft2020-12": 347}
+"""Of 257 and 383 groups. The others refer to other documents, or no value satisfies them."""
 
 INTEGER = "an integer is written without a fraction: `1.0` gains a model nothing"
 ORDER = "properties are generated in the order of the schema"
@@ -45,7 +45,8 @@ REJECTED = {
     ("dependencies", "multiple dependencies", "with dependencies"): ORDER,
     ("dependentRequired", "single dependency", "with dependency"): ORDER,
     ("dependentRequired", "multiple dependents required", "with dependencies"): ORDER,
-    ("dependentRequired", "dependencies with escaped characters", "quoted quotes"): ORDER,
+    ("dependencies", "dependencies with escaped characters", "valid object 1"): ORDER,
+    ("dependentRequired", "dependencies with escaped characters", "CRLF"): ORDER,
     ("enum", "enum with 0 does not match false", "float zero is valid"): INTEGER,
     ("enum", "enum with [0] does not match [false]", "[0.0] is valid"): INTEGER,
     ("enum", "enum with 1 does not match true", "float one is valid"): INTEGER,

@@ -60,7 +60,7 @@ def _text(report: Report, rewritten: bool) -> str:
         lines = [f"{report.name}: refused ({report.kind}){where}: {report.error}"]
     if report.accepted:
         lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
-    for what in ("rewritten", "checked", "not_enforced"):
+    for what in ("checked", "not_enforced"):
         if found := getattr(report, what):
             lines.append(f"  {what.replace('_', ' ')}: {', '.join(found)}")
     if report.least_tokens is not None:

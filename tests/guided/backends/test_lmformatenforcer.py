@@ -20,7 +20,7 @@ from guided.vocabulary import Vocabulary
 
 ROW = np.zeros(words(BYTES.padded_vocab_size), dtype=np.int32)
 LISTS: Any = {"anyOf": [{"items": {"type": "null"}, "maxItems": 2}, {"items": {"type": "boolean"}, "minItems": 2}]}
-NODE: Any = {"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}}}}}
+NODE: Any = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}}
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,11 @@ def test_enforced_keywords(schema: Any, valid: list[str], invalid: list[str]) ->
     ("schema", "pointer"),
     [
         ({"type": "string", "format": "date"}, "/format"),
-        ({"type": "array", "prefixItems": [{}]}, "/prefixItems"),
-        ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{}]}, "/items"),
+        ({"type": "array", "prefixItems": [{"type": "null"}]}, "/prefixItems"),
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "null"}], "type": "array"},
+            "/items",
+        ),
         ({"type": "string", "pattern": "a", "minLength": 3}, "/minLength"),
         ({"enum": ["a\n"]}, "/enum"),
         ({"const": {"a": 1}}, "/const"),
@@ -68,9 +71,8 @@ def test_enforced_keywords(schema: Any, valid: list[str], invalid: list[str]) ->
     ids=json.dumps,
 )
 def test_refused_keywords(schema: Any, pointer: str) -> None:
-    """`test_enforced_keywords.py` has those that no library enforces."""
     with pytest.raises(UnsupportedConstraint) as caught:
-        LMFormatEnforcerBackend(BYTES).compile(Constraint("json_schema", json.dumps(schema)))
+        LMFormatEnforcerBackend(BYTES).compile(Constraint.json_schema(schema, strict_schema=True))
     assert (caught.value.pointer, caught.value.param) == (pointer, "json_schema")
 
 

@@ -1,4 +1,4 @@
-"""What the normal form rewrites is enforced by llguidance: a schema and an instance are drawn together."""
+"""What the canonical form rewrites is enforced by llguidance: a schema and an instance are drawn together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BACKEND = LLGuidanceBackend(BYTES)
 
 
 def accepts(schema: Any, value: Any) -> bool:
-    matcher = BACKEND.compile(Constraint.json_schema(schema)).matcher()
+    matcher = BACKEND.compile(Constraint.json_schema(schema, strict_schema=True)).matcher()
     try:
         matcher.accept_tokens(tokens(json.dumps(value, ensure_ascii=False)))
     except TokenRejected:
@@ -119,10 +119,8 @@ def test_conditions_on_objects(base: Any, conditions: Any, values: list[Any]) ->
         accepted = decided(schema, dict(sorted(value.items())))
         if accepted:
             assert validator.is_valid(value), value
-        elif accepted is False and validator.is_valid(
-            value
-        ):  # some alternatives are narrower: see `LLGuidanceLowering`
-            assert conditions.keys() & {"oneOf", "not", "if", "dependentSchemas"}, value
+        elif accepted is False:
+            assert not validator.is_valid(value), value
 
 
 @settings(max_examples=50, deadline=None)
@@ -144,7 +142,6 @@ def test_conditions_on_any_value(one: Any, other: Any, value: Any) -> None:
     [
         ({"type": "string", "not": {"enum": ["a", "abc"]}}, ["", "ab", "abcd", "b", "aé"], ["a", "abc"]),
         ({"type": "string", "not": {"pattern": "^(ab)*$"}}, ["a", "aba", "\n"], ["", "ab", "abab"]),
-        ({"type": "number", "not": {"type": "integer"}}, [0.5, -1.25], [1, 0]),
         ({"minProperties": 1, "properties": {"a": {}, "b": {}}, "type": "object"}, [{"a": 1}, {"c": 1}], [{}]),
         (
             {

@@ -1,4 +1,4 @@
-"""Patterns of JSON Schema as text between the quotes of a JSON string, and ranges of numbers as patterns."""
+"""Patterns of JSON Schema as text between the quotes of a JSON string."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import string_pattern
-from guided.schema.number_pattern import integers, numbers
 
 SEARCHED = [
     "a",
@@ -190,35 +189,6 @@ def test_limits_of_the_whole_length(name: str, longest: int) -> None:
     _, most = string_pattern.width(string_pattern.read(string_pattern.FORMATS[name]))
     assert most is not None
     assert most <= longest
-
-
-_BOUND = st.none() | st.integers(-1200, 1200)
-
-
-@settings(deadline=None)
-@given(_BOUND, _BOUND, st.integers(-1500, 1500) | st.integers())
-def test_integers(low: int | None, high: int | None, value: int) -> None:
-    within = (low is None or low <= value) and (high is None or value <= high)
-    pattern = integers(low, high)
-    assert (bool(pattern) and re.fullmatch(pattern, str(value)) is not None) == within
-
-
-@settings(deadline=None)
-@given(
-    st.integers(0, 120),
-    st.none() | st.integers(0, 150),
-    st.booleans(),
-    st.booleans(),
-    st.decimals(0, 160, places=2).map(lambda value: f"{value:f}") | st.integers(0, 160).map(str),
-)
-def test_numbers(low: int, high: int | None, above: bool, below: bool, text: str) -> None:
-    if high is not None and high < low:
-        low, high = high, low
-    value = float(text)
-    enough = value > low if above else value >= low
-    within = enough and (high is None or (value < high if below else value <= high))
-    pattern = numbers(low, high, above=above, below=below)
-    assert (bool(pattern) and re.fullmatch(pattern, text) is not None) == within
 
 
 _NODES = ["a", "a*", "(a|b*)c?", "(a?b?){2}", "(a*)+", "a{0,2}b{0,2}", "", "(|a)(|b)", "(a|ab)(c|bcd)?"]

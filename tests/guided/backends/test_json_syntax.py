@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided.schema.json_syntax import START, State, complete, in_number, in_string, step
+from guided.backends.json_syntax import START, State, complete, in_number, in_string, step
 
 DOCUMENTS: st.SearchStrategy[Any] = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),

@@ -1,0 +1,366 @@
+"""The canonical form of a JSON schema: the same meaning with fewer combinations of keywords.
+
+`jsonschema-rs` computes it: it merges `allOf` and siblings of `$ref`, and replaces `oneOf`, `not`, `if`, dependencies
+and `unevaluated*` by alternatives where it can. Its result is read here in the terms of draft 2020-12, with the order
+of properties and the JSON pointers of the schema as sent:
+
+- there are no annotations and no unknown formats;
+- `$ref` is "#/$defs/<name>" and has no siblings, nor have `anyOf`, `oneOf`, `allOf`, `enum` and `const`;
+- tuples are `prefixItems`, and exclusive bounds are numbers;
+- named properties are in `properties`, in their order, unless other properties have the same schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
+
+import jsonschema_rs
+from jsonschema_rs import CanonicalSchema
+from jsonschema_rs.canonical import Satisfiability
+
+from guided.errors import InvalidConstraint, bounded
+from guided.schema import string_pattern
+from guided.schema.drafts import Draft
+from guided.schema.graph import Node, SchemaGraph
+from guided.schema.keywords import COMPOUND, Schema, listed
+from guided.schema.origin import Origin
+from guided.schema.validation import PATTERNS
+
+_FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
+_EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
+_ROOT = "guided-root"
+"""Name of the definition for the whole schema."""
+_MAX_DEFINITIONS = 1_000
+_OWN_NAME = "urn:jsonschema:canonical:"
+"""How the library's names of definitions begin that are no pointers into the schema as sent: a URI, escaped."""
+
+
+def canonical(schema: Schema) -> CanonicalForm:
+    """Return the canonical form of a schema that `guided.schema.document.parse` returned. See `CanonicalForm`."""
+    document = {} if schema is True else {"not": {}} if schema is False else schema
+    return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")))
+
+
+@lru_cache(maxsize=4)  # each backend that is tried asks for it
+def _form(text: str) -> CanonicalForm:
+    return CanonicalForm(json.loads(text))
+
+
+class CanonicalForm:
+    """A schema in canonical form: `root` refers to `definitions` as "#/$defs/<name>".
+
+    Args:
+        document: is changed.
+
+    Raises:
+        InvalidConstraint: no value satisfies the schema, or the library does not take it.
+    """
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._draft = Draft.of(document).number
+        self._graph = SchemaGraph.build(document)
+        form = _satisfiable(_canonicalize({**document, "$schema": Draft.of(document).uri}, self._draft))
+        self._library = _with_named_root(form.to_json_schema())
+        self._origins: dict[int, tuple[Schema, Origin]] = {}
+        """By `id` of a subschema; the reference to it prevents another use of the `id`."""
+        self._names: dict[str, str] = {}
+        """Reference of the library -> name of the definition."""
+        self.definitions: dict[str, Schema] = {}
+        self.root = self._read(self._library, Origin.of(self._graph, [self._graph.root]))
+
+    def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
+        """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
+        found = self._origins.get(id(schema))
+        yield from [""] if found is None else found[1].pointers(keyword)
+
+    def target(self, schema: dict[str, Any]) -> Schema:
+        """Return the target of a `$ref`."""
+        return self.definitions[schema["$ref"].removeprefix("#/$defs/")]
+
+    def alternatives(self, schema: Schema) -> list[Schema]:
+        """Return the alternatives of a subschema, without `$ref` and `anyOf`."""
+        found: list[Schema] = []
+        todo, seen = [schema], set()
+        while todo:
+            part = todo.pop()
+            if isinstance(part, dict) and "$ref" in part:
+                if part["$ref"] not in seen:
+                    seen.add(part["$ref"])
+                    todo.append(self.target(part))
+            elif isinstance(part, dict) and "anyOf" in part:
+                todo.extend(part["anyOf"])
+            else:
+                found.append(part)
+        return found
+
+    def copied(self, schema: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+        """Return `changed`, which comes from where `schema` does."""
+        if id(schema) in self._origins:
+            self._origins[id(changed)] = (changed, self._origins[id(schema)][1])
+        return changed
+
+    def _read(self, schema: Any, origin: Origin) -> Schema:
+        """Return a subschema of the library's form."""
+        if isinstance(schema, bool) or schema.keys() <= _FRAME:
+            return schema is not False
+        if schema.get("not") in ({}, True):
+            return False
+        if any("$ref" in part for part in schema.get("allOf", ()) if isinstance(part, dict)):
+            return self._merged(schema, origin)
+        return self._read_keywords(schema, origin)
+
+    def _read_keywords(self, schema: dict[str, Any], origin: Origin) -> Schema:
+        read: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            if keyword not in _FRAME:
+                read |= self._keyword(schema, keyword, value, origin)
+        if read.keys() == {"anyOf"} and len(read["anyOf"]) < 2:
+            return read["anyOf"][0] if read["anyOf"] else False
+        if read.get("format", "date") not in string_pattern.FORMATS:
+            del read["format"]  # an annotation
+        result = _apart(_in_order(_closed(read), origin))
+        for part in (result, *result.get("allOf", ())):
+            self._origins.setdefault(id(part), (part, origin))
+        return result
+
+    def _keyword(self, schema: dict[str, Any], keyword: str, value: Any, origin: Origin) -> dict[str, Any]:
+        """Return one keyword of a subschema in draft 2020-12; nothing if another one says the same."""
+        match keyword:
+            case "$ref":
+                return {keyword: f"#/$defs/{self._definition(value, origin)}"}
+            case "oneOf" if (exclusive := self._exclusive(value)) is not None:
+                return self._keyword(schema, "anyOf", exclusive, origin)
+            case "anyOf" | "oneOf":
+                parts = [self._read(part, origin.alternative(part)) for part in value]
+                return {keyword: [part for part in parts if part is not False]}
+            case "allOf":
+                order = sorted(value, key=lambda part: origin.place(part, self._source(part)))
+                return {keyword: [self._read(part, origin) for part in order]}
+            case "not" | "if" | "then" | "else":
+                return {keyword: self._read(value, origin)}
+            case "properties":
+                return {keyword: {name: self._read(part, origin.property(name)) for name, part in value.items()}}
+            case "patternProperties" | "dependentSchemas":
+                origins = {name: origin.part(keyword, name=name) for name in value}
+                return {keyword: {name: self._read(part, origins[name]) for name, part in value.items()}}
+            case "contains" | "propertyNames" | "additionalProperties" | "unevaluatedProperties":
+                return {keyword: self._read(value, origin.part(keyword))}
+            case "items" | "prefixItems" if isinstance(value, list):
+                places = (origin.part("prefixItems", "items", name=index) for index in range(len(value)))
+                return {"prefixItems": [self._read(part, place) for part, place in zip(value, places, strict=True)]}
+            case "items" | "additionalItems":
+                return {"items": self._read(value, origin.part("items", "additionalItems", "unevaluatedItems"))}
+            case "exclusiveMinimum" | "exclusiveMaximum" if isinstance(value, bool):
+                return {}  # draft 4
+            case "minimum" | "maximum" if schema.get(_EXCLUSIVE[keyword]) is True:
+                return {_EXCLUSIVE[keyword]: _plain(value)}
+            case "enum":
+                return {keyword: origin.values(_plain(value))}
+            case "const":
+                return {keyword: origin.values([_plain(value)])[0]}
+        return {keyword: _plain(value)}
+
+    def _merged(self, schema: dict[str, Any], origin: Origin) -> Schema:
+        """Return a recursive reference and what stands next to it as a definition, which the library can merge."""
+        key = json.dumps(schema)
+        name = self._names.get(key)
+        if name is None and len(self._names) < _MAX_DEFINITIONS:
+            body = _body(self._combined({**schema, "allOf": [self._unfolded(part) for part in schema["allOf"]]}))
+            if isinstance(body, bool) or "allOf" not in body:
+                name = self._names[key] = f"d{len(self._names)}"
+                self.definitions[name] = self._read(body, origin)
+        if name is None:
+            return self._read_keywords(schema, origin)
+        return self.definitions.get(name) is not False and {"$ref": f"#/$defs/{name}"}
+
+    def _exclusive(self, parts: list[Any]) -> list[Any] | None:
+        """Return each of `parts`, of the library's form, without the others' values; None where that is not exact."""
+        found = []
+        whole = [self._unfolded(part) for part in parts]
+        for index, part in enumerate(whole):
+            others = [other for other in (*whole[:index], *whole[index + 1 :]) if self._overlap(part, other)]
+            if not others:
+                found.append(parts[index])
+                continue
+            found.append(_body(self._combined({"allOf": [part, {"not": {"anyOf": others}}]})))
+            if _has_negation(found[-1]):
+                return None
+        return found
+
+    def _unfolded(self, part: Any) -> Any:
+        """Return the target of a reference of the library: it merges no recursive references."""
+        if isinstance(part, bool) or "$ref" not in part:
+            return part
+        return _at(self._library, unquote(part["$ref"].partition("#")[2]))
+
+    def _overlap(self, left: Any, right: Any) -> bool:
+        """Return whether some value may satisfy both of two parts of the library's form."""
+        return bool(self._combined({"allOf": [left, right]}).satisfiability() != Satisfiability.NO)
+
+    def _combined(self, schema: dict[str, Any]) -> CanonicalSchema:
+        """Return the library's form of a schema that is made of parts of its form."""
+        definitions = {name: self._library[name] for name in ("$defs", "definitions") if name in self._library}
+        return _canonicalize({**definitions, **schema}, self._draft)
+
+    def _definition(self, reference: str, origin: Origin) -> str:
+        """Return the name of the definition for a reference of the library at `origin`."""
+        name = self._names.get(reference)
+        if name is None:
+            name = self._names[reference] = f"d{len(self._names)}"
+            source = self._source({"$ref": reference})
+            target = _at(self._library, unquote(reference.partition("#")[2]))
+            self.definitions[name] = self._read(target, Origin.of(self._graph, [source]) if source else origin)
+        return name
+
+    def _source(self, part: Any) -> Node | None:
+        """Return the subschema as sent that a part of the library's form refers to; None if it is not known."""
+        if isinstance(part, bool) or "$ref" not in part:
+            return None
+        place = unquote(part["$ref"].partition("#")[2])
+        if place == f"/$defs/{_ROOT}":
+            return self._graph.root
+        name = unquote(place.rpartition("/")[2].replace("~1", "/"))
+        if name.startswith(_OWN_NAME):
+            place = unquote(name.removeprefix(_OWN_NAME)).partition("#")[2]
+        try:
+            return self._graph.find(_at(self._graph.root.schema, place))
+        except (LookupError, ValueError, TypeError):
+            return None
+
+
+def _canonicalize(schema: dict[str, Any], draft: int) -> CanonicalSchema:
+    try:
+        return jsonschema_rs.canonicalize(
+            schema, draft=draft, validate_formats=True, pattern_options=PATTERNS, offline=True
+        )
+    except ValueError as error:
+        raise InvalidConstraint(f"the schema can't be read: {bounded(error)}", param="json_schema") from None
+
+
+def _satisfiable(form: CanonicalSchema) -> CanonicalSchema:
+    if form.satisfiability() == Satisfiability.NO:
+        raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
+    return form
+
+
+def _body(form: CanonicalSchema) -> Any:
+    """Return the library's form of a part, without definitions."""
+    schema: Any = form.to_json_schema()
+    return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key not in _FRAME}
+
+
+def _with_named_root(form: Any) -> Any:
+    """Return the library's form with a definition for what refers to the whole schema: parts of it stand alone too."""
+
+    def renamed(part: Any) -> Any:
+        if isinstance(part, list):
+            return [renamed(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        if part.get("$ref") == "#":
+            return {**part, "$ref": f"#/$defs/{_ROOT}"}
+        return {name: renamed(one) for name, one in part.items()}
+
+    if not isinstance(form, dict) or '{"$ref": "#"}' not in json.dumps(form, default=str):
+        return form
+    form = renamed(form)
+    root = {name: value for name, value in form.items() if name not in _FRAME}
+    return {**form, "$defs": {**form.get("$defs", {}), _ROOT: root}}
+
+
+def _at(document: Any, place: str) -> Any:
+    """Return the value at a JSON pointer."""
+    for token in place.split("/")[1:]:
+        name = token.replace("~1", "/").replace("~0", "~")
+        document = document[int(name) if isinstance(document, list) else name]
+    return document
+
+
+def _has_negation(schema: Any) -> bool:
+    """Return whether `not` or `oneOf` is left somewhere in the library's form of a subschema."""
+    if isinstance(schema, list):
+        return any(map(_has_negation, schema))
+    if not isinstance(schema, dict):
+        return False
+    return not schema.keys().isdisjoint(("not", "oneOf")) or any(map(_has_negation, schema.values()))
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Write `propertyNames` that admits only the named properties and patterns as `additionalProperties: false`."""
+    names, properties = schema.get("propertyNames", True), schema.get("properties", {})
+    patterns = schema.get("patternProperties", {})
+    if not isinstance(names, dict):
+        return schema
+    listed_names, listed_patterns = set[str](), set[str]()
+    for part in names.get("anyOf", [names]):
+        if isinstance(part, dict) and part.keys() <= {"type", "pattern"} and part.get("pattern") in patterns:
+            listed_patterns.add(part["pattern"])
+        elif (values := listed(part)) is not None:
+            listed_names |= {value for value in values if isinstance(value, str)}
+        else:
+            return schema
+    if listed_patterns != patterns.keys():
+        return schema
+    rest = schema.get("additionalProperties", True)
+    if any(string_pattern.matches(pattern, name) for name in listed_names for pattern in patterns):
+        return schema
+    allowed = {name: value for name, value in properties.items() if name in listed_names}
+    allowed |= {name: rest for name in sorted(listed_names) if name not in allowed}
+    forbidden = {name: value for name, value in properties.items() if patterns and name not in allowed}
+    closed = {keyword: value for keyword, value in schema.items() if keyword not in ("propertyNames", "properties")}
+    named = allowed | forbidden
+    return closed | ({"properties": named} if named else {}) | {"additionalProperties": False}
+
+
+def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:
+    """Put the properties in their order in the schema as sent.
+
+    Adds those that the library left out, because any other property has the same schema.
+    """
+    if schema.get("type") != "object":
+        return schema
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    rest, patterns = schema.get("additionalProperties", True), schema.get("patternProperties")
+    names = origin.names()
+    kept = {*properties} if patterns else {*properties, *required}
+    if rest is not False and not patterns and "propertyNames" not in schema:
+        kept |= origin.declared()
+    places = {name: place for place, name in enumerate(dict.fromkeys((*names, *required, *properties)))}
+    ordered = {name: properties.get(name, rest) for name in sorted(kept, key=places.__getitem__)}
+    ends = {"required": sorted(required, key=places.__getitem__)} if required else {}
+    return schema | ({"properties": ordered} if ordered else {}) | ends
+
+
+def _apart(schema: dict[str, Any]) -> dict[str, Any]:
+    """Write alternatives, references and listed values without siblings: under `allOf`."""
+    combined = [keyword for keyword in schema if keyword in COMPOUND]
+    if not combined or len(schema) == 1:
+        return schema
+    rest = {keyword: value for keyword, value in schema.items() if keyword not in COMPOUND}
+    parts: list[Any] = [{keyword: schema[keyword]} for keyword in combined if keyword != "allOf"]
+    for part in reversed(schema.get("allOf", ())):
+        if isinstance(part, dict) and not part.keys() & COMPOUND:
+            part = part if "type" in part or "type" not in rest else {"type": rest["type"], **part}
+            if part.get("type") == rest.get("type") and (part.keys() - {"type"}).isdisjoint(rest):
+                rest |= part
+                continue
+        parts.insert(0, part)
+    if not parts:
+        return rest
+    return {"allOf": [rest, *parts] if rest else parts}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the library's form with Python's usual numbers."""
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value

@@ -1,0 +1,166 @@
+"""Where subschemas in canonical form come from in the schema as sent: for pointers and the order of properties."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from guided.schema.graph import REFERENCES, Node, SchemaGraph
+from guided.schema.keywords import listed
+from guided.schema.pointer import escape
+
+_ALWAYS = (*REFERENCES, "allOf")
+"""Keywords of which every subschema applies to the same value. The others are alternatives or conditions."""
+_SOURCES = {
+    "additionalProperties": ("unevaluatedProperties",),
+    "items": ("additionalItems", "unevaluatedItems"),
+    "prefixItems": ("items",),
+    "maxItems": ("additionalItems", "items"),
+    "propertyNames": ("additionalProperties", "unevaluatedProperties"),
+    "patternProperties": ("propertyNames",),
+    "const": ("enum",),
+    "enum": ("const",),
+    "required": ("dependentRequired", "dependencies"),
+    "exclusiveMinimum": ("minimum",),
+    "exclusiveMaximum": ("maximum",),
+}
+"""Keyword of the canonical form -> other keywords that it may come from."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """The subschemas as sent that describe the same value as one in canonical form."""
+
+    graph: SchemaGraph
+    nodes: list[Node]
+    """In the order in which they name properties: what a `$ref` or `allOf` before `properties` applies comes first."""
+    always: list[Node]
+    """Those of `nodes` that are no alternative and no condition."""
+
+    @classmethod
+    def of(cls, graph: SchemaGraph, starts: list[Node]) -> Origin:
+        """Return the origin of what `starts` and the subschemas describe that they apply to the same value."""
+        return cls(graph, _closure(starts, always=False), _closure(starts, always=True))
+
+    def pointers(self, keyword: str) -> Iterator[str]:
+        """Yield where `keyword` may come from: the JSON pointers of such keywords, or of the subschema."""
+        names = (keyword, *_SOURCES.get(keyword, ()))
+        found = [f"{node.pointer}/{escape(name)}" for node in self.nodes for name in names if name in node.schema]
+        yield from found or [node.pointer for node in self.nodes[:1]] or [""]
+
+    def names(self) -> list[str]:
+        """Return the names of properties, in their order."""
+        declared = [name for node in self.nodes for name in _object(node.schema, "properties")]
+        others = [name for node in self.always for name in _listed_names(node.schema)]
+        return [*dict.fromkeys((*declared, *others))]
+
+    def declared(self) -> set[str]:
+        """Return the names of the properties that no alternative and no condition names."""
+        return {name for node in self.always for name in _object(node.schema, "properties")}
+
+    def values(self, values: list[Any]) -> list[Any]:
+        """Return the values of an `enum` or `const` in the order, and with the order of properties, as sent."""
+        sent = [value for node in self.nodes for value in listed(node.schema) or ()]
+        places = {_key(value): place for place, value in reversed(list(enumerate(sent)))}
+        ordered = sorted(values, key=lambda value: places.get(_key(value), len(sent)))
+        return [sent[places[_key(value)]] if _key(value) in places else value for value in ordered]
+
+    def property(self, name: str) -> Origin:
+        """Return the origin of a property's subschema."""
+        own = self.part("properties", name=name)
+        return own if own.nodes else self.part("patternProperties", "additionalProperties", "unevaluatedProperties")
+
+    def part(self, *keywords: str, name: str | int | None = None) -> Origin:
+        """Return the origin of the subschemas under any of `keywords`; `name`: only of those of this name or index."""
+        found: list[Any] = []
+        for value in (node.schema.get(keyword) for node in self.nodes for keyword in keywords):
+            if isinstance(value, list):
+                found += value if name is None else value[int(name) :][:1]
+            elif isinstance(value, dict):
+                found += [value.get(name)] if isinstance(name, str) else [value, *value.values()]
+        return Origin.of(self.graph, [node for part in found if (node := self.graph.find(part)) is not None])
+
+    def alternative(self, part: Any) -> Origin:
+        """Return the origin of one of several alternatives, which is probably what names the same properties.
+
+        Args:
+            part: the alternative, in canonical form. These are sorted, and there is one for each combination of several
+                `anyOf`, so its place says nothing.
+        """
+        wanted = _described(part)
+        groups: dict[tuple[int, str], list[Node]] = {}
+        for node in self.nodes:
+            for keyword, child in node.same:
+                if keyword not in _ALWAYS:
+                    groups.setdefault((id(node), keyword), []).append(child)
+        if not wanted or not groups:
+            return self
+
+        def similarity(child: Node) -> int:
+            described = set[Any]().union(*(_described(node.schema) for node in _closure([child], always=False)))
+            return len(described & wanted) - len(described - wanted)
+
+        chosen = [max(group, key=similarity) for group in groups.values()]
+        nodes = [*self.always, *(node for node in _closure(chosen, always=False) if node not in self.always)]
+        return Origin(self.graph, nodes, [*self.always, *_closure(chosen, always=True)])
+
+    def place(self, part: dict[str, Any], target: Node | None) -> int:
+        """Return the place of a part of `allOf` in canonical form, where `target` is what it refers to."""
+        names = _object(part, "properties").keys()
+        for place, node in enumerate(self.nodes):
+            if node is target or names & _object(node.schema, "properties").keys():
+                return place
+        return len(self.nodes)
+
+
+def _closure(starts: list[Node], *, always: bool) -> list[Node]:
+    """Return `starts` and what they apply to the same value, in order.
+
+    Args:
+        always: leave out alternatives and conditions.
+    """
+    found: dict[int, Node] = {}
+    entered: set[int] = set()
+    todo = [(node, False) for node in reversed(starts)]
+    while todo:
+        node, is_done = todo.pop()
+        if is_done:
+            found[id(node)] = node
+        elif id(node) not in entered:
+            entered.add(id(node))
+            places = {keyword: place for place, keyword in enumerate(node.schema)}
+            own = places.get("properties", 0)
+            children = sorted(node.same, key=lambda pair: places[pair[0]])
+            before = [(child, False) for keyword, child in children if keyword in _ALWAYS and places[keyword] < own]
+            after = [(child, False) for keyword, child in children if keyword in _ALWAYS and places[keyword] >= own]
+            others = [(child, False) for keyword, child in children if keyword not in _ALWAYS and not always]
+            todo.extend(reversed([*before, (node, True), *after, *others]))
+    return list(found.values())
+
+
+def _described(schema: Any) -> set[Any]:
+    """Return the names of an object's properties, and the values that they may have if these are listed."""
+    properties = _object(schema, "properties")
+    values = {(name, repr(value)) for name, part in properties.items() for value in listed(part) or ()}
+    return {*properties, *values}
+
+
+def _listed_names(schema: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of properties that `schema` lists elsewhere than in `properties`."""
+    for keyword in ("dependentRequired", "dependencies"):
+        for name, needed in _object(schema, keyword).items():
+            yield from (name, *(needed if isinstance(needed, list) else ()))
+    lists = (schema.get("required"), _object(schema, "propertyNames").get("enum"))
+    yield from (name for names in lists if isinstance(names, list) for name in names if isinstance(name, str))
+
+
+def _key(value: Any) -> str:
+    """Return a text that is equal for values that differ only in the order of properties."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _object(schema: Any, keyword: str) -> dict[str, Any]:
+    value = schema.get(keyword) if isinstance(schema, dict) else None
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,245 @@
+"""The canonical form has the meaning of the schema, and what a library gets of it is the same or a superset."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+
+from guided.backends.llguidance_schema import LLGuidanceLowering
+from guided.errors import InvalidConstraint
+from guided.limits import DEFAULT_LIMITS
+from guided.schema.canonical import CanonicalForm, canonical
+from guided.schema.document import parse
+
+DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
+CONDITION: Any = {
+    "type": "object",
+    "properties": {"k": {"enum": ["x", "y"]}, "v": {}},
+    "required": ["k"],
+    "if": {"properties": {"k": {"const": "x"}}},
+    "then": {"required": ["v"]},
+}
+
+
+def as_document(form: CanonicalForm) -> dict[str, Any]:
+    return {"$defs": form.definitions, "allOf": [form.root]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "root"),
+    [
+        (True, True),
+        ({"title": "x", "x-own": 1, "default": 2}, True),
+        ({"type": "string", "format": "mongoId"}, {"type": "string"}),
+        ({"type": "string", "enum": ["b", 1, "a"]}, {"enum": ["b", "a"]}),
+        ({"const": {"b": 1, "a": {"d": 2, "c": 3}}}, {"const": {"b": 1, "a": {"d": 2, "c": 3}}}),
+        ({"allOf": [{"type": "string"}, {"minLength": 2}, {"minLength": 3}]}, {"type": "string", "minLength": 3}),
+        (
+            {"type": "object", "properties": {"b": {"type": "null"}, "a": {}}, "required": ["c"]},
+            {"type": "object", "properties": {"b": {"type": "null"}, "a": True, "c": True}, "required": ["c"]},
+        ),
+        (
+            {"type": "object", "properties": {"b": {}, "a": {}}, "additionalProperties": False},
+            {"type": "object", "properties": {"b": True, "a": True}, "additionalProperties": False},
+        ),
+        (
+            {"type": "object", "patternProperties": {"^a": {"type": "null"}}, "additionalProperties": False},
+            {"type": "object", "patternProperties": {"^a": {"type": "null"}}, "additionalProperties": False},
+        ),
+        (
+            {
+                "type": "object",
+                "$ref": "#/$defs/z",
+                "properties": {"b": {"type": "null"}},
+                "$defs": {"z": {"properties": {"c": {"type": "null"}}}},
+            },
+            {"type": "object", "properties": {"c": {"type": "null"}, "b": {"type": "null"}}},
+        ),
+        (
+            {"oneOf": [{"type": "object", "properties": {n: {}}, "required": [n]} for n in "ab"]},
+            {
+                "anyOf": [
+                    {"type": "object", "properties": {"a": True, "b": False}, "required": ["a"]},
+                    {"type": "object", "properties": {"a": False, "b": True}, "required": ["b"]},
+                ]
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_forms(schema: Any, root: Any) -> None:
+    found = canonical(schema).root
+    assert found == root
+    for name in {"properties", "const"} & (root.keys() if isinstance(root, dict) else set()):
+        assert isinstance(found, dict)
+        assert json.dumps(found[name]) == json.dumps(root[name]), "in the order of the schema"
+
+
+def test_older_drafts_come_out_as_2020_12() -> None:
+    draft4 = {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "type": "object",
+        "properties": {
+            "n": {"type": "number", "minimum": 0, "exclusiveMinimum": True},
+            "t": {"type": "array", "items": [{"type": "null"}], "additionalItems": {"type": "boolean"}},
+            "r": {"$ref": "#/definitions/s", "minLength": 99},
+        },
+        "definitions": {"s": {"type": "string"}},
+    }
+    form = canonical(draft4)
+    assert form.definitions == {"d0": {"type": "string"}}
+    assert form.root == {
+        "type": "object",
+        "properties": {
+            "n": {"type": "number", "exclusiveMinimum": 0},
+            "t": {"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "boolean"}},
+            "r": {"$ref": "#/$defs/d0"},  # neighbours of $ref said nothing then
+        },
+    }
+
+
+def test_recursive_references_with_neighbours_are_merged() -> None:
+    tree = {"type": "object", "properties": {"v": {"type": "integer"}, "n": {"$ref": "#/$defs/t"}}}
+    form = canonical({"$ref": "#/$defs/t", "required": ["v"], "$defs": {"t": tree}})
+    root = form.root
+    while isinstance(root, dict) and "$ref" in root:
+        root = form.target(root)
+    assert isinstance(root, dict)
+    assert (root["required"], list(root["properties"])) == (["v"], ["v", "n"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "places"),
+    [
+        ({"properties": {"a~/": {"type": "array", "uniqueItems": True}}}, ["/properties/a~0~1/uniqueItems"]),
+        ({"allOf": [{"type": "array"}, {"uniqueItems": True}]}, ["/allOf/1/uniqueItems"]),
+        ({"items": {"$ref": "#/$defs/u"}, "$defs": {"u": {"uniqueItems": True}}}, ["/$defs/u/uniqueItems"]),
+        (
+            {"anyOf": [{"properties": {"t": {"const": n}, n: {"uniqueItems": True}}} for n in "ba"]},
+            ["/anyOf/1/properties/a/uniqueItems", "/anyOf/0/properties/b/uniqueItems"],
+        ),
+        ({"x": {"uniqueItems": True}, "$ref": "#/x"}, ["/x/uniqueItems"]),
+    ],
+    ids=str,
+)
+def test_what_is_left_out_has_its_pointer_in_the_schema_as_sent(schema: Any, places: list[str]) -> None:
+    lowering = LLGuidanceLowering(schema)
+    lowering.document()
+    assert sorted(lowering.checked) == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"minimum": 10}, {"maximum": 5}, {"type": "integer"}]},
+        {"const": 1, "type": "string"},
+        {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"},
+        {"type": "object", "required": ["a"], "propertyNames": {"maxLength": 0}},
+    ],
+    ids=str,
+)
+def test_schemas_without_a_value_are_refused(schema: Any) -> None:
+    with pytest.raises(InvalidConstraint, match="no value"):
+        canonical(schema)
+
+
+LEAVES = st.sampled_from(
+    [
+        {"type": "integer"},
+        {"minimum": 2},
+        {"const": 1},
+        {"enum": ["a", 2]},
+        {"maxLength": 1},
+        {"$ref": "#/$defs/d"},
+        True,
+    ]
+)
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    maps = st.dictionaries(st.sampled_from(["a", "b"]), inner, max_size=2)
+    keywords = {
+        "properties": maps,
+        "patternProperties": maps,
+        "dependentSchemas": maps,
+        "additionalProperties": inner,
+        "propertyNames": inner,
+        "unevaluatedProperties": inner,
+        "prefixItems": st.lists(inner, min_size=1, max_size=2),
+        "items": inner,
+        "contains": inner,
+        "maxContains": st.integers(0, 1),
+        "uniqueItems": st.booleans(),
+        "minProperties": st.integers(0, 2),
+        "required": st.lists(st.sampled_from(["a", "b"]), unique=True),
+        "not": inner,
+        "if": inner,
+        "then": inner,
+        "else": inner,
+        "oneOf": st.lists(inner, min_size=1, max_size=2),
+        "anyOf": st.lists(inner, min_size=1, max_size=2),
+        "allOf": st.lists(inner, min_size=1, max_size=2),
+    }
+    return st.fixed_dictionaries({}, optional=keywords).filter(lambda schema: len(schema) <= 4)
+
+
+INNER = nested(LEAVES)
+
+
+@st.composite
+def schemas(draw: st.DrawFn) -> dict[str, Any]:
+    """Two levels of keywords, and a definition."""
+    root = draw(nested(st.one_of(LEAVES, INNER)))
+    return {**root, "$defs": {"d": draw(INNER)}}
+
+
+values = st.recursive(
+    st.sampled_from([None, 1, 2, "a", "bc"]),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["a", "b"]), inner)),
+    max_leaves=5,
+)
+
+
+@given(schemas(), st.lists(values, min_size=1, max_size=8), st.sets(st.sampled_from(["allOf", "not", "properties"])))
+def test_the_meaning_stays_or_what_is_checked_widens_it(
+    schema: dict[str, Any], instances: list[Any], leave_out: set[str]
+) -> None:
+    try:
+        parse(schema, DEFAULT_LIMITS, "json_schema")
+    except InvalidConstraint:  # for example a `$ref` to itself
+        return
+    original = Draft202012Validator(schema)
+    try:
+        form = Draft202012Validator(as_document(canonical(schema)))
+        lowering = LLGuidanceLowering(schema, leave_out=leave_out)
+        lowered = Draft202012Validator(lowering.document())
+        verdicts = [(original.is_valid(one), form.is_valid(one), lowered.is_valid(one)) for one in instances]
+    except InvalidConstraint:
+        assert not any(map(original.is_valid, instances)), "no value satisfies the schema"
+        return
+    for before, after, written in verdicts:
+        assert before == after
+        assert written or not before, "a superset"
+        assert written == before or lowering.checked, "what is not checked is enforced"
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the MaskBench schemas (shared/data) are not here")
+def test_real_instances_are_as_valid_as_before() -> None:
+    with gzip.open(DATA, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            try:
+                schema = parse(row["schema"], DEFAULT_LIMITS, "json_schema")
+                form = Draft202012Validator(as_document(canonical(schema)))
+            except InvalidConstraint:
+                continue
+            original = validator_for(row["schema"], Draft202012Validator)(row["schema"])
+            for test in row["tests"]:
+                assert form.is_valid(test["data"]) == original.is_valid(test["data"]), row["id"]
