@@ -30,11 +30,10 @@ What becomes of each keyword. This page is generated: `python -m benchmarks.cove
 and checks that a valid instance is accepted and an invalid one is not. Another schema with the same keyword may be
 refused: `guided check FILE` says what becomes of yours.
 
-*exact*: a library enforces the keyword. *rewritten*: it is replaced by keywords that a library enforces, with the same
-meaning. *checked*: the library enforces a superset, and the whole output is validated before it may end. *refused*:
-400, with the keyword's pointer. *narrower*: some valid values are never generated. `auto` takes the first backend that
-does not refuse. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
-(`guided/backends/enforced_keywords.py`) and check the others.
+*enforced*: the mask is exact while the output is written. *checked*: the library enforces a superset, and the whole
+output is validated before it may end. *refused*: 400, with the keyword's pointer. *narrower*: some valid values are
+never generated. `auto` takes the first backend that does not refuse. outlines and lm-format-enforcer, which `auto` does
+not use, enforce fewer keywords (`guided/backends/few_keywords.py`) and check the others.
 
 | keyword | sample | auto | {backends} |
 |---|---|---|{lines}|
@@ -203,8 +202,7 @@ def _verdict(sample: Sample, name: str, backends: Backends) -> str:
         return "refused"
     grammar = compile_with(backends, Constraint.json_schema(text), name).grammar
     assert not _accepts(grammar, backends, sample.invalid), f"{name} accepts what violates {sample.keyword}"
-    keyword = sample.keyword.split()[0].rstrip(",:")
-    how = "checked" if report.checked else "rewritten" if keyword in report.rewritten else "exact"
+    how = "checked" if report.checked else "enforced"
     return how if _accepts(grammar, backends, sample.valid) else f"{how}, narrower"
 
 

@@ -58,7 +58,9 @@ class Origin:
 
     def declared(self) -> set[str]:
         """Return the names of the properties that no alternative and no condition names."""
-        return {name for node in self.always for name in _object(node.schema, "properties")}
+        return {
+            name for node in self.always for name in (*_object(node.schema, "properties"), *_listed_names(node.schema))
+        }
 
     def values(self, values: list[Any]) -> list[Any]:
         """Return the values of an `enum` or `const` in the order, and with the order of properties, as sent."""

@@ -1,4 +1,4 @@
-"""The strings that a subschema in normal form allows, and those that it does not, as one `pattern`."""
+"""The strings that a subschema in canonical form allows, and those that it does not, as one `pattern`."""
 
 from __future__ import annotations
 

@@ -96,6 +96,10 @@ FORMATS = {
     "uri-template": f"^{_TEMPLATE}$",
     "uuid": "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}$",
 }
+"""The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
+all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. The limit of the whole length
+follows from those of the parts: of the eight labels of a hostname (253 characters), only the first may have 63
+characters, the others 24. (Source: RFC 3339, 5321, 1123, 2673, 4291, 6901, 3986, 3987, 6570, 4122.)"""
 NECESSARY = {
     "date": r"^\d{4}-\d\d-\d\d$",
     "date-time": r"^\d{4}-\d\d-\d\d[Tt ]\d",
@@ -108,11 +112,6 @@ NECESSARY = {
     "uuid": "^[0-9A-Fa-f-]+$",
 }
 """Format -> a pattern that each of its values matches, for any validator. `not` excludes all strings that match."""
-FORMATS |= {"host-name": FORMATS["hostname"], "ip-address": FORMATS["ipv4"]}  # draft 3
-"""The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
-all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. The limit of the whole length
-follows from those of the parts: of the eight labels of a hostname (253 characters), only the first may have 63
-characters, the others 24. (Source: RFC 3339, 5321, 1123, 2673, 4291, 6901, 3986, 3987, 6570, 4122.)"""
 
 
 @lru_cache(maxsize=256)

@@ -182,8 +182,7 @@ def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "longest"),
-    [("hostname", 253), ("host-name", 253), ("idn-hostname", 253), ("email", 254), ("idn-email", 254)],
+    ("name", "longest"), [("hostname", 253), ("idn-hostname", 253), ("email", 254), ("idn-email", 254)]
 )
 def test_limits_of_the_whole_length(name: str, longest: int) -> None:
     _, most = string_pattern.width(string_pattern.read(string_pattern.FORMATS[name]))
