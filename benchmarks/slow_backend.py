@@ -7,7 +7,7 @@ inherit this variable from the benchmark.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -35,9 +35,9 @@ class _SlowMatcher(Matcher):
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         self._inner.accept_tokens(token_ids)
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         delay(self._kind, float(os.environ.get(SECONDS_VARIABLE, "0.2")))
-        self._inner.fill_bitmask(row)
+        return self._inner.fill_bitmask(row)
 
     def rollback(self, count: int) -> None:
         self._inner.rollback(count)
@@ -75,10 +75,10 @@ class SleepingBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._inner = LLGuidanceBackend(vocabulary)
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
+    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
         return _SlowGrammar(self._inner.compile(constraint), self._kind)
 
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> CompiledGrammar:
         return _SlowGrammar(self._inner.load(constraint, dumped), self._kind)
 
 

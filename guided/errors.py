@@ -79,6 +79,8 @@ class ConstraintTooLarge(InvalidConstraint):
 
 class UnsupportedConstraint(InvalidConstraint):
     code = "unsupported_constraint"
+    keyword = ""
+    """The keyword of a schema that a library does not enforce, if leaving it out would help."""
 
 
 class CompileTimeout(GuidedError):

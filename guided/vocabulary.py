@@ -85,6 +85,11 @@ class Vocabulary:
         """`text_token_ids` as a bitmask: int32 `[words]`, not to be changed."""
         return pack(self.text_token_ids, self.padded_vocab_size)
 
+    def allows_stop(self, row: NDArray[np.int32]) -> bool:
+        """Return whether a library's mask allows the first stop token. `row`: int32 `[words]`."""
+        word, bit = divmod(self.stop_token_ids[0], 32)
+        return bool(int(row[word]) >> bit & 1)
+
     @cached_property
     def special_names(self) -> dict[str, int]:
         """Ids of the special tokens that a structural tag may name (no stop tokens). Empty without `tokenizer_json`."""

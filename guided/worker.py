@@ -62,8 +62,10 @@ class MaskWorker:
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
         self._permitted = vocabulary.text_mask
         self._vocabulary = vocabulary
-        self._stop_words = np.flatnonzero(stop)
-        self._stop_bits = stop[self._stop_words]
+        self._stops = [(int(word), stop[word]) for word in np.flatnonzero(stop)]
+        """(word of a mask, bits of stop tokens in it)."""
+        self._nothing = bytes(stop.nbytes)
+        """A mask that allows no token. Comparing bytes takes a quarter of the time of `row.any()`."""
         self._completions: Completions | None = None
         """Created for the first sequence with a budget."""
         self.steered: set[int] = set()
@@ -226,20 +228,20 @@ class MaskWorker:
         return tokens[keep - start :]
 
     def _write(self, state: _SlotState, matcher: Matcher, output: Sequence[int], row: NDArray[np.int32]) -> None:
-        accepting = matcher.is_accepting()
-        terminated = matcher.is_terminated()
-        if terminated:
+        if matcher.is_terminated():
             row[:] = 0
+            accepting = True
         else:
-            matcher.fill_bitmask(row)
+            accepting = matcher.fill_bitmask(row)
             np.bitwise_and(row, state.permitted, out=row)
             if state.numbers is not None:
                 state.numbers.end_long(output, row, accepting)
             if state.budgeted is not None and matcher is state.matcher:
                 state.budgeted.restrict(matcher, row)
-        if accepting or terminated:
-            row[self._stop_words] |= self._stop_bits
-        elif not row.any():
+        if accepting:
+            for word, bits in self._stops:
+                row[word] |= bits
+        elif row.tobytes() == self._nothing:
             raise matcher.violation() or DeadEnd("no token is allowed here, and the constraint is not satisfied")
 
 

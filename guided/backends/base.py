@@ -30,11 +30,14 @@ class Matcher(Protocol):
             BackendError: the library failed.
         """
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """Write which tokens are allowed next. `row`: int32 `[ceil(padded_vocab_size / 32)]`, bit 1 = allowed.
 
         Every word is written. Bits of stop, special and padding tokens may have any value: the worker sets those of
-        stop tokens from `is_accepting()` and clears the others.
+        stop tokens from the result and clears the others.
+
+        Returns:
+            Whether a stop token is allowed, as `is_accepting` does.
 
         Raises:
             BackendError: the library failed, or reports an error state as a mask.

@@ -133,8 +133,8 @@ class CheckedMatcher(Matcher):
         self._inner.accept_tokens(token_ids)
         self._tokens.extend(token_ids)
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        self._inner.fill_bitmask(row)
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+        return self._inner.fill_bitmask(row) and self.violation() is None
 
     def rollback(self, count: int) -> None:
         self._inner.rollback(count)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import re
 from collections.abc import Collection
+from ctypes import addressof, c_char
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, ClassVar
@@ -166,23 +167,24 @@ class LLGuidanceMatcher(TextMatcher):
         """The library's own matcher."""
 
     def accept_text(self, token_ids: list[int]) -> None:
-        if any(not 0 <= token < self._vocabulary.padded_vocab_size for token in token_ids):
+        if min(token_ids) < 0 or max(token_ids) >= self._vocabulary.padded_vocab_size:
             raise TokenRejected("a token id outside the vocabulary")
         with _native:
             accepted = self.native.try_consume_tokens(token_ids)
-        self._check()
         if accepted < len(token_ids):
+            self._check()
             with _native:
                 self.native.compute_bitmask()  # shows whether the lexer, which copies share, is over a limit
             with contextlib.suppress(DeadEnd):
                 self._check()
             raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
-            self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self.native.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(row)), row.nbytes)
         self._check()
+        return self._vocabulary.allows_stop(row)
 
     def rollback_text(self, count: int) -> None:
         with _native:

@@ -21,7 +21,7 @@ class TextMatcher(Matcher):
     """A matcher that handles stop tokens itself, for libraries that get text tokens only."""
 
     def __init__(self, vocabulary: Vocabulary, terminated: bool) -> None:
-        self._stop_token_ids = vocabulary.stop_token_ids
+        self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         self._terminated = terminated
 
     @abstractmethod
@@ -37,7 +37,7 @@ class TextMatcher(Matcher):
             raise TokenRejected("the sequence is over: a stop token was accepted")
         text = list(token_ids)
         stop = text.pop() if text and text[-1] in self._stop_token_ids else None
-        if any(token in self._stop_token_ids for token in text):
+        if not self._stop_token_ids.isdisjoint(text):
             raise TokenRejected("a stop token before the end of the sequence")
         if text:
             self.accept_text(text)
@@ -93,8 +93,9 @@ class StateMatcher(TextMatcher):
                 raise TokenRejected(f"token {token} is not allowed here")
             self._states.append(state)
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         row[:] = self._grammar.mask(self._states[-1])
+        return self.is_accepting()
 
     def rollback_text(self, count: int) -> None:
         if count >= len(self._states):

@@ -55,13 +55,6 @@ def counts(lower: str, least: int, upper: str, most: int | None) -> dict[str, in
     return {**({lower: least} if least else {}), **({} if most is None else {upper: most})}
 
 
-class NotEnforced(UnsupportedConstraint):
-    """A library does not enforce a keyword."""
-
-    keyword = ""
-    """The keyword of the subschema that is being lowered."""
-
-
 class SchemaLowering(ABC):
     """Lowers one schema to the form of one library: the schema itself, or a superset without what it does not enforce.
 
@@ -80,8 +73,11 @@ class SchemaLowering(ABC):
 
     def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
         self.form = canonical(schema)
-        self.checked: dict[str, None] = {}
+        self.checked: dict[str, None] = dict.fromkeys(self.form.left_out)
         """JSON pointers of the keywords that are left out, in the schema as sent."""
+        if strict and self.checked:
+            place = next(iter(self.checked))
+            raise UnsupportedConstraint("these dependencies have too many cases", param="json_schema", pointer=place)
         self._leave_out = leave_out
         self._strict = strict
         self._referenced: list[dict[str, Any]] = []
@@ -112,13 +108,14 @@ class SchemaLowering(ABC):
         while True:
             try:
                 return self._lower(schema) if schema else self.any_value()
-            except NotEnforced as refusal:
+            except UnsupportedConstraint as refusal:
                 schema = self._without(schema, refusal)
 
-    def _without(self, schema: dict[str, Any], refusal: NotEnforced) -> dict[str, Any]:
+    def _without(self, schema: dict[str, Any], refusal: UnsupportedConstraint) -> dict[str, Any]:
         """Return a superset of `schema` without a keyword, which is checked then."""
         keyword = refusal.keyword
         if self._strict or keyword not in schema:
+            refusal.keyword = ""
             raise refusal
         dropped = [keyword, *(name for name in _DEPENDENT.get(keyword, ()) if name in schema)]
         self.checked |= dict.fromkeys(place for name in dropped for place in self.form.pointers(schema, name))
@@ -194,10 +191,10 @@ class SchemaLowering(ABC):
         named = schema.get("type", ALL_TYPES)
         return [named] if isinstance(named, str) else [*named]
 
-    def refusal(self, schema: Schema, keyword: str, reason: str = "") -> NotEnforced:
+    def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
         """Return the error for a keyword that the library would not enforce."""
         message = f"{self.library} can't enforce {keyword!r}{reason}"
-        refusal = NotEnforced(message, param="json_schema", pointer=self.pointer(schema, keyword))
+        refusal = UnsupportedConstraint(message, param="json_schema", pointer=self.pointer(schema, keyword))
         refusal.keyword = keyword
         return refusal
 
@@ -212,9 +209,8 @@ class SchemaLowering(ABC):
 
     def at_keyword(self, error: InvalidConstraint, schema: Schema, keyword: str) -> InvalidConstraint:
         """Return `error` with the pointer of `keyword`."""
-        kind = NotEnforced if isinstance(error, UnsupportedConstraint) else type(error)
-        located = kind(error.message, param="json_schema", pointer=self.pointer(schema, keyword))
-        if isinstance(located, NotEnforced):
+        located = type(error)(error.message, param="json_schema", pointer=self.pointer(schema, keyword))
+        if isinstance(located, UnsupportedConstraint):
             located.keyword = keyword
         return located
 

@@ -115,11 +115,12 @@ class _LimitedMatcher(Matcher):
         self._inner.accept_tokens(token_ids)
         self._tokens.extend(token_ids)
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        self._inner.fill_bitmask(row)
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+        accepting = self._inner.fill_bitmask(row)
         missing = self._grammar.missing(self._tokens)
         if missing:
             np.bitwise_and(row, pack(missing[:1], self._grammar.vocabulary.padded_vocab_size), out=row)
+        return accepting
 
     def rollback(self, count: int) -> None:
         self._inner.rollback(count)

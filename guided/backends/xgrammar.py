@@ -233,12 +233,13 @@ class XGrammarMatcher(Matcher):
                 raise TokenRejected(f"token {token} is not allowed here")
             self._accepted.append(token)
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
             if not self.native.fill_next_token_bitmask(row):
                 row.fill(-1)  # everything is allowed
         self._tokens.keep_utf8(row, self._accepted)
+        return self._tokens.vocabulary.allows_stop(row)
 
     def rollback(self, count: int) -> None:
         if count:
@@ -263,6 +264,7 @@ class _Tokens:
     """The data that all matchers of one vocabulary share."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
         self._known = frozenset(vocabulary.permitted_token_ids)
         self.special_names = vocabulary.special_names
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]

@@ -23,7 +23,7 @@ import jsonschema_rs
 from jsonschema_rs import CanonicalSchema
 from jsonschema_rs.canonical import Satisfiability
 
-from guided.errors import InvalidConstraint, bounded
+from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.drafts import Draft
 from guided.schema.graph import Node, SchemaGraph
@@ -36,6 +36,9 @@ _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _ROOT = "guided-root"
 """Name of the definition for the whole schema."""
 _MAX_DEFINITIONS = 1_000
+_MAX_CHARACTERS = 300_000
+_MAX_GROWTH = 20
+"""Maximum size of the form as JSON text: `_MAX_CHARACTERS` and `_MAX_GROWTH` times the schema's size."""
 _OWN_NAME = "urn:jsonschema:canonical:"
 """How the library's names of definitions begin that are no pointers into the schema as sent: a URI, escaped."""
 
@@ -64,14 +67,31 @@ class CanonicalForm:
     def __init__(self, document: dict[str, Any]) -> None:
         self._draft = Draft.of(document).number
         self._graph = SchemaGraph.build(document)
-        form = _satisfiable(_canonicalize({**document, "$schema": Draft.of(document).uri}, self._draft))
-        self._library = _with_named_root(form.to_json_schema())
+        self.left_out: list[str] = []
+        """JSON pointers of the keywords that the form leaves out, because it would be too large with them."""
+        self._library = self._form(document)
         self._origins: dict[int, tuple[Schema, Origin]] = {}
         """By `id` of a subschema; the reference to it prevents another use of the `id`."""
         self._names: dict[str, str] = {}
         """Reference of the library -> name of the definition."""
         self.definitions: dict[str, Schema] = {}
         self.root = self._read(self._library, Origin.of(self._graph, [self._graph.root]))
+
+    def _form(self, document: dict[str, Any]) -> Any:
+        """Return the library's form of the document: of all of it, or without the dependencies if these multiply."""
+        limit = _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document))
+        for leave_out in ((), ("dependentRequired", "dependentSchemas", "dependencies")):
+            for node in self._graph.nodes():
+                for keyword in node.schema.keys() & set(leave_out):
+                    self.left_out.append(node.place.pointer(keyword))
+                    del node.schema[keyword]
+            form = _canonicalize({**document, "$schema": Draft.of(document).uri}, self._draft)
+            if form.satisfiability() == Satisfiability.NO:
+                raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
+            schema = form.to_json_schema()
+            if len(json.dumps(schema, default=str)) <= limit:
+                return _with_named_root(schema)
+        raise ConstraintTooLarge("the alternatives of the schema multiply: it has too many", param="json_schema")
 
     def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
         """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
@@ -240,12 +260,6 @@ def _canonicalize(schema: dict[str, Any], draft: int) -> CanonicalSchema:
         )
     except ValueError as error:
         raise InvalidConstraint(f"the schema can't be read: {bounded(error)}", param="json_schema") from None
-
-
-def _satisfiable(form: CanonicalSchema) -> CanonicalSchema:
-    if form.satisfiability() == Satisfiability.NO:
-        raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
-    return form
 
 
 def _body(form: CanonicalSchema) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from guided.schema.graph import REFERENCES, Node, SchemaGraph
@@ -29,7 +30,7 @@ _SOURCES = {
 """Keyword of the canonical form -> other keywords that it may come from."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Origin:
     """The subschemas as sent that describe the same value as one in canonical form."""
 
@@ -92,21 +93,22 @@ class Origin:
                 `anyOf`, so its place says nothing.
         """
         wanted = _described(part)
-        groups: dict[tuple[int, str], list[Node]] = {}
+        if not wanted or not self._groups:
+            return self
+        chosen = [max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted))[0] for group in self._groups]
+        nodes = [*self.always, *(node for node in _closure(chosen, always=False) if node not in self.always)]
+        return Origin(self.graph, nodes, [*self.always, *_closure(chosen, always=True)])
+
+    @cached_property
+    def _groups(self) -> list[list[tuple[Node, set[Any]]]]:
+        """The alternatives of each `anyOf` and the like, each with what it says of properties."""
+        groups: dict[tuple[int, str], list[tuple[Node, set[Any]]]] = {}
         for node in self.nodes:
             for keyword, child in node.same:
                 if keyword not in _ALWAYS:
-                    groups.setdefault((id(node), keyword), []).append(child)
-        if not wanted or not groups:
-            return self
-
-        def similarity(child: Node) -> int:
-            described = set[Any]().union(*(_described(node.schema) for node in _closure([child], always=False)))
-            return len(described & wanted) - len(described - wanted)
-
-        chosen = [max(group, key=similarity) for group in groups.values()]
-        nodes = [*self.always, *(node for node in _closure(chosen, always=False) if node not in self.always)]
-        return Origin(self.graph, nodes, [*self.always, *_closure(chosen, always=True)])
+                    described = set[Any]().union(*(_described(one.schema) for one in _closure([child], always=False)))
+                    groups.setdefault((id(node), keyword), []).append((child, described))
+        return list(groups.values())
 
     def place(self, part: dict[str, Any], target: Node | None) -> int:
         """Return the place of a part of `allOf` in canonical form, where `target` is what it refers to."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -176,12 +176,13 @@ class _Matcher(Matcher):
                 raise TokenRejected(f"token {token} is not allowed here")
             self._tokens.append(token)
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         empty = self._grammar.plan.reach("fill", len(self._tokens)) == "empty"
         row[:] = 0
         if not empty and not self.is_accepting():
             bits = np.packbits(self._allowed(), bitorder="little")
             row.view(np.uint8)[: len(bits)] = bits
+        return self.is_accepting()
 
     def _allowed(self) -> NDArray[np.bool_]:
         grammar = self._grammar
@@ -231,10 +232,10 @@ class FaultyBackend:
         self._size = vocabulary.vocab_size
         self._stop = frozenset(vocabulary.stop_token_ids)
 
-    def compile(self, constraint: Constraint) -> _Grammar:
+    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> _Grammar:
         return self._grammar(constraint, "compile")
 
-    def load(self, constraint: Constraint, dumped: bytes) -> _Grammar:
+    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> _Grammar:
         return self._grammar(constraint, "load")
 
     def _grammar(self, constraint: Constraint, place: str) -> _Grammar:

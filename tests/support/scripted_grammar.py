@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,13 +52,14 @@ class ScriptedMatcher(Matcher):
             else:
                 raise TokenRejected(f"token {token} is not allowed here")
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         if self.grammar.fail_at == len(self.tokens):
             raise self.grammar.failure
         row[:] = 0
         bits: NDArray[Any] = row.view(np.uint32)
         for token in self._next():
             bits[token // 32] |= np.uint32(1 << (token % 32))
+        return self.is_accepting()
 
     def rollback(self, count: int) -> None:
         if count > len(self.tokens):
@@ -90,6 +91,6 @@ class ScriptedBackends:
     def __getitem__(self, name: str) -> ScriptedBackends:
         return self
 
-    def compile(self, constraint: Constraint) -> ScriptedGrammar:
+    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> ScriptedGrammar:
         self.compiled.append(constraint.source)
         return ScriptedGrammar([[int(digit) for digit in text] for text in constraint.choices], self.fail_at)

@@ -32,9 +32,9 @@ class SlowGrammar(ScriptedGrammar):
 class _SlowMatcher(ScriptedMatcher):
     grammar: SlowGrammar
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         self.grammar.fills_at[len(self.tokens)] += 1
         if len(self.tokens) == self.grammar.slow_at:
             self.grammar.reached.set()
             assert self.grammar.release.wait(60)
-        super().fill_bitmask(row)
+        return super().fill_bitmask(row)

@@ -36,14 +36,14 @@ class StuckGrammar(ScriptedGrammar):
 class _StuckMatcher(ScriptedMatcher):
     grammar: StuckGrammar
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         if len(self.tokens) == 1:
             row[: len(row) // 2] = -1
             self.grammar.reached.touch()
             while not self.grammar.go_on.exists():
                 row[0] = ~row[0]  # it is in the middle of writing
             row[:] = -1
-        super().fill_bitmask(row)
+        return super().fill_bitmask(row)
 
 
 def serve(address: Address, name: SegmentName, reached: str, go_on: str) -> None:

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from guided.backends.llguidance_schema import LLGuidanceLowering
-from guided.errors import InvalidConstraint
+from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.limits import DEFAULT_LIMITS
 from guided.schema.canonical import CanonicalForm, canonical
 from guided.schema.document import parse
@@ -243,3 +243,13 @@ def test_real_instances_are_as_valid_as_before() -> None:
             original = validator_for(row["schema"], Draft202012Validator)(row["schema"])
             for test in row["tests"]:
                 assert form.is_valid(test["data"]) == original.is_valid(test["data"]), row["id"]
+
+
+def test_dependencies_that_multiply_are_checked() -> None:
+    schema = {"type": "object", "dependentRequired": {f"a{n}": [f"b{n}"] for n in range(12)}}
+    lowering = LLGuidanceLowering(schema)
+    lowering.document()
+    assert list(lowering.checked) == ["/dependentRequired"]
+    product = {"type": "object", "allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for m in "ab"]} for n in range(14)]}
+    with pytest.raises(ConstraintTooLarge, match="multiply"):
+        canonical(product)
