@@ -11,7 +11,6 @@ from benchmarks.random_constraints.validation import FORMATS, problem
 from guided.constraint import Constraint
 
 DRAFTS = {
-    3: "http://json-schema.org/draft-03/schema#",
     4: "http://json-schema.org/draft-04/schema#",
     6: "http://json-schema.org/draft-06/schema#",
     7: "http://json-schema.org/draft-07/schema#",
@@ -109,7 +108,7 @@ class _Generator:
         kind = self._source.choice(_TYPES)
         schema: dict[str, Any] = {} if self._chance(0.12) else {"type": kind}
         schema |= self._of_type(kind, depth)
-        if self._draft > 3 and self._chance(0.08):
+        if self._chance(0.08):
             other = self._source.choice(_TYPES)
             schema |= {"type": sorted({kind, other}), **self._of_type(other, depth)}
         if self._chance(0.05):
@@ -138,14 +137,14 @@ class _Generator:
             second = first + gap if self._chance(0.7) else self._source.choice(_NUMBERS)
             schema |= self._bound("aximum", second)
         if self._chance(0.2):
-            schema["divisibleBy" if self._draft == 3 else "multipleOf"] = self._source.choice(_MULTIPLES)
+            schema["multipleOf"] = self._source.choice(_MULTIPLES)
         return schema
 
     def _bound(self, name: str, value: Any) -> dict[str, Any]:
         exclusive, plain = f"exclusiveM{name}", f"m{name}"
         if self._chance(0.5):
             return {plain: value}
-        return {plain: value, exclusive: True} if self._draft <= 4 else {exclusive: value}
+        return {plain: value, exclusive: True} if self._draft == 4 else {exclusive: value}
 
     def _string(self) -> dict[str, Any]:
         schema: dict[str, Any] = {}
@@ -200,21 +199,16 @@ class _Generator:
         names = self._source.sample(self._names, self._source.randint(0, 3))
         if names:
             schema["properties"] = {name: self._object_schema(depth) for name in names}
-        if self._draft == 3:
-            for name in names:
-                if self._chance(0.5):
-                    schema["properties"][name]["required"] = True
-        elif self._chance(0.5) and (required := [name for name in _NAMES[:4] if self._chance(0.3)] or names):
+        if self._chance(0.5) and (required := [name for name in _NAMES[:4] if self._chance(0.3)] or names):
             schema["required"] = required
         if self._chance(0.5):
             schema["additionalProperties"] = False if self._chance(0.5) else self._object_schema(depth)
         if self._chance(0.15):
             patterns = self._source.sample([self._pattern(), *_SIMPLE_PATTERNS], self._source.choice([1, 1, 2, 3]))
             schema["patternProperties"] = {each: self._object_schema(depth) for each in patterns}
-        if self._draft > 3:
-            for keyword in ("minProperties", "maxProperties"):
-                if self._chance(0.2):
-                    schema[keyword] = self._source.randint(0, 3)
+        for keyword in ("minProperties", "maxProperties"):
+            if self._chance(0.2):
+                schema[keyword] = self._source.randint(0, 3)
         if self._draft > 4 and self._chance(0.06):
             schema["propertyNames"] = self._source.choice(
                 [
@@ -248,11 +242,6 @@ class _Generator:
             named = f"#{name}" if self._anchors else f"#/{self._definitions}/{name}"
             reference = named if self._chance(0.9) else "#"
             return {**siblings, "$ref": reference}
-        if self._draft == 3:
-            keyword = self._source.choice(["extends", "extends", "type", "disallow"])
-            if keyword == "extends" and self._chance(0.5):
-                return {**siblings, "extends": parts[0]}
-            return {**siblings, keyword: parts if keyword == "extends" else [*parts, "null"]}
         keyword = self._source.choice(["allOf", "allOf", "anyOf", "anyOf", "oneOf", "not", "if", "unevaluated"])
         if keyword == "if" and self._draft < 7:  # `guided` applies it there too, and a validator does not
             keyword = "allOf"

@@ -153,7 +153,7 @@ def _validator(schema: Any) -> Any:
 @cache
 def _extended(validator: Any) -> Any:
     checks: dict[str, Any] = {"pattern": _pattern, "patternProperties": _pattern_properties, "format": _format}
-    checks |= {"additionalProperties": _additional, "multipleOf": _multiple, "divisibleBy": _multiple}
+    checks |= {"additionalProperties": _additional, "multipleOf": _multiple}
     known = {name: check for name, check in checks.items() if name in validator.VALIDATORS or name == "format"}
     for name in {"enum", "const"} & validator.VALIDATORS.keys():
         known[name] = partial(_as_doubles, validator.VALIDATORS[name])

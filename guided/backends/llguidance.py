@@ -182,7 +182,7 @@ class LLGuidanceMatcher(TextMatcher):
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
-            self.native.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(row)), row.nbytes)
+            self.native.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(row.data)), row.nbytes)
         self._check()
         return self._vocabulary.allows_stop(row)
 
