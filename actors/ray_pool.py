@@ -26,7 +26,6 @@ from actors.compile.grammars import Grammars
 from actors.processes import memory_limit
 from actors.scratch import ScratchDirectory
 from actors.steps import Dispatcher
-from actors.supervision.scaling import Scaler, ScalingPolicy
 from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
@@ -80,25 +79,17 @@ class RayPool:
                 options=options,
             )
             undo.callback(self._stop_actors)
-            self._start_actors(settings, undo)
+            self._start_actors(settings)
             self._undo = undo.pop_all()
         self._at_exit = weakref.WeakMethod(self.shutdown)
         atexit.register(_shut_down, self._at_exit)
 
-    def _start_actors(self, settings: IncarnationSettings, undo: contextlib.ExitStack) -> None:
-        """Start the mask actors, and their scaling."""
-        options, incarnations = settings.options, itertools.count(1)
-        count = options.actors_at_start
-        least, most = options.min_actors or count, options.max_actors or count
-        for index in range(most):
-            self._supervisors.append(
-                Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce, wanted=index < count)
-            )
-        for supervisor in self._supervisors[:count]:
+    def _start_actors(self, settings: IncarnationSettings) -> None:
+        incarnations = itertools.count(1)
+        for index in range(settings.options.actors):
+            self._supervisors.append(Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce))
+        for supervisor in self._supervisors:
             supervisor.wait_started()
-        if least < most:
-            policy = ScalingPolicy(least, most, count, options.scale_down_seconds)
-            undo.callback(Scaler(self._supervisors, policy, lambda: self._dispatcher.load).stop)
 
     def _stop_actors(self) -> None:
         for supervisor in self._supervisors:

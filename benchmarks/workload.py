@@ -18,7 +18,6 @@ import jsonschema
 from benchmarks.paths import ROOT
 from benchmarks.peers.rows import Document
 from benchmarks.report import fail
-from guided.vocabulary import Vocabulary
 
 DATA = ROOT.parent / "shared" / "data" / "maskbench-dev.jsonl.gz"
 WORDS = ("amber", "basket", "candle", "ember", "forest", "garden", "harbor", "island", "lantern", "meadow", "zephyr")
@@ -51,29 +50,6 @@ class Tokens:
         path = tekken()
         tokenizer = Tekkenizer.from_file(path)
         return cls(path, tokenizer.n_words, 2, lambda text: tokenizer.encode(text, bos=False, eos=False))
-
-    @classmethod
-    def sentencepiece(cls) -> Tokens:
-        """Return the 32,000 tokens of mistral_common's first model. Encoding takes the longest tokens first."""
-        path = tekken().with_name("tokenizer.model.v1")
-        return cls(path, 32000, 2, Vocabulary.from_sentencepiece(path).encode)
-
-    @classmethod
-    def trained(cls, data: Path, size: int, path: Path) -> Tokens:
-        """Train a byte-level BPE of `size` tokens on the schemas of `data` and save it as `path`."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=size, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
-        )
-        tokenizer.train_from_iterator((json.dumps(row["schema"])[:5000] for row in read_rows(data)), trainer)
-        tokenizer.save(str(path))
-        vocabulary = Vocabulary.from_tokenizer(tokenizer, stop_token_ids=[0])
-        return cls(path, vocabulary.padded_vocab_size, 0, vocabulary.encode)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

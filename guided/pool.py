@@ -81,13 +81,12 @@ class StepMasks:
             bitmask[part.rows if rows is None else rows[part.rows]] = part.masks[part.slots]
 
 
-WorkerState = Literal["starting", "up", "restarting", "down", "draining", "stopped"]
-"""`down`: in a crash loop. `draining`: finishes its sequences, because fewer workers are enough. `stopped`: not needed
-now."""
-EndCause = Literal["died", "hung", "memory", "retired", "drained", "not_started"]
+WorkerState = Literal["starting", "up", "restarting", "down"]
+"""`down`: in a crash loop."""
+EndCause = Literal["died", "hung", "memory", "retired", "not_started"]
 """Why an incarnation of a worker ended. `died`: by itself. `hung`: killed, because it exceeded a time limit. `memory`:
-killed, because it exceeded its memory limit. `retired`: it had grown, and a new incarnation replaces it. `drained`:
-fewer workers are enough. `not_started`: it never came up."""
+killed, because it exceeded its memory limit. `retired`: it had grown, and a new incarnation replaces it.
+`not_started`: it never came up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,7 @@ class PoolStatus:
     @property
     def healthy(self) -> bool:
         """At least one worker is up."""
-        return any(worker.state in ("up", "draining") for worker in self.workers)
+        return any(worker.state == "up" for worker in self.workers)
 
 
 MAX_FORCED_TOKENS = 8

@@ -20,11 +20,7 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
         ("grammar_compiling", "Constraints that are being compiled or queued.", sum(pool.compiling for pool in pools)),
         ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
         ("mask_actors_down", "Mask actors in a crash loop.", sum(worker.state == "down" for worker in workers)),
-        (
-            "mask_actors",
-            "Mask actors that are wanted, by the configuration and the load.",
-            sum(worker.state not in ("draining", "stopped") for worker in workers),
-        ),
+        ("mask_actors", "Mask actors, up or not.", len(workers)),
         ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
     )
     replays = sum(pool.replays for pool in pools)

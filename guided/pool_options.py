@@ -81,10 +81,7 @@ class RayPoolOptions:
     """How many mask actors a pool has, where they run and what each of them may take.
 
     Args:
-        num_actors: mask actors at the start. None: one for every four CPUs, at least 2, at most 8.
-        min_actors, max_actors: the pool starts and ends actors between these numbers, by its load. None: `num_actors`,
-            so without both the number stays. An actor that is to end finishes the sequences that it has.
-        scale_down_seconds: seconds for which fewer actors must have been enough before one is ended.
+        num_actors: number of mask actors. None: one for every four CPUs, at least 2, at most 8.
         address: address of a Ray cluster to join. None: the cluster that this process is connected to, else a local
             cluster that the pool starts.
         placement: nodes of the cluster that the actors run on. "local": the node of this process. "spread": all nodes
@@ -123,9 +120,6 @@ class RayPoolOptions:
     """
 
     num_actors: int | None = None
-    min_actors: int | None = None
-    max_actors: int | None = None
-    scale_down_seconds: float = 60.0
     address: str | None = None
     placement: str = "local"
     actor_cpus: float | None = None
@@ -144,9 +138,8 @@ class RayPoolOptions:
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
     RANGES: ClassVar[Mapping[str, Range]] = {
-        **dict.fromkeys(("num_actors", "min_actors", "max_actors", "slots", "max_compiling"), Range(1)),
+        **dict.fromkeys(("num_actors", "slots", "max_compiling"), Range(1)),
         **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus", "compile_cpus"), Range(0)),
-        "scale_down_seconds": Range(0),
         "mask_limit": Range(0, exclusive=True),
         "actor_memory_bytes": Range(256 << 20),
     }
@@ -154,21 +147,14 @@ class RayPoolOptions:
     def __post_init__(self) -> None:
         check_ranges(self)
         NodePlacement.parse(self.placement)
-        given = [each for each in (self.min_actors, self.num_actors, self.max_actors) if each is not None]
-        if given != sorted(given):
-            raise ValueError(
-                f"min_actors={self.min_actors}, num_actors={self.num_actors}, max_actors={self.max_actors}: "
-                "min_actors must not be more than num_actors, nor num_actors more than max_actors"
-            )
-        ports, count = self.ports, max(given, default=1)
+        ports, count = self.ports, self.num_actors or 1
         if ports is not None and len(ports) < count:
             raise ValueError(f"channel_ports has {len(ports)} ports; {count} actors need one each, and spare ones")
 
     @property
-    def actors_at_start(self) -> int:
-        """`num_actors`, or its default value within the limits."""
-        count = self.num_actors or max(2, min(8, available_cpus() // 4))
-        return max(self.min_actors or 1, min(count, self.max_actors or count))
+    def actors(self) -> int:
+        """`num_actors`, or its default value."""
+        return self.num_actors or max(2, min(8, available_cpus() // 4))
 
     @property
     def ports(self) -> range | None:

@@ -1,7 +1,7 @@
 """WorkerConnection: the engine's side of one actor incarnation. It owns the incarnation's slots.
 
 It ends with the incarnation; the next one gets a new connection. Used from the engine's thread, except `overdue`,
-`retiring`, `keeps_sequences` and `num_open`, which the actor's supervisor uses.
+`retiring` and `num_open`, which the actor's supervisor uses.
 """
 
 from __future__ import annotations
@@ -270,8 +270,6 @@ class WorkerConnection:
         """The only sequence that may be here: a suspect."""
         self.retiring = False
         """It is ended once it is empty: new sequences go elsewhere if they can. Set by the supervisor."""
-        self.keeps_sequences = False
-        """While it retires, the sequences that it has stay until they are freed. Set by the supervisor."""
         self._channel = channel
         self._segment = segment
         self._wake, self._busy, self._since, self._seconds = (

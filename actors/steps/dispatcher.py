@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import zmq
@@ -33,21 +32,6 @@ _PLACE_SECONDS = 0.02
 _GIVE_UP_FACTOR = 1.5
 """The supervisor ends a worker that exceeds the mask limit. If it does not, the sequence fails after this multiple of
 the limit."""
-
-
-@dataclass(slots=True)
-class Load:
-    """Counters of all steps since the start. Only the engine's thread writes them."""
-
-    rows: int = 0
-    late: int = 0
-    """Rows without a mask at the step's deadline."""
-    unplaced: int = 0
-    """Late rows of sequences that no worker had taken."""
-    exposed_seconds: float = 0.0
-    """Seconds that steps waited for masks."""
-    mask_seconds: float = 0.0
-    """Seconds that workers have spent on masks, summed."""
 
 
 class _Step:
@@ -128,7 +112,6 @@ class Dispatcher:
         """Sequences with `changed_from`."""
         self._budgeted: set[SequenceState] = set()
         """Sequences with a budget."""
-        self.load = Load()
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._lost: dict[int, GuidedError] = {}
@@ -323,7 +306,6 @@ class Dispatcher:
             started = time.monotonic()
             limit = self._give_up_seconds if timeout is None else timeout
             self._wait_for_step(step, (step.began if timeout is None else started) + limit, patience)
-            self.load.exposed_seconds += time.monotonic() - started
             self._sort_undecided(step, waited_for_all=timeout is None)
         return self._masks(step)
 
@@ -392,10 +374,6 @@ class Dispatcher:
         step.all_ready = ready_rows == len(step.sequences)
         if not step.all_ready:
             found.late = sorted(row for row in step.undecided() if row not in step.failed)
-            self.load.late += len(found.late)
-            self.load.unplaced += len(step.unplaced)
-        self.load.rows += len(step.sequences)
-        self.load.mask_seconds += found.seconds
         return found
 
     def _note_ready(self, step: _Step) -> None:

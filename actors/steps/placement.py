@@ -82,8 +82,8 @@ class Recovery:
     def __init__(self, down: WorkerDown, max_replays: int) -> None:
         self._down = down
         self._max_replays = max_replays
-        # A retired or drained worker was idle, whatever its mark says by now.
-        self._suspects = set() if down.cause in ("retired", "drained") else down.worker.suspects()
+        # A retired worker was idle, whatever its mark says by now.
+        self._suspects = set() if down.cause == "retired" else down.worker.suspects()
         self._certain = len(self._suspects) == 1 and not down.loading
 
     def is_lost(self, state: SequenceState) -> bool:
@@ -195,7 +195,7 @@ class Placement:
     def add(self, worker: WorkerConnection) -> None:
         """A worker is up."""
         self.workers.append(worker)
-        self.needs_rebalancing |= any(each.retiring and not each.keeps_sequences for each in self.workers)
+        self.needs_rebalancing |= any(each.retiring for each in self.workers)
 
     def remove(self, worker: WorkerConnection) -> list[SequenceState]:
         """A worker is gone; return its sequences."""
@@ -287,8 +287,6 @@ class Placement:
         """Empty workers that are to be replaced. Move sequences to a worker that is no longer a slow lane."""
         self.needs_rebalancing = False
         for worker in self.workers:
-            if worker.keeps_sequences:
-                continue
             if worker.retiring and any(not each.retiring and each.reserved_for is None for each in self.workers):
                 self._clear(worker, {state for state in worker.sequences.values() if state.late_since})
                 self.needs_rebalancing |= bool(worker.num_open)  # a late mask is being computed: at the next step

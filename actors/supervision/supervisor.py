@@ -97,7 +97,6 @@ class Supervisor:
         next_incarnation: returns a number that no other incarnation of this pool has.
         announce: takes the events of this actor; called from the supervisor's thread.
         restarts: None is `RestartPolicy()`.
-        wanted: start the actor now. If not, `set_wanted` does.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class Supervisor:
         next_incarnation: Callable[[], int],
         announce: Callable[[WorkerUp | WorkerRetiring | WorkerDown], None],
         restarts: RestartPolicy | None = None,
-        wanted: bool = True,
     ) -> None:
         self._index = index
         self._settings = settings
@@ -127,11 +125,8 @@ class Supervisor:
         """Set while the actor is up."""
         self._restarts = 0
         self._stopping = threading.Event()
-        self._wanted = threading.Event()
-        if wanted:
-            self._wanted.set()
         self._first_try = threading.Event()
-        """Set once the first incarnation since the actor became wanted is up, or did not start."""
+        """Set once the first incarnation is up, or did not start."""
         self._error: GuidedError | None = None
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
@@ -168,17 +163,9 @@ class Supervisor:
             last_end=self._last_end,
         )
 
-    def set_wanted(self, wanted: bool) -> None:
-        """Keep the actor up, or end it once its sequences have ended."""
-        if wanted:
-            self._wanted.set()
-        else:
-            self._wanted.clear()
-
     def stop(self) -> None:
         """Begin to end the actor for good, whether it is up or still starting. `join` waits for the end."""
         self._stopping.set()
-        self._wanted.set()
         os.eventfd_write(self._wake, 1)
         handle, process = self._handle, self._process
         if handle is not None:
@@ -193,17 +180,11 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            if not self._wanted.is_set():
-                self._state = "stopped"
-                self._wanted.wait()
-                self._state = "starting"
-                self._first_try.clear()
-                continue
             if not self._settings.cluster.connected.wait(_TICK_MS / 1000):
                 continue  # Ray is lost, not the actor: no reason for a longer pause
             self._seconds_up = 0.0
             try:
-                is_expected = self._live() in ("retired", "drained")
+                is_expected = self._live() == "retired"
             except Exception as error:
                 is_expected = False
                 self._error = error if isinstance(error, GuidedError) else PoolUnavailable(bounded(error))
@@ -333,7 +314,7 @@ class Supervisor:
     def _record_end(self, cause: EndCause, message: str) -> None:
         self._causes[cause] += 1
         self._last_end = bounded(message)
-        _log.log(logging.INFO if cause in ("retired", "drained") else logging.WARNING, "%s", message)
+        _log.log(logging.INFO if cause == "retired" else logging.WARNING, "%s", message)
 
     def _failure(self, pid: int, cause: EndCause) -> GuidedError:
         """Return the error of the sequences that are lost with this incarnation."""
@@ -342,8 +323,7 @@ class Supervisor:
             return MaskTimeout(f"{worker} was killed: a mask took longer than {self._settings.options.mask_limit:g} s")
         if cause == "memory":
             return BackendError(f"{worker} was killed: it took more than {self._settings.memory >> 20} MiB of memory")
-        texts = {"retired": "had grown and is replaced", "drained": "was not needed any more"}
-        return WorkerDied(f"{worker} {texts.get(cause, 'died')}")
+        return WorkerDied(f"{worker} {'had grown and is replaced' if cause == 'retired' else 'died'}")
 
     def _watch(
         self, handle: ActorHandle, process: ProcessHandle, connection: WorkerConnection, channel: Channel
@@ -364,9 +344,8 @@ class Supervisor:
                 return "died"
             if connection.overdue(mask_limit) or handle.is_overdue():
                 return "hung"
-            self._follow_wanted(connection)
             if connection.retiring and not connection.num_open and not handle.loading:
-                return "drained" if connection.keeps_sequences else "retired"
+                return "retired"
             reading = process.read()
             if reading is None:  # on another node, where it watches its memory itself; or it has just ended
                 continue
@@ -381,9 +360,3 @@ class Supervisor:
                 _log.info("mask worker %d takes %d MiB: it will be replaced", self._index, reading.resident >> 20)
                 self._announce(WorkerRetiring(connection))
         return "died"
-
-    def _follow_wanted(self, connection: WorkerConnection) -> None:
-        """Begin to drain the actor when it is not wanted any more; keep it if it is wanted again before it is empty."""
-        if self._wanted.is_set() == connection.keeps_sequences:
-            connection.retiring = connection.keeps_sequences = not connection.keeps_sequences
-            self._state = "draining" if connection.retiring else "up"

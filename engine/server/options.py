@@ -334,9 +334,6 @@ OPTIONS = (
             process_only=True,
         ),
         Option("ray.num_actors", "Mask actors at the start. Default: by the number of CPUs."),
-        Option("ray.min_actors", "Fewest mask actors, if their number is to follow the load. Default: --num-actors."),
-        Option("ray.max_actors", "Most mask actors, likewise. Default: --num-actors."),
-        Option("ray.scale_down_seconds", "Seconds for which fewer actors must be enough before one is ended."),
         Option(
             "ray.placement",
             "Nodes for the mask actors: local, spread (all), a Ray resource (NAME:AMOUNT) or node label (NAME=VALUE).",

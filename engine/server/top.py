@@ -143,7 +143,7 @@ class View:
             table.add_column(name, justify="right" if name in ("pid", "sequences", "restarts") else "left")
         by_node = sorted(self._actors(self.now), key=lambda each: (str(each["address"] or each["node"]), each["index"]))
         for actor in by_node:
-            state = Text(actor["state"], style="" if actor["state"] in ("up", "draining", "stopped") else "red")
+            state = Text(actor["state"], style="" if actor["state"] == "up" else "red")
             where = (actor["node"] or "-", actor["address"] or "-", str(actor["pid"] or "-"))
             counts = (str(actor["open_sequences"]), str(actor["restarts"]))
             table.add_row(str(actor["index"]), *where, state, *counts, (actor["last_end"] or "")[:80])

@@ -31,20 +31,11 @@ def test_a_placement_names_a_resource_or_a_label(text: str, placement: NodePlace
     + [
         ({"channel_ports": "7000-7001", "num_actors": 3}, "channel_ports has 2 ports; 3 actors need one each"),
         ({"actor_cpus": -1}, "actor_cpus is -1"),
-        ({"min_actors": 3, "max_actors": 2}, "min_actors=3, num_actors=None, max_actors=2: min_actors must not be"),
-        ({"num_actors": 3, "max_actors": 2}, "nor num_actors more than max_actors"),
-        ({"channel_ports": "7000-7003", "num_actors": 2, "max_actors": 5}, "channel_ports has 4 ports; 5 actors"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         RayPoolOptions(**given)
-
-
-def test_the_number_of_actors_at_the_start_is_within_its_limits() -> None:
-    assert RayPoolOptions(num_actors=2, max_actors=5).actors_at_start == 2
-    assert RayPoolOptions(max_actors=1).actors_at_start == 1
-    assert RayPoolOptions(min_actors=9).actors_at_start == 9
 
 
 def test_ports_include_both_ends() -> None:

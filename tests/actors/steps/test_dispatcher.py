@@ -122,23 +122,6 @@ def test_a_retiring_actor_is_emptied(cluster: Cluster) -> None:
     assert cluster.on(1) == {1, 2, 3}
 
 
-def test_a_draining_actor_keeps_its_sequences_and_gets_no_new_ones(cluster: Cluster) -> None:
-    cluster.open(1, 2)
-    cluster.step((1, ""), (2, ""))
-    draining = cluster.where(1)
-    connection = cluster.actors[draining].connection
-    connection.retiring = connection.keeps_sequences = True
-    cluster.join(2)
-    cluster.open(3, parent=1)
-    cluster.open(4, 5)
-    assert cluster.step((1, "a"), (2, "a"), (3, "a"), (4, "a"), (5, "a")) == ["b"] * 5
-    assert cluster.on(draining) == {1}
-    cluster.end(1 - draining)
-    cluster.end(2)
-    cluster.open(6)
-    assert cluster.step((6, "a")) == ["b"], "it still takes new ones if no other actor is left"
-
-
 # slots
 
 
