@@ -226,9 +226,9 @@ def _format(_validator: Any, name: str, value: Any, _schema: Any) -> Iterator[js
 
 
 def _multiple(_validator: Any, multiple: Any, value: Any, _schema: Any) -> Iterator[jsonschema.ValidationError]:
-    if isinstance(value, int | Decimal) and not isinstance(value, bool):  # a double is not what the text says
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
         step = Fraction(str(multiple))
-        _, digits, shift = Decimal(value).as_tuple()
+        _, digits, shift = Decimal(str(value)).as_tuple()
         number, exponent = int("".join(map(str, digits))), int(shift)
         if exponent >= 0:
             rest = number * step.denominator * pow(10, exponent, step.numerator) % step.numerator
