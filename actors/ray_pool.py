@@ -30,8 +30,8 @@ from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.pool import Grammar, PoolStatus, StepMasks
-from guided.pool_options import RayPoolOptions
+from guided.pools.options import RayPoolOptions
+from guided.pools.protocol import Grammar, PoolStatus, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 

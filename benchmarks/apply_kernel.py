@@ -30,7 +30,7 @@ from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.kernel import apply_bitmask
-from guided.pool import ReadyMasks
+from guided.pools.protocol import ReadyMasks
 from guided.vocabulary import Vocabulary
 
 TIGHT, LOOSE = 0.01, 0.5

@@ -48,7 +48,7 @@ from benchmarks.paths import RESULTS
 from benchmarks.report import machine, write_json
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.pool import Grammar, StepMasks
+from guided.pools.protocol import Grammar, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 

@@ -30,8 +30,8 @@ from examples.default_model_training.corpus import evaluation_call, evaluation_e
 from examples.default_model_training.exchange import schema_of
 from guided.backends import BACKENDS
 from guided.errors import UnsupportedConstraint
-from guided.model_formats import TOOL_FORMATS, Calls, Function, answer_format
-from guided.output_parser import OutputParser
+from guided.tools.formats import TOOL_FORMATS, Calls, Function, answer_format
+from guided.tools.parser import OutputParser
 
 
 @dataclass(frozen=True)

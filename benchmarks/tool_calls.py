@@ -27,7 +27,7 @@ from benchmarks.workload import tekken
 from guided.backends import Backends
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.model_formats import TOOL_FORMATS, Calls, Function, answer_format
+from guided.tools.formats import TOOL_FORMATS, Calls, Function, answer_format
 from guided.vocabulary import Vocabulary
 
 WAYS = ("guided", "xgrammar")

@@ -35,8 +35,8 @@ from guided.backends import Backends, candidates
 from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.inline import InlinePool
 from guided.integrations.transformers import GuidedLogitsProcessor
+from guided.pools.inline import InlinePool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary

@@ -18,7 +18,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.stats import EngineStats
 from guided.errors import GuidedError, InternalError, bounded
-from guided.pool import PoolStatus
+from guided.pools.protocol import PoolStatus
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from engine.logits_processors.loading import describe
 from engine.model_loader import LoadedModel, load_model
 from engine.post_processors import load_post_processor
 from guided.bundle import ProcessorBundle
-from guided.inline import InlinePool
-from guided.pool import MaskPool
-from guided.pool_opening import LazyPool
-from guided.pool_options import RayPoolOptions
+from guided.pools.inline import InlinePool
+from guided.pools.opening import LazyPool
+from guided.pools.options import RayPoolOptions
+from guided.pools.protocol import MaskPool
 from guided.post_processor import LogitPostProcessor
 from guided.processor import GuidedProcessor
 from guided.vocabulary import Vocabulary

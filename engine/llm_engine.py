@@ -36,7 +36,7 @@ from engine.sequence import SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
 from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, GuidedError, InternalError, InvalidRequest, PostProcessorFailed, bounded
-from guided.pool import Grammar, MaskPool
+from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor
 from guided.processor import GuidedProcessor
 from guided.sequence import SequenceOutput

@@ -17,7 +17,7 @@ from engine.beam_search import BeamSearch
 from engine.detokenizer import Detokenizer
 from engine.logprobs import TokenLogprobs
 from engine.sampling_params import SamplingParams
-from guided.budget import budget_of
+from guided.completing.budget import budget_of
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 

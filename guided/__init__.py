@@ -22,10 +22,10 @@ from guided.errors import (
     UnsupportedConstraint,
     WorkerDied,
 )
-from guided.inline import InlinePool
 from guided.limits import Limits
 from guided.output_types import constraint_for, parse_as
-from guided.pool import Grammar, MaskPool
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence

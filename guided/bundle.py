@@ -17,7 +17,7 @@ import numpy as np
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError, PostProcessorFailed, bounded
-from guided.pool import Grammar
+from guided.pools.protocol import Grammar
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence, SequenceOutput
 

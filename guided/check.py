@@ -21,9 +21,9 @@ from guided import regex
 from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.bitmask import allowed_ids, words
-from guided.budget import Budget, budget_of
 from guided.compilation import Compiled, compile_constraint
-from guided.completion import shortest
+from guided.completing.budget import Budget, budget_of
+from guided.completing.search import shortest
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax, to_lark

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.pool import ReadyMasks
+from guided.pools.protocol import ReadyMasks
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.pool import Grammar
+from guided.pools.protocol import Grammar
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.kernel import apply_bitmask
-from guided.pool import Grammar, MaskPool, StepMasks
+from guided.pools.protocol import Grammar, MaskPool, StepMasks
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from guided.budget import Budget
+from guided.completing.budget import Budget
 
 
 @dataclass(slots=True, eq=False)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from guided.backends.base import CompiledGrammar, Matcher
 from guided.backends.native import guard
 from guided.bitmask import pack
-from guided.budget import Budget
-from guided.budgeted_sequence import BudgetedSequence
-from guided.completion import Completions
+from guided.completing.budget import Budget
+from guided.completing.search import Completions
+from guided.completing.sequence import BudgetedSequence
 from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary

@@ -25,7 +25,6 @@ from actors.driver.client import ActorDied, ActorFailed, RemoteActor, RemoteObje
 from actors.driver.scheduling import Scheduling
 from actors.processes import ProcessHandle, ProcessLocation, kill_actor, memory_limit
 from guided.backends import BACKENDS
-from guided.backends.suspensions import Suspensions
 from guided.compilation import grammar_key, is_about_backend
 from guided.constraint import Constraint
 from guided.errors import (
@@ -37,9 +36,10 @@ from guided.errors import (
     bounded,
     from_wire,
 )
-from guided.grammar_cache import CacheKey, GrammarCache, cache_key
-from guided.pool import BackendStatus, Grammar
-from guided.pool_options import NodePlacement, RayPoolOptions
+from guided.pools.grammar_cache import CacheKey, GrammarCache, cache_key
+from guided.pools.options import NodePlacement, RayPoolOptions
+from guided.pools.protocol import BackendStatus, Grammar
+from guided.pools.suspensions import Suspensions
 from guided.vocabulary import Vocabulary
 
 _GRACE_SECONDS = 1.0

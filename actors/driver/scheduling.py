@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from guided.pool_options import LOCAL, NodePlacement
+from guided.pools.options import LOCAL, NodePlacement
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from actors.steps.protocol import (
     in_fill_order,
 )
 from guided.errors import GuidedError, from_wire
-from guided.pool import MAX_FORCED_TOKENS
+from guided.pools.protocol import MAX_FORCED_TOKENS
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:

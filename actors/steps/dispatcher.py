@@ -22,7 +22,7 @@ from actors.steps.connection import SequenceState, StepOutputs, StepPart, Worker
 from actors.steps.placement import Placement, Recovery, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import FREE, SLOW_SECONDS
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable
-from guided.pool import Grammar, ReadyMasks, StepMasks, forced_runs
+from guided.pools.protocol import Grammar, ReadyMasks, StepMasks, forced_runs
 from guided.sequence import GuidedSequence
 
 _LOOK_SECONDS = 0.001
@@ -77,7 +77,7 @@ class _Step:
 
 
 class Dispatcher:
-    """Sequences on workers, and the steps between them. Implements the step methods of `guided.pool.MaskPool`.
+    """Sequences on workers, and the steps between them. Implements the step methods of `MaskPool`.
 
     Args:
         mask_limit: seconds that a mask may take before the supervisor ends the actor.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from actors.steps.connection import SequenceState, WorkerConnection
 from guided.errors import GuidedError, WorkerDied
-from guided.pool import EndCause
+from guided.pools.protocol import EndCause
 
 _WAIT_SECONDS = 10.0
 """Maximum time that a suspect waits for a worker that is empty or can be emptied without loss, and a straggler for a

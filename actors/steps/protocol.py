@@ -40,9 +40,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.budget import Budget
+from guided.completing.budget import Budget
 from guided.errors import Wire
-from guided.pool import MAX_FORCED_TOKENS
+from guided.pools.protocol import MAX_FORCED_TOKENS
 
 MAX_NEW_TOKENS = 8
 """New tokens of a slot that fit in the table; more are sent in a message."""

@@ -30,8 +30,8 @@ from actors.steps.connection import WorkerConnection
 from actors.steps.placement import WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
-from guided.pool import EndCause, WorkerState, WorkerStatus
-from guided.pool_options import NodePlacement, RayPoolOptions
+from guided.pools.options import NodePlacement, RayPoolOptions
+from guided.pools.protocol import EndCause, WorkerState, WorkerStatus
 from guided.vocabulary import Vocabulary
 
 _START_SECONDS = 120.0

@@ -43,7 +43,7 @@ def _vocabulary(options: dict[str, Any]) -> Any:
 
 
 def _inline(options: dict[str, Any]) -> Way:
-    from guided.inline import InlinePool
+    from guided.pools.inline import InlinePool
 
     return _guided(InlinePool(_vocabulary(options), max_cache_bytes=4 << 30), options)
 

@@ -18,7 +18,7 @@ from benchmarks.peers.rows import Document, RunningSequence
 from benchmarks.slow_backend import slow_name
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.pool import Grammar, MaskPool
+from guided.pools.protocol import Grammar, MaskPool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 

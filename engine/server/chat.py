@@ -22,8 +22,8 @@ from engine.server.protocol import ChatRequest, ChatResponse, GuidedInfo, Messag
 from engine.server.sampling import sampling_params, wants_usage
 from engine.server.tools import requested_calls
 from guided.errors import InvalidRequest
-from guided.model_formats import ToolFormat
-from guided.output_parser import Piece
+from guided.tools.formats import ToolFormat
+from guided.tools.parser import Piece
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 

@@ -25,7 +25,7 @@ from engine.server.turns import ClientTurns
 from guided.backends import AUTO
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Limits
-from guided.model_formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat, detect
+from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat, detect
 from guided.vocabulary import Vocabulary
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from engine.server.prompts import name_prompt
 from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
 from guided.errors import CompileTimeout, ConstraintNotMet, GuidedError, InternalError, InvalidConstraint
-from guided.output_parser import OutputParser
+from guided.tools.parser import OutputParser
 
 logger = logging.getLogger("guided.server")
 

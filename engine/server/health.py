@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from engine.server.context import Context
 from engine.server.readiness import Stage
-from guided.pool import BackendStatus, WorkerStatus
+from guided.pools.protocol import BackendStatus, WorkerStatus
 
 router = APIRouter(tags=["operation"])
 

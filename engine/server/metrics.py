@@ -20,7 +20,7 @@ from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError, InternalError, InvalidRequest, errors_by_code
-from guided.pool_metrics import counts_by, pool_metrics
+from guided.pools.metrics import counts_by, pool_metrics
 
 router = APIRouter(tags=["operation"])
 

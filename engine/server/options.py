@@ -19,8 +19,8 @@ from engine.server.logs import LogFormat
 from guided.backends import AUTO, resolve
 from guided.errors import InvalidRequest
 from guided.limits import Range, check_ranges
-from guided.model_formats import REASONING_FORMATS, TOOL_FORMATS
-from guided.pool_options import RayPoolOptions
+from guided.pools.options import RayPoolOptions
+from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 
 DEFAULT_MODEL = "guided-default"
 """Name that the embedded model is served under."""

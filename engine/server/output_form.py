@@ -14,8 +14,8 @@ from engine.server.tools import places
 from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest
-from guided.model_formats import Calls, ReasoningFormat, answer_format, as_format
-from guided.output_parser import OutputParser
+from guided.tools.formats import Calls, ReasoningFormat, answer_format, as_format
+from guided.tools.parser import OutputParser
 
 _TAIL = 32
 """Number of tokens at the end of a prompt that can show a thinking phase."""

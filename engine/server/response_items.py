@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from guided.output_parser import Piece
+from guided.tools.parser import Piece
 
 
 class _Kind(NamedTuple):

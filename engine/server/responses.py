@@ -22,7 +22,7 @@ from engine.server.response_items import OutputItems
 from engine.server.responses_protocol import CHAT_FIELDS, ResponseObject, ResponsesRequest
 from guided.error_body import error_body
 from guided.errors import GuidedError, InvalidRequest, bounded
-from guided.output_parser import OutputParser, Piece
+from guided.tools.parser import OutputParser, Piece
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 

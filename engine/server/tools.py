@@ -9,8 +9,8 @@ from typing import Any
 from engine.server.protocol import ChatRequest, Tool
 from guided.constraint import Constraint
 from guided.errors import InvalidRequest, bounded
-from guided.model_formats import Calls, Function, ToolFormat, as_format
 from guided.schema.pointer import escape
+from guided.tools.formats import Calls, Function, ToolFormat, as_format
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 

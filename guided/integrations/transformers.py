@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
-from guided.inline import InlinePool
 from guided.integrations.blocking import finish_step
 from guided.integrations.recycled_memory import RecycledMemory
 from guided.kernel import apply_bitmask
 from guided.output_types import constraint_for
-from guided.pool import MaskPool
-from guided.pool_opening import find_pool
+from guided.pools.inline import InlinePool
+from guided.pools.opening import find_pool
+from guided.pools.protocol import MaskPool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary

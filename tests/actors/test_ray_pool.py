@@ -22,7 +22,7 @@ from actors import CompileLimits, RayPool
 from actors.supervision import supervisor
 from guided.constraint import Constraint
 from guided.errors import CompileQueueFull, CompileTimeout, PoolUnavailable
-from guided.pool import Grammar
+from guided.pools.protocol import Grammar
 from guided.sequence import GuidedSequence
 
 WAIT = 120.0

@@ -19,7 +19,7 @@ from jsonschema import Draft7Validator
 
 from deploy.arguments import read_arguments
 from engine.server.options import ServeOptions
-from guided.pool_options import NodePlacement
+from guided.pools.options import NodePlacement
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RAY = Path(next(iter(importlib.util.find_spec("ray").submodule_search_locations)))  # type: ignore[union-attr, arg-type]

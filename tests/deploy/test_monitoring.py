@@ -13,7 +13,7 @@ import yaml
 from engine.async_llm import AsyncLLM
 from engine.model_loader import load_model
 from engine.server.metrics import Metrics
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"

@@ -13,8 +13,8 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.inline import InlinePool
-from guided.pool import MaskPool
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import MaskPool
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]

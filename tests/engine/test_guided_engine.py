@@ -18,8 +18,8 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceStatus
 from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, InternalError, InvalidConstraint, WorkerDied
-from guided.inline import InlinePool
-from guided.pool import StepMasks
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import StepMasks
 from guided.post_processor import ApplyReport
 from guided.processor import GuidedProcessor
 

@@ -14,7 +14,7 @@ from engine.llm import LLM
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from guided.errors import InvalidConstraint, InvalidRequest
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 
 PROMPTS = ["The quick", "brown fox", "jumps"]
 

@@ -16,7 +16,7 @@ from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError, MaskTimeout, WorkerDied
-from guided.pool import StepMasks
+from guided.pools.protocol import StepMasks
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]

@@ -17,7 +17,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.bundle import ProcessorBundle
 from guided.errors import BackendError
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence

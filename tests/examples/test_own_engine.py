@@ -20,7 +20,7 @@ from engine.default_model import checkpoint_path
 from examples.default_model_training.tokenizer import load
 from guided.constraint import Constraint
 from guided.errors import BackendError, UnsupportedConstraint, WorkerDied
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 from guided.processor import GuidedProcessor
 from guided.vocabulary import Vocabulary
 

@@ -18,7 +18,6 @@ from faulty_backend import NAME, PATHS, faulty
 from actors import RayPool
 from actors.compile.compiler import Compiler
 from actors.compile.process import CompileResult
-from guided.backends.suspensions import CRASHES
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
@@ -33,7 +32,8 @@ from guided.errors import (
     from_wire,
 )
 from guided.limits import CompileLimits
-from guided.pool import BackendStatus
+from guided.pools.protocol import BackendStatus
+from guided.pools.suspensions import CRASHES
 
 WAIT = 120.0
 QUICK = (Constraint.regex("ab+c"), ["llguidance"])

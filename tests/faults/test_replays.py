@@ -26,7 +26,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.backends import BACKENDS
 from guided.errors import MaskTimeout, PoolUnavailable, WorkerDied
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 
 LONG = 120.0
 Outputs = dict[str, RequestOutput]

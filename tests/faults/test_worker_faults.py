@@ -12,7 +12,7 @@ from actors import RayPool
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError, DeadEnd, TokenRejected, UnsupportedConstraint
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 
 pytestmark = pytest.mark.usefixtures("faulty_here")
 FAULTS = {

@@ -11,8 +11,8 @@ from scripted_grammar import STOP, ScriptedBackends
 from guided.bundle import ProcessorBundle
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, UnsupportedConstraint
-from guided.inline import InlinePool
-from guided.pool import Grammar
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import Grammar
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence

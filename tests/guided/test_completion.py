@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from guided.backends import Backends
 from guided.bitmask import allowed_ids, words
-from guided.budget import Budget, budget_of
 from guided.compilation import compile_constraint
+from guided.completing.budget import Budget, budget_of
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest
 from guided.vocabulary import Vocabulary

@@ -8,7 +8,7 @@ from faulty_pool import FaultyPool
 
 from guided.constraint import Constraint
 from guided.decoding import DecodeStep, decode_step
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary

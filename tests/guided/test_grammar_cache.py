@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from guided.constraint import Constraint
 from guided.errors import CompileTimeout, GuidedError, InvalidConstraint
-from guided.grammar_cache import GrammarCache, cache_key
-from guided.pool import Grammar
+from guided.pools.grammar_cache import GrammarCache, cache_key
+from guided.pools.protocol import Grammar
 
 MEGABYTE = 1 << 20
 

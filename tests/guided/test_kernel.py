@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from guided import kernel
 from guided.bitmask import pack, words
 from guided.kernel import apply_bitmask
-from guided.pool import ReadyMasks
+from guided.pools.protocol import ReadyMasks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 """The last one is masked by torch."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from guided import pool_opening as pools
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, PoolUnavailable
-from guided.inline import InlinePool
-from guided.pool_opening import LazyPool, find_pool
+from guided.pools import opening as pools
+from guided.pools.inline import InlinePool
+from guided.pools.opening import LazyPool, find_pool
 from guided.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary((b"</s>", b"a"), (0,), frozenset({0}), 2)
@@ -23,7 +23,7 @@ def test_this_package_has_two_pools() -> None:
     from importlib.metadata import entry_points
 
     found = {entry.name: entry.value for entry in entry_points(group="guided.pools")}
-    assert found == {"inline": "guided.inline:InlinePool", "ray": "actors:RayPool"}
+    assert found == {"inline": "guided.pools.inline:InlinePool", "ray": "actors:RayPool"}
 
 
 def test_a_pool_is_opened_with_its_options() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from guided.pool_options import NodePlacement, RayPoolOptions
+from guided.pools.options import NodePlacement, RayPoolOptions
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from scripted_grammar import STOP, ScriptedBackends
 
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, UnsupportedConstraint, WorkerDied
-from guided.inline import InlinePool
-from guided.pool import Grammar, StepMasks
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import Grammar, StepMasks
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary

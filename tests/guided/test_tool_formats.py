@@ -18,8 +18,8 @@ from guided.backends.base import Matcher
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import TokenRejected
-from guided.model_formats import REASONING_FORMATS, TOOL_FORMATS, Calls, Function, answer_format, as_format, detect
-from guided.output_parser import OutputParser, Piece
+from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Calls, Function, answer_format, as_format, detect
+from guided.tools.parser import OutputParser, Piece
 from guided.vocabulary import Vocabulary
 
 

@@ -10,7 +10,7 @@ import pytest
 from byte_vocabulary import BYTES, STOP, WORDS, allowed, tokens
 
 from actors import RayPool
-from guided.budget import budget_of
+from guided.completing.budget import budget_of
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
@@ -20,8 +20,8 @@ from guided.errors import (
     TokenRejected,
     UnsupportedConstraint,
 )
-from guided.inline import InlinePool
-from guided.pool import Grammar, MaskPool
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import Grammar, MaskPool
 from guided.sequence import GuidedSequence
 
 LLGUIDANCE = ("llguidance",)

@@ -17,7 +17,7 @@ from engine.config import EngineConfig, LoadOptions
 from engine.server import process
 from engine.server.cli import app
 from guided.limits import CompileLimits, Limits
-from guided.pool_options import RayPoolOptions
+from guided.pools.options import RayPoolOptions
 
 
 def run(*arguments: str) -> tuple[int, str]:

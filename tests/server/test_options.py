@@ -18,7 +18,7 @@ from engine.config import EngineConfig, LoadOptions
 from engine.server.commands.serve import serve
 from engine.server.options import OPTIONS, ConnectionLimits, ServeOptions, ServerSettings, take_api_key
 from guided.limits import CompileLimits, Limits
-from guided.pool_options import RayPoolOptions
+from guided.pools.options import RayPoolOptions
 
 DETERMINED_OTHERWISE = {"server.model_names", "server.sampling_defaults", "ray.forced_tokens"}
 """By the model; by `engine.forced_tokens`."""

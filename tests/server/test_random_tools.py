@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from benchmarks.random_constraints.schemas import random_schema
 from benchmarks.random_constraints.validation import problem
-from guided.model_formats import TOOL_FORMATS, ToolFormat
+from guided.tools.formats import TOOL_FORMATS, ToolFormat
 
 SETTINGS = settings(
     max_examples=max(1, settings.default.max_examples // 4),

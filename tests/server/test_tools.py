@@ -12,7 +12,7 @@ import pytest
 from serving import sse
 from starlette.testclient import TestClient
 
-from guided.model_formats import TOOL_FORMATS, ToolFormat
+from guided.tools.formats import TOOL_FORMATS, ToolFormat
 
 CHAT = "/v1/chat/completions"
 USER = {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens": 150}

@@ -29,7 +29,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceStatus
 from guided.bundle import ProcessorBundle
 from guided.errors import InternalError, PostProcessorFailed, WorkerDied
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence

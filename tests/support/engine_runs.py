@@ -10,7 +10,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.pool import MaskPool
+from guided.pools.protocol import MaskPool
 
 PROMPT = "Quick"
 Requests = dict[str, SamplingParams]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, WorkerDied
-from guided.inline import InlinePool
-from guided.pool import Grammar, MaskPool, PoolStatus, ReadyMasks, StepMasks
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import Grammar, MaskPool, PoolStatus, ReadyMasks, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.pool import Grammar, StepMasks
+from guided.pools.protocol import Grammar, StepMasks
 from guided.sequence import GuidedSequence
 
 WAIT = 30.0

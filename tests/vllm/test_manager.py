@@ -22,11 +22,11 @@ from vllm_engine import MAX_MODEL_LEN
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
 from guided.errors import PoolUnavailable
-from guided.inline import InlinePool
 from guided.integrations.vllm import activation
 from guided.integrations.vllm.configuration import model_vocabulary
 from guided.integrations.vllm.manager import GuidedManager
 from guided.integrations.vllm.request_params import GuidedParams
+from guided.pools.inline import InlinePool
 from guided.vocabulary import Vocabulary
 
 OWN: list[tuple[dict[str, Any], Any]] = [

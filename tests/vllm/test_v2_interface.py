@@ -28,11 +28,11 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 )
 
 from guided.constraint import Constraint
-from guided.inline import InlinePool
 from guided.integrations.vllm import error_reports, run_directory
 from guided.integrations.vllm.configuration import model_vocabulary
 from guided.integrations.vllm.request_params import VALIDATED, GuidedParams
 from guided.integrations.vllm.v2_batch import V2Batch
+from guided.pools.inline import InlinePool
 from guided.vocabulary import Vocabulary
 
 NAME = "guided.integrations.vllm.processor:GuidedLogitsProcessor"

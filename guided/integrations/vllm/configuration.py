@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from guided.errors import InvalidRequest
 from guided.integrations.vllm import pool_reports
-from guided.pool import MaskPool
-from guided.pool_opening import DEFAULT_POOL, PoolOpener, find_pool
+from guided.pools.opening import DEFAULT_POOL, PoolOpener, find_pool
+from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

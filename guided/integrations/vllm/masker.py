@@ -25,8 +25,8 @@ from guided.errors import GuidedError, InternalError, PoolUnavailable, TokenReje
 from guided.integrations.blocking import finish_step
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.kernel import apply_bitmask
-from guided.pool import Grammar, MaskPool
-from guided.pool_opening import PoolOpener
+from guided.pools.opening import PoolOpener
+from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence

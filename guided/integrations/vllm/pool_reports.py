@@ -20,8 +20,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from guided.integrations.vllm.run_directory import identity, notes_of_running, write_note
-from guided.pool import MaskPool, PoolStatus
-from guided.pool_metrics import pool_metrics
+from guided.pools.metrics import pool_metrics
+from guided.pools.protocol import MaskPool, PoolStatus
 
 REPORT_SECONDS = 2.0
 """Interval of the reports."""

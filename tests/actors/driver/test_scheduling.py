@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors.driver.scheduling import Scheduling
-from guided.pool_options import NodePlacement
+from guided.pools.options import NodePlacement
 
 NODES: list[dict[str, Any]] = [
     {"NodeID": "a", "Alive": True, "Resources": {"CPU": 4, "memory": 1}, "Labels": {"ray.io/node-id": "a"}},

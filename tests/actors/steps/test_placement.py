@@ -13,7 +13,7 @@ from actors.channel import Transport
 from actors.steps.connection import SequenceState, WorkerConnection
 from actors.steps.placement import Placement, Recovery, WorkerDown
 from guided.errors import WorkerDied
-from guided.pool import EndCause
+from guided.pools.protocol import EndCause
 from guided.sequence import GuidedSequence
 
 _ids = count(1)

@@ -15,7 +15,7 @@ from engine.llm_engine import LLMEngine
 from engine.logits_processors import LogitsProcessor
 from engine.logits_processors.loading import load_classes
 from engine.model_loader import LoadedModel
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 from guided.vocabulary import Vocabulary
 
 

@@ -12,7 +12,7 @@ from engine.config import LoadOptions
 from engine.server.commands import doctor
 from engine.server.commands.doctor import Finding, examine
 from engine.server.options import ServeOptions
-from guided.pool_options import RayPoolOptions
+from guided.pools.options import RayPoolOptions
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from guided.inline import InlinePool
+from guided.pools.inline import InlinePool
 from guided.vocabulary import Vocabulary
 
 

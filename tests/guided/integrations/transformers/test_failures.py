@@ -13,9 +13,9 @@ from transformers_generation import DATE, PROMPTS, SUM, TOKENS, WORDS, check, in
 
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidRequest, PoolUnavailable, TokenRejected, UnsupportedConstraint
-from guided.inline import InlinePool
 from guided.integrations.transformers import GuidedLogitsProcessor
-from guided.pool import StepMasks
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 

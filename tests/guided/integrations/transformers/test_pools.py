@@ -15,10 +15,10 @@ from transformers_generation import CONSTRAINTS, PROMPTS, inputs
 
 from guided.constraint import Constraint
 from guided.errors import InvalidRequest
-from guided.inline import InlinePool
 from guided.integrations import transformers
 from guided.integrations.transformers import GuidedLogitsProcessor
-from guided.pool import MaskPool
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
 
 

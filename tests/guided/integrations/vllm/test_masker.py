@@ -16,11 +16,11 @@ from scripted_grammar import STOP, ScriptedBackends
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError, PoolUnavailable, WorkerDied
-from guided.inline import InlinePool
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
-from guided.pool import Grammar, MaskPool, StepMasks
-from guided.pool_opening import PoolOpener
+from guided.pools.inline import InlinePool
+from guided.pools.opening import PoolOpener
+from guided.pools.protocol import Grammar, MaskPool, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -303,7 +303,7 @@ def test_a_pool_that_cannot_be_opened_fails_requests_and_is_retried_later(
         assert allowed(subject.step(GuidedRow(subject.begin("1", name="a"), 0, [])), 0) == [STOP]
     assert subject.codes() == [("a", "pool_unavailable")] * 2
     assert len(tries) == 1
-    monkeypatch.setattr("guided.pool_opening._RETRY_SECONDS", -1.0)
+    monkeypatch.setattr("guided.pools.opening._RETRY_SECONDS", -1.0)
     assert allowed(subject.step(GuidedRow(subject.begin("1"), 0, [])), 0) == [1]
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from guided.inline import InlinePool
 from guided.integrations.vllm import pool_reports, run_directory
-from guided.pool import BackendStatus, PoolStatus, WorkerStatus
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import BackendStatus, PoolStatus, WorkerStatus
 from guided.vocabulary import Vocabulary
 
 STATUS = PoolStatus(

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 
 from guided.cpus import available_cpus
 from guided.errors import bounded
-from guided.grammar_cache import DEFAULT_CACHE_BYTES
 from guided.limits import CompileLimits, Range, check_ranges
+from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """MaskPool: the interface between the post-processor and the workers that compute masks.
 
-`InlinePool` (guided/inline.py) runs one worker in the calling process; `actors.RayPool` runs many in Ray actors. A pool
+`InlinePool` (`inline.py`) runs one worker in the calling process; `actors.RayPool` runs many in Ray actors. A pool
 compiles constraints, keeps one matcher per open sequence, and returns the mask or the error of each row of a step. It
 knows nothing of requests, batches or logits.
 """
@@ -31,7 +31,7 @@ class Grammar:
     backend: str
     constraint: Constraint
     cache_key: tuple[str, ...]
-    """Key under which the pool's cache counts its users (`guided.grammar_cache`)."""
+    """Key under which the pool's cache counts its users (`guided.pools.grammar_cache`)."""
     compile_seconds: float = 0.0
     """Seconds that the compilation took."""
     compiled_at: float = field(default_factory=time.monotonic, compare=False)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from guided.errors import BackendSuspended
-from guided.pool import BackendStatus
+from guided.pools.protocol import BackendStatus
 
 CRASHES = 5
 """A backend is suspended when this many constraints crash it within `_WINDOW_SECONDS`."""

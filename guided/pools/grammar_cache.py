@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidConstraint
-from guided.pool import Grammar
+from guided.pools.protocol import Grammar
 
 CacheKey = tuple[str, ...]
 

@@ -1,7 +1,7 @@
 """How model families write function calls and their thinking: one table for each, as data.
 
 The structural tag that enforces a format (`calls_format`, `answer_format`) and the parser that reads it
-(`guided/output_parser.py`) are both made from these descriptions.
+(`guided/tools/parser.py`) are both made from these descriptions.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Read an output in the formats of `guided/model_formats.py` while it grows: thoughts, text and function calls."""
+"""Read an output in the formats of `guided/tools/formats.py` while it grows: thoughts, text and function calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from guided.model_formats import ReasoningFormat, ToolFormat
+from guided.tools.formats import ReasoningFormat, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from guided.pool import EndCause, PoolStatus
+from guided.pools.protocol import EndCause, PoolStatus
 
 
 def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:

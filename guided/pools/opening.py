@@ -14,8 +14,8 @@ from typing import Any
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError, PoolUnavailable, bounded
-from guided.inline import InlinePool
-from guided.pool import Grammar, MaskPool
+from guided.pools.inline import InlinePool
+from guided.pools.protocol import Grammar, MaskPool
 from guided.vocabulary import Vocabulary
 
 DEFAULT_POOL = "ray"

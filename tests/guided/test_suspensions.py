@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from guided.backends.suspensions import CRASHES, Suspensions
 from guided.errors import BackendSuspended
+from guided.pools.suspensions import CRASHES, Suspensions
 
 NAMES = ("llguidance", "xgrammar")
 

@@ -19,8 +19,8 @@ from guided.bitmask import words
 from guided.compilation import compile_constraint, grammar_key
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError
-from guided.grammar_cache import DEFAULT_CACHE_BYTES, CacheKey, GrammarCache, cache_key
-from guided.pool import (
+from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES, CacheKey, GrammarCache, cache_key
+from guided.pools.protocol import (
     MAX_FORCED_TOKENS,
     BackendStatus,
     Grammar,

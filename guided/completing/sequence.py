@@ -1,7 +1,7 @@
 """Completion within a budget: the mask forbids tokens after which no known completion would fit.
 
 After every token, one completion of the sequence is known. While the budget has room for this completion and for what
-one more token can add to it (`guided.budget`), the mask stays unchanged. After that, the mask allows a token only if a
+one more token can add to it (`budget.py`), the mask stays unchanged. After that, the mask allows a token only if a
 completion after this token is known and fits.
 """
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from guided.backends.base import Matcher
 from guided.bitmask import allowed_ids, pack
-from guided.budget import Budget
-from guided.completion import Completion, Completions, Steps
+from guided.completing.budget import Budget
+from guided.completing.search import Completion, Completions, Steps
 from guided.errors import GuidedError, InvalidRequest
 
 _LATER_STEPS = 160

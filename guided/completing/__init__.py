@@ -1,0 +1,1 @@
+"""Completion of an output within its token budget (`complete`)."""
