@@ -84,8 +84,6 @@ class ProcessReading:
 
     resident: int
     """Resident memory in bytes."""
-    cpu_seconds: float
-    """CPU seconds of all its threads so far."""
     stopped: bool
     """Stopped by a signal (SIGSTOP): none of its threads runs."""
     ending: bool
@@ -101,9 +99,8 @@ class ProcessReading:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             return None
-        cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         ending = bool(int(fields[6]) & _PF_EXITING or int(fields[28]) & _PENDING_SIGKILL)
-        return cls(int(fields[21]) * resource.getpagesize(), cpu_seconds, fields[0] == b"T", ending, int(fields[19]))
+        return cls(int(fields[21]) * resource.getpagesize(), fields[0] == b"T", ending, int(fields[19]))
 
 
 def enter_session() -> None:

@@ -29,20 +29,14 @@ _POLL_SECONDS = 0.01
 """Between two readings of a process's memory and time."""
 _EXIT_SECONDS = 1.0
 """Time for a process that has closed its socket to end by itself, so that its exit code is its own."""
-_WALL_PER_SLICE = 4.0
-"""A time slice also ends after this multiple of its length in wall time: a process may block without computing."""
 _TRANSFER_TIMEOUT = struct.pack("ll", 5, 0)
 """struct timeval: 5 s. A process that takes or sends nothing for longer in the middle of a message is frozen."""
-_NO_READING = ProcessReading(resident=0, cpu_seconds=0.0, stopped=False, ending=False, started=0)
+_NO_READING = ProcessReading(resident=0, stopped=False, ending=False, started=0)
 
 
 class ProcessLost(Exception):
     """The process was killed or stopped from outside, or with its fork server. The constraint is not known to be the
     cause."""
-
-
-class TimeSliceExceeded(Exception):
-    """The process has computed for longer than its time slice. It keeps running."""
 
 
 class ForkServer:
@@ -178,8 +172,7 @@ class CompileProcess:
         self._decode = Decoder(CompileResult).decode
         self._process = ProcessHandle(pid)
         self._ended = False
-        self._fresh = self._slice = self._read()
-        self._slice_began = 0.0
+        self._fresh = self._read()
 
     @property
     def alive(self) -> bool:
@@ -197,8 +190,6 @@ class CompileProcess:
         Raises:
             ProcessLost: the process does not take it.
         """
-        self._slice = self._read()
-        self._slice_began = time.monotonic()
         try:
             self._jobs.send_bytes(encode(request))
         except BlockingIOError:
@@ -206,23 +197,21 @@ class CompileProcess:
         except OSError:
             raise self._failure() from None
 
-    def wait(self, deadline: float, memory_bytes: int, cpu_seconds: float | None) -> CompileResult:
+    def wait(self, deadline: float, memory_bytes: int) -> CompileResult:
         """Wait for the result of the request.
 
         Args:
             deadline: `time.monotonic()` until which to wait.
             memory_bytes: limit of the growth of the process's resident memory since its fork.
-            cpu_seconds: the time slice, in CPU seconds. None: no time slice.
 
         Raises:
-            TimeSliceExceeded: not finished; `wait` may be called again.
             CompileTimeout, ConstraintTooLarge: a limit was exceeded; the process has to be killed.
             BackendError: the process crashed.
             ProcessLost: the process was killed or stopped.
         """
         try:
             while not self._jobs.poll(min(_POLL_SECONDS, deadline - time.monotonic())):
-                self._check(deadline, memory_bytes, cpu_seconds)
+                self._check(deadline, memory_bytes)
             result: CompileResult = self._decode(self._jobs.recv_bytes())
         except BlockingIOError:
             raise CompileTimeout("") from None
@@ -242,7 +231,7 @@ class CompileProcess:
     def _read(self) -> ProcessReading:
         return self._process.read() or _NO_READING
 
-    def _check(self, deadline: float, memory_bytes: int, cpu_seconds: float | None) -> None:
+    def _check(self, deadline: float, memory_bytes: int) -> None:
         """Raise if a limit is exceeded."""
         reading, now = self._read(), time.monotonic()
         if reading.resident - self._fresh.resident > memory_bytes:
@@ -254,11 +243,6 @@ class CompileProcess:
             raise ProcessLost("SIGSTOP")
         if now >= deadline:
             raise CompileTimeout("")
-        if cpu_seconds is not None and (
-            reading.cpu_seconds - self._slice.cpu_seconds > cpu_seconds
-            or now - self._slice_began > _WALL_PER_SLICE * cpu_seconds
-        ):
-            raise TimeSliceExceeded
 
     def _failure(self) -> BackendError | ProcessLost:
         """Return why the process has closed its socket: it crashed, or was killed externally."""

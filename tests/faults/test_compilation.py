@@ -161,22 +161,10 @@ def test_a_grammar_that_weighs_too_much_reaches_no_worker(compiler: Compiler) ->
     assert "the compiled constraint takes" in str(error)
 
 
-def test_a_flood_of_slow_ones_delays_only_itself(compiler: Compiler) -> None:
-    """Only short slices of the slow ones run before a quick one, and none of them is finished by then."""
-    for _ in range(2):
-        compiler.submit(*QUICK).result(WAIT)
-    flood = [compiler.submit(new("spin@compile"), [NAME]) for _ in range(50)]
-    order: list[str] = []
-    for future in flood:
-        future.add_done_callback(lambda _: order.append("slow"))
-    quick = [compiler.submit(*QUICK) for _ in range(3)]
-    for future in quick:
-        future.add_done_callback(lambda _: order.append("quick"))
-    assert [future.result(WAIT).error for future in quick] == [None] * 3
-    assert order.count("slow") <= 3
+def test_what_waits_too_long_for_others_gets_an_error(compiler: Compiler) -> None:
+    flood = [compiler.submit(new("spin@compile"), [NAME]) for _ in range(20)]
     kinds = {type(error_of(future.result(WAIT))) for future in flood}
-    assert kinds <= {CompileTimeout, CompileQueueFull}
-    assert CompileQueueFull in kinds, "a constraint that waited too long gets an error"
+    assert kinds == {CompileTimeout, CompileQueueFull}
     assert compiler.submit(*QUICK).result(WAIT).error is None
 
 
