@@ -102,8 +102,8 @@ class RayPool:
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
 
-    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
-        return self._grammars.compile(constraint, backends, client)
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+        return self._grammars.compile(constraint, backends)
 
     def release(self, grammar: Grammar) -> None:
         self._grammars.release(grammar)

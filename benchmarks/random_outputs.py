@@ -39,6 +39,7 @@ from guided.backends import Backends
 _OUTCOMES = {
     "stop": "valid stop",
     "invalid": "INVALID stop",
+    "not met": "constraint not met",
     "failed": "row failed",
     "cut": "cut",
     "refused": "refused",

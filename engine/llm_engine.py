@@ -179,7 +179,7 @@ class LLMEngine:
         try:
             if self.processor is None:
                 raise InternalError("this engine was built without a mask pool: it takes no constraints")
-            future = self.processor.initialize(group.request_id, params.constraint, params.backend, group.client)
+            future = self.processor.initialize(group.request_id, params.constraint, params.backend)
         except BaseException:
             self._turns.leave(group)
             raise

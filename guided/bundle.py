@@ -149,9 +149,7 @@ class ProcessorBundle(LogitPostProcessor):
     def needs_samples(self) -> bool:
         return any(each.processor.needs_samples for each in self._members)
 
-    def initialize(
-        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
-    ) -> Future[Grammar]:
+    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
         """Initialize the request in every member. The future is done when the futures of all members are."""
         futures: list[Future[Grammar]] = []
         joined: Future[Grammar] = Future()
@@ -159,7 +157,7 @@ class ProcessorBundle(LogitPostProcessor):
         try:
             for member in self._members:
                 begun.append(member)
-                future = member.initialize(request_id, constraint, backend, client)
+                future = member.initialize(request_id, constraint, backend)
                 futures += [] if future is None else [future]
             if not futures:
                 raise InternalError("no post-processor of this engine enforces constraints")

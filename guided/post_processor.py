@@ -67,14 +67,11 @@ class LogitPostProcessor:
     """Maximum of `SampledEdit.rollback`. Until a sequence has ended, the engine does not send its last
     `max_rollback - 1` output tokens to the client."""
 
-    def initialize(
-        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
-    ) -> Future[Grammar] | None:
+    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar] | None:
         """Start a request with a constraint. Its sequences can be prepared once the future is done.
 
         Args:
             backend: "auto", or the name of one backend.
-            client: see `MaskPool.compile`.
 
         Returns:
             A future that ends with the compiled grammar, or with the error that fails the request. None: nothing is

@@ -67,12 +67,10 @@ class GuidedProcessor(LogitPostProcessor):
         """The vocabulary of the masks."""
         return self._pool.vocabulary
 
-    def initialize(
-        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
-    ) -> Future[Grammar]:
+    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is already initialized")
-        future = self._pool.compile(constraint, candidates(constraint.kind, backend), client)
+        future = self._pool.compile(constraint, candidates(constraint.kind, backend))
         self._requests[request_id] = _Request(future)
         return future
 

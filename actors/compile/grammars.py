@@ -67,7 +67,6 @@ class _Pending:
 
     constraint: Constraint
     backends: list[str]
-    client: str = ""
     future: Future[Grammar] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
     """`time.monotonic()` when it was requested. Reset when it is compiled, and when the workers are told to load it."""
@@ -107,7 +106,7 @@ class Grammars:
         self._closed = False
         # The following belong to the thread.
         self._compiled_grammars: list[_Compiled] = []
-        """Those of each client in the order in which they were compiled."""
+        """In the order in which they were compiled."""
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = Loading(self._when_done, self._check_installs, self._compile_lost)
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
@@ -119,16 +118,16 @@ class Grammars:
         """Number of constraints that are being compiled or installed, or wait for it."""
         return len(self._pending)
 
-    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """See `MaskPool.compile`. Returns at once."""
         try:
-            admitted = self._suspensions.admitted(backends, client)
+            admitted = self._suspensions.admitted(backends)
         except BackendSuspended as error:
             return _failed(error)
-        future = self._compiled_by(constraint, admitted, client)
-        return future if len(admitted) == len(backends) else self._unless_suspended(future, backends, client)
+        future = self._compiled_by(constraint, admitted)
+        return future if len(admitted) == len(backends) else self._unless_suspended(future, backends)
 
-    def _unless_suspended(self, future: Future[Grammar], backends: Sequence[str], client: str) -> Future[Grammar]:
+    def _unless_suspended(self, future: Future[Grammar], backends: Sequence[str]) -> Future[Grammar]:
         """Return `future`, the result of the backends that are not suspended, with another error: if none of them can
         enforce the constraint, the error is the suspension of the others."""
         outcome: Future[Grammar] = Future()
@@ -137,7 +136,7 @@ class Grammars:
         def pass_on(done: Future[Grammar]) -> None:
             error = done.exception()
             if isinstance(error, GuidedError) and is_about_backend(error):
-                error = self._suspensions.error(backends, client) or error
+                error = self._suspensions.error(backends) or error
             if error is None:
                 outcome.set_result(done.result())
             else:
@@ -146,12 +145,12 @@ class Grammars:
         future.add_done_callback(pass_on)
         return outcome
 
-    def _compiled_by(self, constraint: Constraint, backends: Sequence[str], client: str) -> Future[Grammar]:
+    def _compiled_by(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         key = cache_key(constraint, backends)
         with self._lock:
             if self._closed:
                 return _failed(PoolUnavailable("the pool is shut down"))
-            future, new = self._cache.acquire(key, client)
+            future, new = self._cache.acquire(key)
             if new and len(self._pending) >= self._options.max_compiling:
                 full = CompileQueueFull(f"{len(self._pending)} constraints are being compiled or waiting: try again")
                 self._cache.fail(key, full)
@@ -161,7 +160,7 @@ class Grammars:
                     return future
                 if key in self._pending:
                     return self._pending[key].future
-            pending = self._pending[key] = _Pending(constraint, list(backends), client)
+            pending = self._pending[key] = _Pending(constraint, list(backends))
             if new:
                 pending.future, task = future, partial(self._compile, key, pending)
             else:
@@ -284,7 +283,7 @@ class Grammars:
             self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
             return
         for backend in result.crashed:
-            self._suspensions.crashed(backend, constraint.key, pending.client)
+            self._suspensions.crashed(backend, constraint.key)
         for backend in result.timed_out:
             self._suspensions.timed_out(backend)
         if result.error is not None:
@@ -306,20 +305,17 @@ class Grammars:
         self._admit()
 
     def _admit(self) -> None:
-        """Have compiled grammars loaded as far as memory allows, in order for each client."""
-        waiting: dict[str, list[_Compiled]] = {}
-        for each in self._compiled_grammars:
-            evicted = None
-            if each.pending.client not in waiting:
-                with self._lock:
-                    evicted = self._cache.admit(each.grammar, each.nbytes)
+        """Have compiled grammars loaded, in order, as far as memory allows."""
+        while self._compiled_grammars:
+            first = self._compiled_grammars[0]
+            with self._lock:
+                evicted = self._cache.admit(first.grammar, first.nbytes)
             if evicted is None:
-                waiting.setdefault(each.pending.client, []).append(each)
-                continue
+                break
+            del self._compiled_grammars[0]
             if evicted:
                 self._loading.remove(evicted)
-            self._install(each.pending, each.grammar, self._loading.add(each.stored))
-        self._compiled_grammars = [each for several in waiting.values() for each in several]
+            self._install(first.pending, first.grammar, self._loading.add(first.stored))
         self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:

@@ -5,7 +5,7 @@ An `InvalidConstraint` is cached too. A timeout or an internal error never is.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -37,8 +37,6 @@ class Entry:
     """One constraint: its future grammar, its number of users, and its size."""
 
     future: Future[Grammar]
-    client: str
-    """The client of the request that made the entry, or that was the first to use it again."""
     users: int = 1
     nbytes: int = 0
     """0: not known yet."""
@@ -54,8 +52,7 @@ class GrammarCache:
             leave, at least a quarter; the least recently used ones are evicted. An unused grammar of more than a
             quarter is not kept: it would evict many others.
         max_used_bytes: limit for the total size of the grammars in use. Beyond it, `admit` accepts a grammar only if
-            its client uses no other one, or if the client's grammars take at most half of an equal share among several
-            clients. None: no limit.
+            no other one is in use. None: no limit.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES, max_used_bytes: int | None = None) -> None:
@@ -65,19 +62,19 @@ class GrammarCache:
         self._unused: OrderedDict[CacheKey, None] = OrderedDict()
         """Entries without users, the least recently used first."""
         self._unused_bytes = 0
-        self._used_bytes: Counter[str] = Counter()
-        """Size of the grammars in use by client, without zeros."""
+        self._used_bytes = 0
+        """Size of the grammars in use."""
         self._keys: dict[str, set[CacheKey]] = {}
         """Cache keys of the entries with the same grammar, by `Grammar.key`."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def acquire(self, key: CacheKey, client: str = "") -> tuple[Future[Grammar], bool]:
+    def acquire(self, key: CacheKey) -> tuple[Future[Grammar], bool]:
         """Add a user. Returns the future and whether it is new: then the caller must resolve it."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = Entry(Future(), client)
+            entry = self._entries[key] = Entry(Future())
             return entry.future, True
         if entry.refused:
             self._unused.move_to_end(key)
@@ -85,8 +82,7 @@ class GrammarCache:
             if key in self._unused:
                 del self._unused[key]
                 self._unused_bytes -= entry.nbytes
-                entry.client = client
-                self._used_bytes[client] += entry.nbytes
+                self._used_bytes += entry.nbytes
             entry.users += 1
         return entry.future, False
 
@@ -100,26 +96,20 @@ class GrammarCache:
         if entry is None or entry.nbytes:
             return []  # nothing to count, or counted before
         nbytes = max(nbytes, _LEAST_BYTES)
-        if not self._has_room(entry.client, nbytes):
+        limit = self._max_used_bytes
+        if limit is not None and self._used_bytes and self._used_bytes + nbytes > limit:
             return None
         entry.nbytes = nbytes
-        self._used_bytes[entry.client] += nbytes
+        self._used_bytes += nbytes
         self._keys.setdefault(grammar.key, set()).add(grammar.cache_key)
         return self._evict()
-
-    def _has_room(self, client: str, nbytes: int) -> bool:
-        used, limit = self._used_bytes[client], self._max_used_bytes
-        if limit is None or not used or self._used_bytes.total() + nbytes <= limit:
-            return True
-        clients = len(self._used_bytes)
-        return clients > 1 and used + nbytes <= limit // (2 * clients)
 
     def fail(self, key: CacheKey, error: GuidedError) -> list[str]:
         """Record that there is no grammar, before the future gets `error`. Returns the same as `release`."""
         entry = self._entries.get(key)
         if entry is None or entry.future.done():
             return []
-        self._subtract_used(entry)
+        self._used_bytes -= entry.nbytes
         if not isinstance(error, InvalidConstraint):
             del self._entries[key]
             return []
@@ -134,18 +124,13 @@ class GrammarCache:
         entry.users -= 1
         if entry.users:
             return []
-        self._subtract_used(entry)
+        self._used_bytes -= entry.nbytes
         return self._keep_unused(grammar.cache_key, entry)
 
     def in_use(self) -> list[Grammar]:
         """Return the grammars that have users."""
         users = (entry.future for entry in self._entries.values() if entry.users and entry.future.done())
         return [future.result() for future in users if future.exception() is None]
-
-    def _subtract_used(self, entry: Entry) -> None:
-        """Subtract the size of an entry that is no longer in use."""
-        self._used_bytes[entry.client] -= entry.nbytes
-        self._used_bytes += Counter()  # drops zeros
 
     def _keep_unused(self, key: CacheKey, entry: Entry) -> list[str]:
         if entry.nbytes > self._max_bytes // _LEAST_ENTRIES:
@@ -156,7 +141,7 @@ class GrammarCache:
 
     def _evict(self) -> list[str]:
         evicted: list[str] = []
-        room = max(self._max_bytes - self._used_bytes.total(), self._max_bytes // _LEAST_ENTRIES)
+        room = max(self._max_bytes - self._used_bytes, self._max_bytes // _LEAST_ENTRIES)
         while self._unused_bytes > room:
             oldest, _ = self._unused.popitem(last=False)
             gone = self._entries.pop(oldest)

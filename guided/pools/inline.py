@@ -69,7 +69,7 @@ class InlinePool:
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
 
-    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         key = cache_key(constraint, backends)
         future, new = self._cache.acquire(key)
         if new:

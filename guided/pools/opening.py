@@ -121,7 +121,7 @@ class LazyPool:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
 
-    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """See `MaskPool.compile`."""
         compiled: Future[Grammar] = Future()
         compiled.set_running_or_notify_cancel()
@@ -136,7 +136,7 @@ class LazyPool:
         def ask(opened: Future[MaskPool]) -> None:
             try:
                 self._pool = opened.result()
-                self._pool.compile(constraint, backends, client).add_done_callback(pass_on)
+                self._pool.compile(constraint, backends).add_done_callback(pass_on)
             except BaseException as error:
                 compiled.set_exception(error)
 

@@ -105,7 +105,7 @@ class RayPoolOptions:
             `PoolUnavailable`.
         actor_memory_bytes: resident memory of one actor. An actor over the limit is killed, and the sequence that it
             was filling fails. An actor that has grown half way to the limit is replaced once it can be emptied.
-            Grammars in use may take a twentieth of the limit. Further ones wait, except the first one of a client.
+            Grammars in use may take a twentieth of the limit. Further ones wait.
             None: 2 GiB or half of the machine's memory, whichever is less.
         forced_tokens: workers look ahead where a mask allows only one token (`StepMasks.forced`). For engines that call
             `LogitPostProcessor.sampled`; the engine of this project sets it (`EngineConfig.forced_tokens`).

@@ -168,10 +168,9 @@ class MaskPool(Protocol):
     def vocabulary(self) -> Vocabulary:
         """The vocabulary of the masks."""
 
-    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """Compile with the first of `backends` that can enforce all of `constraint`, and install it on the workers.
 
-        A backend that only the constraints of one `client` crash is suspended for that client.
 
         The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, if none can),
         `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`. Equal constraints share one

@@ -2,8 +2,7 @@
 
 Only the backend is suspended: `auto` skips it, and a request that names it gets `BackendSuspended` (503). Timeouts and
 memory limits do not count, because they depend on the constraint. One constraint that crashes again and again does not
-suffice either: several different ones have to crash. If all of them are one client's, the backend is suspended for that
-client only. Each of these requests gets its own error in any case.
+suffice either: several different ones have to crash. Each of these requests gets its own error in any case.
 """
 
 from __future__ import annotations
@@ -46,15 +45,9 @@ class _Record:
     crashes: int = 0
     timeouts: int = 0
     suspensions: int = 0
-    recent: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Constraints that crashed the backend recently: the time of each one's latest crash, and the client."""
-    all_clients: _Suspension = field(default_factory=_Suspension)
-    clients: dict[str, _Suspension] = field(default_factory=dict)
-
-    def until(self, client: str) -> float:
-        """Return the end of the latest suspension that concerns this client."""
-        own = self.clients.get(client)
-        return max(self.all_clients.until, own.until if own else 0.0)
+    recent: dict[str, float] = field(default_factory=dict)
+    """Constraints that crashed the backend recently: the time of each one's latest crash."""
+    suspension: _Suspension = field(default_factory=_Suspension)
 
 
 class Suspensions:
@@ -69,52 +62,45 @@ class Suspensions:
         self._lock = threading.Lock()
         self._records = {name: _Record() for name in backends}
 
-    def admitted(self, backends: Sequence[str], client: str = "") -> tuple[str, ...]:
-        """Return those of `backends` that are not suspended for this client.
+    def admitted(self, backends: Sequence[str]) -> tuple[str, ...]:
+        """Return those of `backends` that are not suspended.
 
         Raises:
             BackendSuspended: all are.
         """
-        suspended = self._seconds_left(backends, client)
+        suspended = self._seconds_left(backends)
         usable = tuple(name for name in backends if name not in suspended)
         if not usable:
             raise _error(suspended)
         return usable
 
-    def error(self, backends: Sequence[str], client: str = "") -> BackendSuspended | None:
-        """Return the error for those of `backends` that are suspended for this client; None if none is."""
-        suspended = self._seconds_left(backends, client)
+    def error(self, backends: Sequence[str]) -> BackendSuspended | None:
+        """Return the error for those of `backends` that are suspended; None if none is."""
+        suspended = self._seconds_left(backends)
         return _error(suspended) if suspended else None
 
-    def _seconds_left(self, backends: Sequence[str], client: str) -> dict[str, float]:
+    def _seconds_left(self, backends: Sequence[str]) -> dict[str, float]:
         """Return the suspended ones of `backends`, and the seconds left of each suspension."""
         with self._lock:
             now = self._clock()
-            seconds_left = {name: self._record(name).until(client) - now for name in backends}
+            seconds_left = {name: self._record(name).suspension.until - now for name in backends}
         return {name: seconds for name, seconds in seconds_left.items() if seconds > 0}
 
-    def crashed(self, backend: str, constraint: str, client: str = "") -> None:
-        """Record that compiling this client's constraint with this key crashed the backend."""
+    def crashed(self, backend: str, constraint: str) -> None:
+        """Record that compiling the constraint with this key crashed the backend."""
         with self._lock:
             record, now = self._record(backend), self._clock()
             record.crashes += 1
-            record.recent[constraint] = now, client
-            record.recent = {key: each for key, each in record.recent.items() if now - each[0] < _WINDOW_SECONDS}
-            if len(record.recent) < CRASHES or record.until(client) > now:
+            record.recent[constraint] = now
+            record.recent = {key: last for key, last in record.recent.items() if now - last < _WINDOW_SECONDS}
+            if len(record.recent) < CRASHES or record.suspension.until > now:
                 return
-            concerned = {each for _, each in record.recent.values()}
-            if len(concerned) == 1:
-                latest = {name: each for name, each in record.clients.items() if now - each.until < _LAST_SECONDS}
-                record.clients = {client: _Suspension()} | latest
-                suspension = record.clients[client]
-            else:
-                suspension = record.all_clients
-            suspension.begin(now)
+            record.suspension.begin(now)
             record.suspensions += 1
             record.recent.clear()
-        text = "backend %s is suspended%s for %.0f s: compiling with it crashed on %d constraints within %.0f s"
-        one = f" for the client {client!r}" if len(concerned) == 1 and client else ""
-        _log.error(text, backend, one, suspension.seconds, CRASHES, _WINDOW_SECONDS)
+            seconds = record.suspension.seconds
+        text = "backend %s is suspended for %.0f s: compiling with it crashed on %d constraints within %.0f s"
+        _log.error(text, backend, seconds, CRASHES, _WINDOW_SECONDS)
 
     def timed_out(self, backend: str) -> None:
         """Record that a compilation with this backend took too long."""
@@ -122,17 +108,17 @@ class Suspensions:
             self._record(backend).timeouts += 1
 
     def status(self) -> list[BackendStatus]:
-        """Return a snapshot of all backends. A suspension for one named client does not show in `state`."""
+        """Return a snapshot of all backends."""
         with self._lock:
             now = self._clock()
             return [
                 BackendStatus(
                     name,
-                    "up" if record.until("") <= now else "suspended",
+                    "up" if record.suspension.until <= now else "suspended",
                     record.crashes,
                     record.timeouts,
                     record.suspensions,
-                    round(max(0.0, record.until("") - now), 1),
+                    round(max(0.0, record.suspension.until - now), 1),
                 )
                 for name, record in self._records.items()
             ]

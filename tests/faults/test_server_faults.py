@@ -148,7 +148,7 @@ class TestEveryError:
     ) -> None:
         failed: Future[Any] = Future()
         failed.set_exception(kind("told to"))
-        monkeypatch.setattr(server.pool, "compile", lambda constraint, backends, client: failed)
+        monkeypatch.setattr(server.pool, "compile", lambda constraint, backends: failed)
         status, code, retry = ERRORS[kind]
         fault = "load" if status == 429 else "request" if status < 500 else "server"
         counted = server.metric("guided_request_failures_total", code=code, fault=fault)

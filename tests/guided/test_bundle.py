@@ -40,9 +40,7 @@ class Banning(LogitPostProcessor):
         self.failed: dict[int, GuidedError] = {}
         self.calls: list[Any] = []
 
-    def initialize(
-        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
-    ) -> Future[Grammar]:
+    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
         if self.rejects:
             raise UnsupportedConstraint("not with me")
         self.calls.append(("initialize", request_id))

@@ -54,10 +54,10 @@ def test_a_large_grammar_is_not_kept_and_evicts_no_others() -> None:
     assert compile_into(cache, "a") is small
 
 
-def admit_into(cache: GrammarCache, text: str, client: str) -> Grammar | None:
+def admit_into(cache: GrammarCache, text: str) -> Grammar | None:
     constraint = Constraint.choice([text])
     key = cache_key(constraint, ["llguidance"])
-    future, _ = cache.acquire(key, client)
+    future, _ = cache.acquire(key)
     grammar = Grammar(f"llguidance:{constraint.key}", "llguidance", constraint, key)
     if cache.admit(grammar, MEGABYTE) is None:
         return None
@@ -66,24 +66,21 @@ def admit_into(cache: GrammarCache, text: str, client: str) -> Grammar | None:
     return future.result(0)
 
 
-def test_grammars_in_use_are_bounded_and_each_client_has_a_share() -> None:
+def test_grammars_in_use_are_bounded() -> None:
     cache = GrammarCache(0, max_used_bytes=8 * MEGABYTE)
-    first = [admit_into(cache, text, "a") for text in "abcdefgh"]
+    first = [admit_into(cache, text) for text in "abcdefgh"]
     assert all(first)
-    assert admit_into(cache, "i", "a") is None
-    assert admit_into(cache, "j", "b") is not None, "the first of a client"
-    assert admit_into(cache, "k", "b") is not None, "half of an equal share"
-    assert admit_into(cache, "l", "b") is None
-    assert admit_into(cache, "a", "b") is first[0], "it is loaded already"
+    assert admit_into(cache, "i") is None
+    assert admit_into(cache, "a") is first[0], "it is loaded already"
     for grammar in filter(None, first[3:]):
         cache.release(grammar)
-    assert admit_into(cache, "i", "a") is not None
+    assert admit_into(cache, "i") is not None
 
 
 def test_one_grammar_may_be_larger_than_the_limit() -> None:
     cache = GrammarCache(0, max_used_bytes=1)
-    assert admit_into(cache, "a", "a") is not None
-    assert admit_into(cache, "b", "a") is None
+    assert admit_into(cache, "a") is not None
+    assert admit_into(cache, "b") is None
 
 
 def test_unused_grammars_make_room_for_those_in_use() -> None:

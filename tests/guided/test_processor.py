@@ -80,7 +80,7 @@ def test_rows_of_requests_that_are_not_ready_are_refused_and_change_nothing() ->
     class SlowPool(InlinePool):
         hold = False
 
-        def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+        def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
             return Future() if self.hold else super().compile(constraint, backends)
 
     pool = SlowPool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
@@ -280,7 +280,7 @@ def test_a_grammar_still_being_compiled_when_its_request_ends_is_released_later(
     class SlowPool(FaultyPool):
         pending: Future[Grammar] = Future()
 
-        def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+        def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
             return self.pending
 
         def release(self, grammar: Grammar) -> None:

@@ -1,4 +1,4 @@
-"""Suspensions: for one client first, for all clients when the crashes come from several."""
+"""Suspensions of backends whose compile processes crash."""
 
 from __future__ import annotations
 
@@ -27,37 +27,30 @@ def suspensions(clock: _Clock) -> Suspensions:
     return Suspensions(NAMES, clock)
 
 
-def crash(suspensions: Suspensions, client: str, count: int = CRASHES) -> None:
+def crash(suspensions: Suspensions, count: int = CRASHES) -> None:
     for index in range(count):
-        suspensions.crashed("llguidance", f"{client}{index}", client)
+        suspensions.crashed("llguidance", str(index))
 
 
-def test_a_client_that_crashes_a_backend_loses_it_alone(suspensions: Suspensions, clock: _Clock) -> None:
-    crash(suspensions, "one")
-    assert suspensions.admitted(NAMES, "one") == ("xgrammar",)
+def test_several_constraints_that_crash_a_backend_suspend_it(suspensions: Suspensions, clock: _Clock) -> None:
+    crash(suspensions, CRASHES - 1)
+    suspensions.crashed("llguidance", "0")
+    assert suspensions.admitted(NAMES) == NAMES, "one constraint that crashes twice is one"
+    suspensions.crashed("llguidance", "another")
+    assert suspensions.admitted(NAMES) == ("xgrammar",)
     with pytest.raises(BackendSuspended):
-        suspensions.admitted(NAMES[:1], "one")
-    assert suspensions.admitted(NAMES, "other") == NAMES
-    assert suspensions.error(NAMES, "other") is None
-    assert [each.state for each in suspensions.status()] == ["up", "up"]
-    assert suspensions.status()[0].suspensions == 1
+        suspensions.admitted(NAMES[:1])
+    assert suspensions.error(NAMES[1:]) is None
+    assert [each.state for each in suspensions.status()] == ["suspended", "up"]
     clock.now += 31
-    assert suspensions.admitted(NAMES, "one") == NAMES
-
-
-def test_crashes_of_several_clients_suspend_it_for_all(suspensions: Suspensions) -> None:
-    crash(suspensions, "one", CRASHES - 1)
-    suspensions.crashed("llguidance", "another constraint", "two")
-    for client in ("one", "two", "three"):
-        assert suspensions.admitted(NAMES, client) == ("xgrammar",)
-    assert suspensions.status()[0].state == "suspended"
+    assert suspensions.admitted(NAMES) == NAMES
 
 
 def test_each_suspension_that_follows_soon_is_twice_as_long(suspensions: Suspensions, clock: _Clock) -> None:
-    crash(suspensions, "one")
+    crash(suspensions)
     clock.now += 31
-    crash(suspensions, "one")
+    crash(suspensions)
     clock.now += 31
-    assert suspensions.admitted(NAMES, "one") == ("xgrammar",)
+    assert suspensions.admitted(NAMES) == ("xgrammar",)
     clock.now += 30
-    assert suspensions.admitted(NAMES, "one") == NAMES
+    assert suspensions.admitted(NAMES) == NAMES

@@ -42,7 +42,7 @@ class FaultyPool:
         self._lost: dict[int, GuidedError] = {}
         self._step: Sequence[GuidedSequence] = ()
 
-    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         real = self.inner.compile(constraint, backends)
         if not self.hold_compiles:
             return real
