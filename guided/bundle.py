@@ -43,7 +43,7 @@ class _Member:
         """It has raised in `prepare` or `apply` of this step."""
         self._places: NDArray[np.intp] | None = None
         """Places of its rows among those of the bundle. None: all."""
-        self._once = self._form("initialize", 4, 1) == 1
+        self._once = self._form("initialize", 3, 1) == 1
         self._takes_rows = self._form("prepare", 3, 1) == 3
         self._takes_deadline = self._form("apply", 4, 1) == 4
         self._form("sampled", 3)
