@@ -78,8 +78,10 @@ class FewKeywords(SchemaLowering):
             raise self.refusal(schema, "minProperties")
         if most < (len(parts) or math.inf):
             raise self.refusal(schema, "maxProperties")
+        rest = schema.get("additionalProperties", True)
         if not parts:
-            rest = schema.get("additionalProperties", True)
+            if schema.get("properties") and rest is not False:
+                raise self.refusal(schema, "properties", " that are forbidden in an open object")
             return {"type": "object", **({} if rest in (True, {}) else {"additionalProperties": self.lower(rest)})}
         names = {name: self.name(name) for name in parts}
         if None in [names[name] for name in required]:

@@ -23,6 +23,7 @@ from guided.schema.validation import PATTERNS
 _DEPENDENT = {
     "contains": ("minContains", "maxContains"),
     "if": ("then", "else"),
+    "properties": ("additionalProperties", "unevaluatedProperties"),
     "patternProperties": ("additionalProperties", "unevaluatedProperties"),
     "prefixItems": ("items", "unevaluatedItems"),
 }

@@ -9,7 +9,7 @@ import outlines_core
 import pytest
 from byte_vocabulary import BYTES, STOP, tokens
 
-from guided.backends import candidates
+from guided.backends import Backends, candidates
 from guided.backends.base import CompiledGrammar
 from guided.backends.mask_cache import MaskCache
 from guided.backends.outlines import OutlinesBackend
@@ -120,3 +120,12 @@ def test_nothing_matches(backend: OutlinesBackend) -> None:
 def test_it_must_be_named() -> None:
     assert candidates("json_object") == ("llguidance", "xgrammar")
     assert candidates("json_object", "outlines_core") == ("outlines",)
+
+
+def test_forbidden_properties_of_an_open_object_are_checked() -> None:
+    grammar = Backends(BYTES)["outlines"].compile(
+        Constraint.json_schema({"type": "object", "properties": {"a": False}})
+    )
+    assert grammar.checked == ("/properties",)
+    assert fits(grammar, '{"b":1}')
+    assert not fits(grammar, '{"a":1}')
