@@ -165,64 +165,67 @@ class Compiler:
 
     def _result(self, index: int, task: _Task) -> CompileResult:
         """Compile a constraint with one backend after the other, until one can enforce it."""
-        began = time.monotonic()
-        waited = began - max(task.submitted, self._fork_server.started)
+        waited = time.monotonic() - max(task.submitted, self._fork_server.started)
         if waited > self._limits.wait_seconds:
             text = f"this constraint waited {waited:.0f} s for others that are compiled; try again later"
             return CompileResult(to_wire(CompileQueueFull(text)))
+        spent = 0.0
         failed: list[tuple[str, GuidedError]] = []
         crashed: list[str] = []
         timed_out: list[str] = []
         while len(failed) < len(task.backends):
             name = task.backends[len(failed)]
             share = 1 - _RESERVE * (len(task.backends) - len(failed) - 1)
-            deadline = began + self._limits.seconds * share
-            try:
-                result = self._attempt(
-                    index, CompileRequest(task.constraint, name, self._limits.grammar_bytes), deadline
-                )
-            except GuidedError as error:
-                failed.append((name, _described(error, name, time.monotonic() - began)))
-                if isinstance(error, CompileTimeout):
+            request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
+            result, seconds = self._attempt(index, request, self._limits.seconds * share - spent)
+            spent += seconds
+            if isinstance(result, GuidedError):
+                if isinstance(result, CompileTimeout):
                     timed_out.append(name)
-                elif isinstance(error, BackendError):
+                elif isinstance(result, BackendError):
                     crashed.append(name)
-                    _log.warning("%s, compiling with %s: %s", error, name, task.constraint.key)
+                    _log.warning("%s, compiling with %s: %s", result, name, task.constraint.key)
+                failed.append((name, _described(result, name, spent)))
                 continue
             if result.error is None:
-                result.seconds, result.crashed, result.timed_out = time.monotonic() - began, crashed, timed_out
+                result.seconds, result.crashed, result.timed_out = spent, crashed, timed_out
                 return result
             refusal = from_wire(result.error)
             failed.append((name, refusal))
             if not is_about_backend(refusal):  # but about the constraint
                 failed = failed[-1:]
                 break
-        wire = to_wire(conclusion(failed))
-        return CompileResult(wire, seconds=time.monotonic() - began, crashed=crashed, timed_out=timed_out)
+        return CompileResult(to_wire(conclusion(failed)), seconds=spent, crashed=crashed, timed_out=timed_out)
 
-    def _attempt(self, index: int, request: CompileRequest, deadline: float) -> CompileResult:
+    def _attempt(
+        self, index: int, request: CompileRequest, seconds: float
+    ) -> tuple[CompileResult | GuidedError, float]:
         """Compile with one backend. A process that was killed from outside is replaced, and the attempt repeated.
 
-        Raises:
-            CompileTimeout, ConstraintTooLarge: a limit was exceeded.
-            BackendError: the process crashed.
+        Args:
+            seconds: time limit, without the time that new processes take to start.
+
+        Returns:
+            The result, or why the process was killed or crashed; and the seconds that it took.
         """
+        spent = 0.0
         for _ in range(_MAX_LOST):
             process = self._process(index)
+            began = time.monotonic()
+            result: CompileResult | GuidedError | None = None
             try:
                 process.start(request)
-                result = process.wait(deadline, self._limits.memory_bytes)
+                result = process.wait(began + seconds - spent, self._limits.memory_bytes)
             except ProcessLost as error:
-                self._kill(index)
                 lost = error
-            except GuidedError:
+            except GuidedError as error:
+                result = error
+            spent += time.monotonic() - began
+            if not isinstance(result, CompileResult) or process.growth > _MAX_GROWTH_BYTES:
                 self._kill(index)
-                raise
-            else:
-                if process.growth > _MAX_GROWTH_BYTES:
-                    self._kill(index)
-                return result
-        raise BackendError(f"compiling this constraint ended its process ({lost}), {_MAX_LOST} times")
+            if result is not None:
+                return result, spent
+        return BackendError(f"compiling this constraint ended its process ({lost}), {_MAX_LOST} times"), spent
 
 
 def _described(error: GuidedError, name: str, seconds: float) -> GuidedError:

@@ -560,7 +560,7 @@ class TestDisconnect:
     def test_during_compilation(self, client: TestClient, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         context: ServerContext = client.app.state.context  # type: ignore[attr-defined]
         never: Future[Any] = Future()
-        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends, client: never)
+        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends: never)
         body = json.dumps({**HELLO, "regex": "a", "stream": stream}).encode()
         sent: list[Any] = []
 
