@@ -194,8 +194,7 @@ class CompileLimits:
     """Resources of one compilation, and the number of concurrent ones."""
 
     processes: int | None = None
-    """None: one for every two CPUs of the compile actor's node, at least 2, at most 8. Half of them (rounded up) are
-    reserved for quick compilations: see `actors.compile.compiler`."""
+    """Compilations at the same time. None: one for every CPU of the compile actor's node, at least 4, at most 16."""
     seconds: float = 10.0
     """Time limit for one constraint with all backends that are tried for it, without the time in the queue."""
     memory_bytes: int = 224 << 20
