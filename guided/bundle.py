@@ -45,7 +45,7 @@ class _Member:
         """Places of its rows among those of the bundle. None: all."""
         self._once = self._form("initialize", 3, 1) == 1
         self._takes_rows = self._form("prepare", 3, 1) == 3
-        self._takes_deadline = self._form("apply", 4, 1) == 4
+        self._takes_deadline = self._form("apply", 2, 1) == 2
         self._form("sampled", 3)
         if self._once:
             initialize: Any = processor.initialize
@@ -91,8 +91,8 @@ class _Member:
             tokens = None if new_tokens is None else new_tokens[self._places]
             self.processor.prepare(self.sequences, rows, tokens)
 
-    def apply(self, logits: torch.Tensor, *deadline: Any) -> ApplyReport:
-        found: Any = self.processor.apply(logits, *deadline if self._takes_deadline else ())
+    def apply(self, logits: torch.Tensor, deadline: float | None) -> ApplyReport:
+        found: Any = self.processor.apply(logits, *(deadline,) if self._takes_deadline else ())
         if isinstance(found, ApplyReport):
             found.failed = {name: self.failure("apply", error) for name, error in found.failed.items()}
             return found
@@ -126,8 +126,7 @@ class ProcessorBundle(LogitPostProcessor):
     An exception of a member ends the requests of which it has a row in this step (`ApplyReport.failed`, or `failures`
     if it was raised after `apply`). All others go on, and the member is called again in the next step.
 
-    A member may get the logits of a late row a second time, as it left them. So its changes must be idempotent, as
-    masking is.
+    A sequence that is late in one member is prepared again in every member. `edits` and `sampled` get each token once.
 
     Args:
         first: `initialize` returns the grammar of this member.
@@ -203,9 +202,7 @@ class ProcessorBundle(LogitPostProcessor):
                 except Exception as error:
                     member.error = member.failure("prepare", error)
 
-    def apply(
-        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
-    ) -> ApplyReport:
+    def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport:
         """Apply every member. A sequence that is late or failed in one member is late or failed in the report."""
         merged = ApplyReport()
         late: set[int] = set()
@@ -214,7 +211,7 @@ class ProcessorBundle(LogitPostProcessor):
                 continue
             if member.error is None:
                 try:
-                    report = member.apply(logits, patience, alone, keep_late)
+                    report = member.apply(logits, deadline)
                     late.update(report.late)
                 except Exception as error:
                     member.error = member.failure("apply", error)
@@ -248,13 +245,13 @@ class ProcessorBundle(LogitPostProcessor):
                         edits[sequence.sequence_id] = edit
         return edits
 
-    def settled(self, timeout: float = 0.0) -> list[int]:
-        """Return sequences that settled in a member. `apply` reports one late again if another member is still late."""
-        settled: set[int] = set()
+    def decided(self) -> list[int]:
+        """Return sequences that are decided in a member. If another member has no mask yet, they are late again."""
+        decided: set[int] = set()
         for member in self._members:
-            with self._containing(member, "settled", self._open.values()):
-                settled.update(member.processor.settled(0.0 if settled else timeout))
-        return sorted(settled)
+            with self._containing(member, "decided", self._open.values()):
+                decided.update(member.processor.decided())
+        return sorted(decided)
 
     def failures(self) -> dict[str, GuidedError]:
         for member in self._members:

@@ -26,8 +26,9 @@ from guided.completing.budget import Budget, budget_of
 from guided.completing.search import shortest
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
-from guided.grammar import syntax, to_lark
+from guided.grammar import syntax
 from guided.limits import DEFAULT_LIMITS
+from guided.schema import string_pattern
 from guided.schema.canonical import canonical
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
@@ -187,17 +188,14 @@ def _check(backends: Backends, name: str, text: str, seconds: float, options: di
 
 
 def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled) -> None:
+    report.checked = list(compiled.grammar.checked)
     match constraint.kind:
         case "json_schema":
             form = canonical(json.loads(constraint.source))
             whole = {"root": form.root, "definitions": form.definitions}
             report.compiled = json.dumps(whole, ensure_ascii=False, indent=2)
-            report.checked = list(compiled.grammar.checked)
         case "regex":
-            report.compiled = regex.canonical(constraint.source)
-        case "grammar":
-            lark = to_lark(constraint.source)
-            report.compiled = lark if lark != constraint.source else ""
+            report.compiled = regex.render(string_pattern.whole(constraint.source))
 
 
 def _sample(budget: Budget, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:

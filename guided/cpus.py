@@ -1,4 +1,4 @@
-"""The number of CPUs that this process may use: its affinity, and the quotas of its control groups (containers)."""
+"""The number of CPUs that this process may use: its affinity, and the quotas of its control groups (version 2)."""
 
 from __future__ import annotations
 
@@ -21,23 +21,16 @@ def available_cpus(root: Path = _ROOT) -> int:
         with contextlib.suppress(OSError, ValueError):  # no such file, or the quota is "max"
             quota, period = (directory / "cpu.max").read_text().split()
             cpus = min(cpus, int(quota) / int(period))
-        with contextlib.suppress(OSError, ValueError):  # version 1
-            quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-            cpus = min(cpus, int(quota) / int(period)) if int(quota) > 0 else cpus
     return max(1, math.ceil(cpus))
 
 
 def _control_groups(root: Path) -> list[Path]:
     """Return the directories of the control groups that this process is in, and of their parents, as far as they are
     visible. In a container, the container's own group is usually the root."""
-    found: list[Path] = []
-    lines: list[str] = []
+    mount = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "cpu" in controllers.split(","):
-            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            group = mount / path.lstrip("/")
-            found += [group, *(each for each in group.parents if each.is_relative_to(mount))]
-    return found
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                group = mount / line.removeprefix("0::").lstrip("/")
+                return [group, *(each for each in group.parents if each.is_relative_to(mount))]
+    return []

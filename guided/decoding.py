@@ -35,7 +35,7 @@ def decode_step(
     forward: Callable[[], torch.Tensor],
     sample: Callable[[torch.Tensor], Sequence[int]],
     logits_rows: Sequence[int] | None = None,
-    patience: float | None = None,
+    deadline: float | None = None,
 ) -> DecodeStep:
     """Prepare the masks, run the forward pass, apply the masks, sample, and append the tokens to the outputs.
 
@@ -44,8 +44,8 @@ def decode_step(
         forward: returns the logits, float `[rows, >= padded_vocab_size]`. The masks are computed meanwhile.
         sample: returns one token for each logits row.
         logits_rows: the logits row of each sequence. None: row i for sequence i.
-        patience: seconds to wait for masks after the forward pass. A sequence without a mask by then is late: decode it
-            again when `processor.settled` returns it. None: wait for every mask.
+        deadline: seconds to wait for masks after the forward pass. A sequence without a mask by then is late: decode it
+            again when `processor.decided` returns it. None: wait for every mask.
 
     Returns:
         The step. Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the
@@ -56,9 +56,9 @@ def decode_step(
         logits = forward()
     except BaseException:  # each `prepare` is followed by one `apply` or `collect`
         rows = len(sequences) if logits_rows is None else 1 + max(logits_rows, default=-1)
-        processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0, alone=False)
+        processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0)
         raise
-    report = processor.apply(logits, patience, alone=len(logits) == len(sequences))
+    report = processor.apply(logits, deadline)
     step = DecodeStep([int(token) for token in sample(logits)], report)
     for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
         if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:

@@ -17,7 +17,6 @@ GuidedError
     ├── PostProcessorFailed     an application's post-processor raised an exception
     ├── WorkerDied              the process that held the matcher has ended
     └── PoolUnavailable         no worker is up: HTTP 503
-        └── BackendSuspended    the backend crashed too often and is not used for a while
 """
 
 from __future__ import annotations
@@ -133,11 +132,6 @@ class PoolUnavailable(InternalError):
     code = "pool_unavailable"
     status = 503
     retryable = True
-
-
-class BackendSuspended(PoolUnavailable):
-    code = "backend_suspended"
-    retry_after = 30.0
 
 
 Wire = tuple[str, str, str | None, str | None]

@@ -1,16 +1,14 @@
-"""Grammars: detection of Lark and GBNF/EBNF, and conversion of GBNF to Lark for llguidance.
+"""Grammars: detection of Lark and GBNF/EBNF, what is refused of them, and the rules of GBNF.
 
-GBNF (of llama.cpp) is a grammar over characters. Lark has a lexer, and llguidance's lexer takes the longest lexeme: in
-`word "x"` with `word ::= [a-z]+`, the `x` would never be reached. So a grammar without recursion becomes a single
-regex, and in other grammars every character is a lexeme. Both are exact.
+GBNF (of llama.cpp) is a grammar over characters, as xgrammar reads it. llguidance reads Lark only: its lexer takes the
+longest lexeme, so in `word "x"` with `word ::= [a-z]+`, the `x` would never be reached.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
 from lark import Lark, Token, Tree
@@ -53,9 +51,6 @@ _LARK_TOKEN = re.compile(
     r"""(?P<skip>//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/)|(?P<special><[^<>\s]+>)""", re.DOTALL
 )
 
-_MAX_NODES = 2_000
-"""Maximum number of nodes of a grammar that becomes one regex, with references and repetitions expanded."""
-
 Rules = dict[str, Node]
 
 
@@ -64,15 +59,14 @@ def syntax(text: str) -> Literal["lark", "gbnf"]:
     return "gbnf" if GBNF_RULE.search(text) else "lark"
 
 
-def to_lark(text: str) -> str:
-    """Return `text` as Lark for llguidance; GBNF is converted.
+def check_lark(text: str) -> str:
+    """Return `text` if it is Lark that llguidance can enforce.
 
     Raises:
-        InvalidConstraint: GBNF with a syntax error, an undefined rule, or no `root`.
-        UnsupportedConstraint: Lark that refers to special tokens, which guided output never contains.
+        UnsupportedConstraint: it is GBNF, or refers to special tokens, which guided output never contains.
     """
     if syntax(text) == "gbnf":
-        return _lark(parse_gbnf(text))
+        raise UnsupportedConstraint("llguidance reads Lark only, and GBNF is for xgrammar", param="grammar")
     for found in _LARK_TOKEN.finditer(text):
         if found["special"]:
             raise UnsupportedConstraint(
@@ -83,17 +77,16 @@ def to_lark(text: str) -> str:
     return text
 
 
-def regular(text: str) -> Node | None:
-    """Return a grammar in GBNF without recursion as one regex; None for others. Raises as `to_lark` does."""
-    return _whole(parse_gbnf(text)) if syntax(text) == "gbnf" else None
-
-
 def _invalid(message: str) -> InvalidConstraint:
     return InvalidConstraint(message, param="grammar")
 
 
 def parse_gbnf(text: str) -> Rules:
-    """Parse GBNF into the rules that `root` reaches, including `root`. Raises as `to_lark` does."""
+    """Parse GBNF into the rules that `root` reaches, including `root`.
+
+    Raises:
+        InvalidConstraint: a syntax error, an undefined rule, or no `root`.
+    """
     try:
         tree = _gbnf_parser().parse(text)
     except UnexpectedInput as error:
@@ -185,58 +178,6 @@ def _reachable(rules: Rules) -> list[str]:
     for name in found:
         found.extend(sorted({*_references(rules[name])}.difference(found)))
     return found
-
-
-def _lark(rules: Rules) -> str:
-    whole = _whole(rules)
-    if whole is not None:
-        return f"start: WHOLE\nWHOLE: {slashed(whole)}\n" if whole != regex.EMPTY else 'start: ""\n'
-    names = {name: "start" if name == ROOT else f"r{index}" for index, name in enumerate(rules)}
-    return "".join(f"{names[name]}: {_by_character(body, names)}\n" for name, body in rules.items())
-
-
-def _by_character(node: Node, names: Mapping[str, str]) -> str:
-    """Write `node` in Lark, with one lexeme for each character."""
-    match node:
-        case Chars():
-            return slashed(node)
-        case Reference(name):
-            return names[name]
-        case Choice(options):
-            return "(" + " | ".join(_by_character(option, names) for option in options) + ")"
-        case Repeat(item, low, high):
-            return f"({_by_character(item, names)}){{{low},{'' if high is None else high}}}"
-        case Sequence(items):
-            return " ".join(_by_character(item, names) for item in items) or '""'
-
-
-def _whole(rules: Rules) -> Node | None:
-    """Return the grammar as one regex; None if a rule is recursive, or the regex would be too large."""
-    whole: dict[str, Node] = {}
-    sizes: dict[str, int] = {}
-    try:
-        for name in TopologicalSorter({name: {*_references(body)} for name, body in rules.items()}).static_order():
-            sizes[name] = _size(rules[name], sizes)
-            if sizes[name] > _MAX_NODES:
-                return None
-            whole[name] = regex.map_leaves(
-                rules[name], lambda leaf: whole[leaf.name] if isinstance(leaf, Reference) else leaf
-            )
-    except CycleError:
-        return None
-    return whole[ROOT]
-
-
-def _size(node: Node, sizes: Mapping[str, int]) -> int:
-    """Return the number of nodes, with repetitions expanded, and references according to `sizes`."""
-    match node:
-        case Sequence(inner) | Choice(inner):
-            return 1 + sum(_size(item, sizes) for item in inner)
-        case Repeat(item, low, high):
-            return _size(item, sizes) * max(low, high or 1, 1)
-        case Reference(name):
-            return sizes[name]
-    return 1
 
 
 def slashed(node: Node) -> str:

@@ -7,26 +7,20 @@ per level of nesting, and a list of a million empty lists takes a hundred megaby
 from __future__ import annotations
 
 import json
+import re
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from guided.errors import bounded
 
 MAX_NUMBER_LENGTH = 100
 """Maximum number of characters of a number. JSON's common numbers (64 bits, double precision) have at most 25."""
 
-_BLOCK_BYTES = 1 << 18
-"""The text is measured in blocks, so that the arrays stay small."""
-_QUOTE, _BACKSLASH = ord('"'), ord("\\")
-_STEP = np.zeros(256, np.int8)
-_STEP[list(b"[{")] = 1
-_STEP[list(b"]}")] = -1
-_IN_NUMBER = np.zeros(256, np.bool_)
-_IN_NUMBER[list(b"0123456789+-.eE")] = True
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_LONG_NUMBER = re.compile(rb"[-+.eE0-9]{%d}" % (MAX_NUMBER_LENGTH + 1))
+_NO_BRACKETS = bytes(set(range(256)).difference(b"[]{}"))
 
 
 class JsonError(ValueError):
@@ -56,76 +50,30 @@ def loads(
     except UnicodeDecodeError as error:
         raise JsonError(f"not UTF-8: {bounded(error.reason)} at byte {error.start}") from None
     if len(data) > min(max_values, max_nesting, max_members, MAX_NUMBER_LENGTH):  # a shorter text is within all limits
-        _Measure(max_values, max_nesting, max_members).check(data)
+        _check_size(data, max_values, max_nesting, max_members)
     try:
         return json.loads(decoded, object_pairs_hook=_unique, parse_constant=None if constants else _refuse_constant)
     except json.JSONDecodeError as error:
         raise JsonError(f"{error.msg} at character {error.pos}") from None
 
 
-@dataclass
-class _Measure:
-    """State of one pass over a text. It is exact up to the first character that is not JSON, where parsing ends."""
-
-    max_values: int
-    max_nesting: int
-    max_members: int
-    values: int = 1
-    members: int = 0
-    depth: int = 0
-    in_string: bool = False
-    escaped: bool = False
-    """The next character follows an odd number of backslashes."""
-    number: int = 0
-    """Length of the number at the end of the block."""
-
-    def check(self, data: bytes) -> None:
-        for start in range(0, len(data), _BLOCK_BYTES):
-            self._check_block(np.frombuffer(data, np.uint8, min(_BLOCK_BYTES, len(data) - start), start))
-
-    def _check_block(self, codes: NDArray[np.uint8]) -> None:
-        quotes = codes == _QUOTE
-        quotes &= ~self._escapes(codes)
-        inside = np.bitwise_xor.accumulate(quotes) ^ self.in_string
-        self.in_string = bool(inside[-1])
-        outside = ~inside
-        steps = np.where(outside, _STEP[codes], 0)
-        depths = np.cumsum(steps, dtype=np.int32)
-        if self.depth + int(depths.max()) > self.max_nesting:
-            raise JsonTooLarge(f"it is nested deeper than {self.max_nesting} levels")
-        self.depth += int(depths[-1])
-        brackets = int(np.count_nonzero(steps > 0))
-        self.values += brackets + int(np.count_nonzero((codes == ord(",")) & outside))
-        self.members += brackets + int(np.count_nonzero((codes == ord(":")) & outside))
-        if self.values > self.max_values:
-            raise JsonTooLarge(f"there are more than {self.max_values} values")
-        if self.members > self.max_members:
-            raise JsonTooLarge(f"there are more than {self.max_members} keys, objects and arrays")
-        self._check_numbers(_IN_NUMBER[codes] & outside)
-
-    def _escapes(self, codes: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Return where a character follows an odd number of backslashes."""
-        found = np.zeros(len(codes), np.bool_)
-        found[0] = self.escaped
-        slashes = codes == _BACKSLASH
-        slashes[0] &= not self.escaped
-        self.escaped = False
-        positions = np.flatnonzero(slashes)
-        if len(positions):
-            first = np.diff(positions, prepend=-2) != 1
-            starts = positions[first]
-            ends = positions[np.append(first[1:], True)] + 1
-            odd = ends[(ends - starts) % 2 == 1]
-            self.escaped = bool(len(odd) and odd[-1] == len(codes))
-            found[odd[: len(odd) - self.escaped]] = True
-        return found
-
-    def _check_numbers(self, numeric: NDArray[np.bool_]) -> None:
-        others = np.flatnonzero(~numeric)
-        gaps = np.diff(others, prepend=-1 - self.number, append=len(numeric))
-        if int(gaps.max()) > MAX_NUMBER_LENGTH + 1:
-            raise JsonTooLarge(f"a number has more than {MAX_NUMBER_LENGTH} characters")
-        self.number = int(gaps[-1]) - 1
+def _check_size(data: bytes, max_values: int, max_nesting: int, max_members: int) -> None:
+    """Raise `JsonTooLarge` if `data` is over a limit. Exact up to the first character that is not JSON."""
+    too_many = JsonTooLarge(f"there are more than {max_values} values")
+    if data.count(b'"') - data.count(b'\\"') > 4 * max_values:  # a value is at most two strings: itself and its key
+        raise too_many
+    outside = _STRING.sub(b"", data)
+    brackets = outside.count(b"[") + outside.count(b"{")
+    if 1 + brackets + outside.count(b",") > max_values:
+        raise too_many
+    codes = np.frombuffer(outside.translate(None, _NO_BRACKETS), np.uint8)
+    steps = 2 * ((codes == ord("[")) | (codes == ord("{"))).astype(np.int8) - np.int8(1)
+    if np.cumsum(steps, dtype=np.int32).max(initial=0) > max_nesting:
+        raise JsonTooLarge(f"it is nested deeper than {max_nesting} levels")
+    if brackets + outside.count(b":") > max_members:
+        raise JsonTooLarge(f"there are more than {max_members} keys, objects and arrays")
+    if _LONG_NUMBER.search(outside):
+        raise JsonTooLarge(f"a number has more than {MAX_NUMBER_LENGTH} characters")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -31,11 +31,7 @@ _cuda_failed = False
 
 
 def apply_bitmask(
-    logits: torch.Tensor,
-    bitmask: Masks,
-    rows: Sequence[int] | NDArray[np.intp],
-    out: torch.Tensor | None = None,
-    least: float | None = None,
+    logits: torch.Tensor, bitmask: Masks, rows: Sequence[int] | NDArray[np.intp], least: float | None = None
 ) -> None:
     """Write -inf over the forbidden logits, in place.
 
@@ -44,7 +40,6 @@ def apply_bitmask(
             contiguous.
         bitmask: `len(rows)` rows; row i belongs to `logits[rows[i]]`. They may be overwritten as soon as this returns.
         rows: distinct rows of `logits`.
-        out: like `logits`; receives all of `rows` instead of it.
         least: minimum of an allowed logit; negative.
 
     Columns of `logits` beyond the bitmask are forbidden too. A forbidden NaN may stay one.
@@ -55,18 +50,15 @@ def apply_bitmask(
         return
     rows = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
     masks = _each(bitmask)
-    target = logits if out is None else out
-    contiguous = logits.stride(1) == target.stride(1) == 1
-    if logits.device.type == "cpu" and contiguous and logits.element_size() in (2, 4):
-        _apply_on_cpu(logits, masks, rows, target, least)
+    if logits.device.type == "cpu" and logits.stride(1) == 1 and logits.element_size() in (2, 4):
+        _apply_on_cpu(logits, masks, rows, least)
         return
-    if out is not None or least is not None:
-        taken = logits[rows]
-        target[rows] = taken if least is None else taken.clamp_(min=least)
+    if least is not None:
+        logits[rows] = logits[rows].clamp_(min=least)
     if logits.device.type == "cuda":
-        _apply_on_cuda_or_by_torch(target, masks, rows)
+        _apply_on_cuda_or_by_torch(logits, masks, rows)
     else:
-        _apply_by_torch(target, masks, rows)
+        _apply_by_torch(logits, masks, rows)
 
 
 def _each(masks: Masks) -> list[NDArray[np.int32]]:
@@ -77,18 +69,16 @@ def _each(masks: Masks) -> list[NDArray[np.int32]]:
     return [np.ascontiguousarray(mask) for mask in found]
 
 
-def _apply_on_cpu(
-    logits: torch.Tensor, masks: list[NDArray[np.int32]], rows: list[int], out: torch.Tensor, least: float | None
-) -> None:
+def _apply_on_cpu(logits: torch.Tensor, masks: list[NDArray[np.int32]], rows: list[int], least: float | None) -> None:
     """Take the maximum of each logit and -inf or 0, as integers. If few are allowed, do so only for their bytes."""
     import torch
 
     width = min(len(masks[0]) * 32, logits.shape[1])
     if width < logits.shape[1]:
-        out[rows, width:] = float("-inf")
+        logits[rows, width:] = float("-inf")
     floors = _floors_of_byte(logits.dtype)
     minimum = None if least is None else _bits(torch.tensor(least, dtype=logits.dtype))
-    bits, target = _bits(logits), _bits(out)
+    bits = _bits(logits)
     eight = np.dtype((np.void, 8 * bits.itemsize))
     for mask, row in zip(masks, rows, strict=True):
         of_bytes = mask.view(np.uint8)
@@ -99,13 +89,13 @@ def _apply_on_cpu(
             kept = bits[row, :done].view(eight).take(picked).view(bits.dtype)
             kept = kept if minimum is None else np.minimum(kept, minimum)
             np.maximum(kept, floors.take(of_bytes.take(picked), axis=0).reshape(-1), out=kept)
-            target[row, :done] = floors[0, 0]
-            np.put(target[row, :done].view(eight), picked, kept.view(eight))
+            bits[row, :done] = floors[0, 0]
+            np.put(bits[row, :done].view(eight), picked, kept.view(eight))
         if done < width:
             rest = bits[row, done:width]
             rest = rest if minimum is None else np.minimum(rest, minimum)
             floor = floors.take(of_bytes[done // 8 :], axis=0).reshape(-1)
-            np.maximum(rest, floor[: width - done], out=target[row, done:width])
+            np.maximum(rest, floor[: width - done], out=bits[row, done:width])
 
 
 @cache

@@ -33,7 +33,8 @@ class ApplyReport:
     failed: dict[int, GuidedError] = field(default_factory=dict)
     """Errors by sequence id. The sequence has no valid mask and is over: its logits row allows a stop token only."""
     late: list[int] = field(default_factory=list)
-    """Ids of sequences that wait for a mask, or for a worker. They must not be sampled in this step."""
+    """Ids of sequences without a mask at the deadline. They must not be sampled in this step: compute their last token
+    again once `decided` returns them."""
     wait_seconds: float = 0.0
     """Seconds that `apply` waited for masks. Together with `prepare`, the exposed mask time."""
     mask_seconds: float = 0.0
@@ -104,18 +105,15 @@ class LogitPostProcessor:
             RuntimeError: `apply` has not followed the last `prepare`.
         """
 
-    def apply(
-        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
-    ) -> ApplyReport | torch.Tensor | None:
+    def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport | torch.Tensor | None:
         """Mask the prepared rows, in place. A row without a valid mask is reported, and allows a stop token only.
 
         Args:
             logits: float `[rows, >= padded_vocab_size]` on any device; only prepared rows are written.
-            patience: the step's mask deadline, in seconds after the logits are computed. A row that misses it is
-                `late`. None: wait for every mask; a row is late only in the cases that `MaskPool.collect` lists.
-            alone: no other row of the batch can be sampled now. The deadline for the first mask is then at least 0.1 s.
-            keep_late: leave the logits of late rows as they are, for a caller that keeps them and prepares the sequence
-                again when it has settled.
+            deadline: seconds to wait for masks, from the time that the logits are computed. A row without its mask by
+                then is late. If every row of the logits was prepared and all are late, the wait goes on until the first
+                mask is there, for at most 0.1 s. None: wait for every mask; a row is late only in the cases that
+                `MaskPool.collect` lists.
 
         Returns:
             A report. Or the changed logits, as in the RFC. None: every row is ready.
@@ -156,11 +154,10 @@ class LogitPostProcessor:
         """
         return {}
 
-    def settled(self, timeout: float = 0.0) -> list[int]:
-        """Return late sequences that are decided: prepare them again, with the tokens and logits that they had. A
-        sequence that is never returned waits until its request is aborted.
-
-        Waits up to `timeout` seconds for the first one.
+    def decided(self) -> list[int]:
+        """Return late sequences that are decided, without waiting: prepare them again, with the tokens that they had.
+        Until then they are returned again. A sequence that is never returned waits until nothing else can run, or its
+        request is aborted.
         """
         return []
 

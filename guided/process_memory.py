@@ -14,9 +14,8 @@ _BLOCK_BYTES = 64
 """Estimated size of a Python object that malloc does not allocate. (malloc allocates those over 512 bytes.)"""
 _TRIM_BYTES = 64 << 20
 """Growth of the resident memory over its minimum above which freed memory is returned."""
-_CHANGE_BYTES = 8 << 20
-_TRIM_SECONDS, _MAX_TRIM_SECONDS = 1.0, 8.0
-"""Interval at which the growth is checked, while the resident memory changes by `_CHANGE_BYTES` and otherwise."""
+_TRIM_SECONDS = 8.0
+"""Interval at which the growth is checked."""
 
 
 class _MallocInfo(ctypes.Structure):
@@ -50,37 +49,29 @@ class FreeMemory:
     """
 
     def __init__(self) -> None:
-        self._least = self._last = _resident_bytes()
-        """Resident memory in bytes: the minimum so far, and that of the last call of `give_back`."""
+        self._least = _resident_bytes()
+        """Resident memory in bytes: the minimum so far."""
 
     def watch(self) -> None:
-        """Start a thread that calls `give_back`: every second while memory changes, else every eight seconds."""
+        """Start a thread that calls `give_back` every few seconds."""
 
         def run() -> None:
-            pause = _TRIM_SECONDS
             while True:
-                time.sleep(pause)
-                pause = _TRIM_SECONDS if self.give_back() else min(2 * pause, _MAX_TRIM_SECONDS)
+                time.sleep(_TRIM_SECONDS)
+                self.give_back()
 
         threading.Thread(target=run, name="free-memory", daemon=True).start()
 
-    def give_back(self) -> bool:
+    def give_back(self) -> None:
         """Return freed memory if the process has grown by more than `_TRIM_BYTES` since its minimum.
 
         All of the growth may be in use, which can't be seen. An attempt then takes 15 ms per GB, in which no thread of
         the process allocates memory.
-
-        Returns:
-            Whether the resident memory has changed since the last call, so that more may be freed soon.
         """
-        before = _resident_bytes()
-        self._least = min(self._least, before)
-        if before > self._least + _TRIM_BYTES:
+        now = _resident_bytes()
+        self._least = min(self._least, now)
+        if now > self._least + _TRIM_BYTES:
             give_back_free_memory()
-        after = _resident_bytes()
-        changed = max(abs(before - self._last), before - after) > _CHANGE_BYTES
-        self._last = after
-        return changed
 
 
 def _resident_bytes() -> int:

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-_FIRST_MASK_SECONDS = 0.1
+FIRST_MASK_SECONDS = 0.1
 """Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
+_POLL_SECONDS = 0.0005
+"""Interval between looks for the first mask, after the deadline."""
 
 
 @dataclass(slots=True)
@@ -114,41 +116,39 @@ class GuidedProcessor(LogitPostProcessor):
             if sequence.mask_seconds is not None:
                 self._timed.add(sequence.sequence_id)
 
-    def apply(
-        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
-    ) -> ApplyReport:
+    def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport:
         width = self.vocabulary.padded_vocab_size
         if self._prepared and logits.shape[-1] < width:
             raise ValueError(f"the logits have {logits.shape[-1]} columns and the vocabulary {width}: pass whole rows")
         sequences = self._take_prepared("apply")
-        if patience is not None and logits.is_cuda and sequences:
+        if deadline is not None and logits.is_cuda and sequences:
             import torch
 
             torch.cuda.current_stream(logits.device).synchronize()  # the deadline counts from here
-        step, report = self._collect(sequences, patience, alone)
+        step, report = self._collect(sequences, deadline, alone=len(logits) == len(sequences))
         started = time.perf_counter()
         rows = [part.rows for part in step.ready]
         if self._logits_rows is not None:
             rows = [self._logits_rows[part] for part in rows]
         apply_bitmask(logits, step.ready, np.concatenate(rows) if rows else ())
-        closed = self._without_mask(step, keep_late)
+        closed = self._without_mask(step)
         if closed:
             logits[closed] = float("-inf")
             logits[closed, self.vocabulary.stop_token_ids[0]] = 0.0
         report.kernel_seconds = time.perf_counter() - started
         return report
 
-    def collect(self, bitmask: NDArray[np.int32], patience: float | None = None, alone: bool = True) -> ApplyReport:
+    def collect(self, bitmask: NDArray[np.int32], deadline: float | None = None) -> ApplyReport:
         """Copy the masks, instead of `apply`: for an engine that writes -inf itself.
 
         Args:
             bitmask: int32 `[rows, words]`. Line i gets the mask of the sequence with logits row i. Lines of failed and
                 late sequences allow a stop token only.
-            patience, alone: as for `apply`.
+            deadline: seconds to wait at most, also if all rows are late then. None: as for `apply`.
         """
-        step, report = self._collect(self._take_prepared("collect"), patience, alone)
+        step, report = self._collect(self._take_prepared("collect"), deadline, alone=False)
         step.copy_to(bitmask, self._logits_rows)
-        bitmask[self._without_mask(step, False)] = self._stop_mask
+        bitmask[self._without_mask(step)] = self._stop_mask
         return report
 
     def _take_prepared(self, method: str) -> Sequence[GuidedSequence]:
@@ -160,18 +160,23 @@ class GuidedProcessor(LogitPostProcessor):
         sequences, self._prepared = self._prepared, None
         return sequences
 
-    def _without_mask(self, step: StepMasks, keep_late: bool) -> list[int]:
+    def _without_mask(self, step: StepMasks) -> list[int]:
         """Return the logits rows of a step that have no mask."""
-        rows = [*step.failed, *(() if keep_late else step.late)]
+        rows = [*step.failed, *step.late]
         return rows if self._logits_rows is None else [int(self._logits_rows[row]) for row in rows]
 
     def _collect(
-        self, sequences: Sequence[GuidedSequence], patience: float | None, alone: bool
+        self, sequences: Sequence[GuidedSequence], deadline: float | None, alone: bool
     ) -> tuple[StepMasks, ApplyReport]:
-        """Collect the step, and free the sequences that failed."""
+        """Collect the step, and free the sequences that failed.
+
+        Args:
+            alone: no other row of the batch can be sampled. If all are late, wait for the first mask.
+        """
         started = time.perf_counter()
-        timeout = max(patience, _FIRST_MASK_SECONDS) if patience is not None and alone else patience
-        step = self._pool.collect(timeout, patience)
+        step = self._pool.collect(deadline)
+        if alone and deadline is not None and sequences and len(step.late) == len(sequences):
+            step = self._wait_for_first(sequences, started + FIRST_MASK_SECONDS, step.seconds)
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
         self._forced = [(sequences[row], len(sequences[row].output_token_ids), run) for row, run in step.forced.items()]
         report.late = [sequences[row].sequence_id for row in step.late]
@@ -185,6 +190,20 @@ class GuidedProcessor(LogitPostProcessor):
             self._close(list(report.failed))
         return step, report
 
+    def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
+        """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again.
+
+        Args:
+            until: the end of the wait, by `time.perf_counter()`.
+            seconds: `StepMasks.seconds` so far.
+        """
+        while not self._pool.decided() and time.perf_counter() < until:
+            time.sleep(_POLL_SECONDS)
+        self._pool.submit(sequences)
+        step = self._pool.collect(0.0)
+        step.seconds += seconds
+        return step
+
     def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
         """Append the tokens that have no alternative, if the pool looks ahead."""
         edits: dict[int, SampledEdit] = {}
@@ -194,8 +213,8 @@ class GuidedProcessor(LogitPostProcessor):
                 edits[sequence.sequence_id] = SampledEdit(append=others)
         return edits
 
-    def settled(self, timeout: float = 0.0) -> list[int]:
-        return self._pool.settled(timeout)
+    def decided(self) -> list[int]:
+        return self._pool.decided()
 
     def failures(self) -> dict[str, GuidedError]:
         lost = self._pool.failures()

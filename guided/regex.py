@@ -72,23 +72,11 @@ Restricted = Callable[[Node, list[tuple[bool, Node]]], Node]
 """See `guided.schema.automaton.restricted`."""
 
 
-def canonical(pattern: str, *, small_classes: bool = False) -> str:
-    """Return `pattern` in the common subset, with the meaning of `re.fullmatch(pattern, ...)` on valid Unicode.
-
-    Args:
-        small_classes: reduce classes that are neither small nor nearly everything (`\\w`) to ASCII, for libraries
-            that enumerate their members. The result matches less then.
-
-    Raises:
-        InvalidConstraint: not a regular expression, or no text matches it.
-        UnsupportedConstraint: lookaround, backreferences, possessive or atomic groups, anchors in the middle, ...
-    """
-    node = parse(pattern)
-    return render(with_small_classes(node) if small_classes else node)
-
-
 def with_small_classes(node: Node) -> Node:
-    """Reduce classes that are neither small nor nearly everything to ASCII: see `canonical`."""
+    """Reduce classes that are neither small nor nearly everything (`\\w`) to ASCII. The result matches less.
+
+    For libraries that enumerate the characters of a class.
+    """
     return map_chars(node, _reduced)
 
 
@@ -97,9 +85,19 @@ def literal(text: str) -> Node:
     return sequence(Chars(((ord(character), ord(character)),)) for character in text)
 
 
-def parse(pattern: str, *, param: str = "regex") -> Node:
-    """Parse `pattern` into a tree. Raises as `canonical` does."""
+def parse(pattern: str, restricted: Restricted | None = None, *, param: str = "regex") -> Node:
+    """Parse `pattern` into a tree, with the meaning of `re.fullmatch(pattern, ...)` on valid Unicode.
+
+    Args:
+        restricted: applies lookaheads at the beginning, which may take long. None: they are refused.
+
+    Raises:
+        InvalidConstraint: not a regular expression, or no text matches it.
+        UnsupportedConstraint: lookaround, backreferences, possessive or atomic groups, anchors in the middle, ...
+    """
     parsed = _parsed(pattern, param, ecma=False)
+    if restricted is not None and re.search(r"\(\?[=!]", pattern) and r"\Z" not in pattern:
+        return _search(parsed, parsed.state.flags, _Reader(pattern, param), restricted, whole=True)
     return _Reader(pattern, param).sequence(parsed, parsed.state.flags, start=True, end=True)
 
 
@@ -109,25 +107,32 @@ def parse_search(pattern: str, restricted: Restricted, *, param: str = "regex") 
     Args:
         restricted: applies lookaheads, which may follow an anchor at the beginning.
 
-    Raises as `canonical` does.
+    Raises as `parse` does.
     """
     parsed = _parsed(pattern, param, ecma=True)
     return _search(parsed, parsed.state.flags, _Reader(pattern, param, ecma=True), restricted)
 
 
-def _search(parsed: Any, flags: int, reader: _Reader, restricted: Restricted) -> Node:
+def _search(parsed: Any, flags: int, reader: _Reader, restricted: Restricted, *, whole: bool = False) -> Node:
+    """Return all texts that contain a match, or with `whole`, that are one."""
     items = list(parsed)
     if items and str(items[-1][0]) == "BRANCH":  # the parser has moved the common prefix of all alternatives before it
         options = items[-1][1][1]
-        return choice(_search([*items[:-1], *option], flags, reader, restricted) for option in options)
+        return choice(_search([*items[:-1], *option], flags, reader, restricted, whole=whole) for option in options)
+    if whole and not _anchored(items, 0, "AT_BEGINNING"):
+        items = [*_sre.parse("^"), *items]
     if ahead := _lookaheads(items):
         parts = [(str(operation) == "ASSERT_NOT", inner) for operation, (_, inner) in ahead]
         conditions = [(negated, _search([items[0], *inner], flags, reader, restricted)) for negated, inner in parts]
-        return restricted(_search([items[0], *items[1 + len(ahead) :]], flags, reader, restricted), conditions)
-    start, end = _anchored(parsed, 0, "AT_BEGINNING"), _anchored(parsed, -1, "AT_END")
-    node = reader.sequence(parsed, flags, start=start, end=end)
+        rest = [items[0], *items[1 + len(ahead) :]]
+        return restricted(_search(rest, flags, reader, restricted, whole=whole), conditions)
+    start, end = _anchored(items, 0, "AT_BEGINNING"), whole or _anchored(items, -1, "AT_END")
+    node = reader.sequence(items, flags, start=start, end=end)
     anything = Repeat(Chars(UNIVERSE), 0, None)
-    return sequence([EMPTY if start else anything, node, EMPTY if end else anything])
+    after: Node = anything
+    if end:  # outside of ECMA-262, `$` also matches before a line break at the end
+        after = EMPTY if whole or reader.ecma else Repeat(Chars(((10, 10),)), 0, 1)
+    return sequence([EMPTY if start else anything, node, after])
 
 
 def _lookaheads(items: list[Any]) -> list[Any]:
@@ -190,7 +195,7 @@ class _Reader:
     def __init__(self, pattern: str, param: str, *, ecma: bool = False) -> None:
         self._pattern = pattern
         self._param = param
-        self._ecma = ecma
+        self.ecma = ecma
         if ecma:
             self._refuse_python()
 
@@ -250,7 +255,7 @@ class _Reader:
 
     def _chars(self, operation: str, argument: Any, flags: int) -> Node:
         if operation == "ANY":
-            ranges = UNIVERSE if flags & re.DOTALL else complement(_ECMA_LINES if self._ecma else ((10, 10),))
+            ranges = UNIVERSE if flags & re.DOTALL else complement(_ECMA_LINES if self.ecma else ((10, 10),))
         elif operation == "IN":
             ranges = self._class(argument, flags)
         else:
@@ -277,7 +282,7 @@ class _Reader:
                 case "RANGE":
                     found.append((argument[0], argument[1]))
                 case "CATEGORY":
-                    found.extend(_category(str(argument), bool(flags & re.ASCII) or self._ecma, self._ecma))
+                    found.extend(_category(str(argument), bool(flags & re.ASCII) or self.ecma, self.ecma))
         ranges = ranges_of(found)
         if flags & re.IGNORECASE:
             ranges = self._fold(ranges, negated=negated)
@@ -375,21 +380,18 @@ def within(node: Node, allowed: Ranges) -> Node | None:
     return node
 
 
-def map_leaves(node: Node, change: Callable[[Chars | Reference], Node]) -> Node:
-    """Replace every character class and reference."""
-    match node:
-        case Sequence(items):
-            return sequence(map_leaves(item, change) for item in items)
-        case Choice(options):
-            return choice(map_leaves(option, change) for option in options)
-        case Repeat(item, low, high):
-            return repeat(map_leaves(item, change), low, high)
-    return change(node)
-
-
 def map_chars(node: Node, change: Callable[[Chars], Node]) -> Node:
     """Replace every character class."""
-    return map_leaves(node, lambda leaf: change(leaf) if isinstance(leaf, Chars) else leaf)
+    match node:
+        case Chars():
+            return change(node)
+        case Sequence(items):
+            return sequence(map_chars(item, change) for item in items)
+        case Choice(options):
+            return choice(map_chars(option, change) for option in options)
+        case Repeat(item, low, high):
+            return repeat(map_chars(item, change), low, high)
+    return node
 
 
 def _reduced(chars: Chars) -> Chars:

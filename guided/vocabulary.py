@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from guided.bitmask import pack
-from guided.byte_pairs import BytePairs
 from guided.errors import InvalidRequest
 from guided.token_bytes import TokenBytes, from_huggingface, from_sentencepiece, from_tekken
 
@@ -182,7 +181,11 @@ class Vocabulary:
             tokenizer = Tokenizer.from_str(self.tokenizer_json)
             return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         if self.split_pattern:
-            return BytePairs(self.split_pattern, self._by_bytes)
+            from tiktoken import Encoding  # an optional dependency, for these models only
+
+            ranks = dict(self._by_bytes)  # a token's id is its rank
+            pairs = Encoding("tekken", pat_str=self.split_pattern, mergeable_ranks=ranks, special_tokens={})
+            return pairs.encode_ordinary
         if self.sentencepiece_model:
             from sentencepiece import SentencePieceProcessor  # an optional dependency, for these models only
 

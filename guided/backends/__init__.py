@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 from guided.backends.base import Backend
 from guided.backends.checked import CheckedBackend
-from guided.backends.mask_cache import MASK_CACHE_BYTES, MaskCache
 from guided.constraint import KINDS, ConstraintKind
 from guided.errors import InvalidRequest, UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
@@ -38,8 +36,8 @@ class Adapter:
     aliases: tuple[str, ...] = ()
     named_only: bool = False
     """Used only where it is named: "auto" does not choose it."""
-    keeps_masks: bool = False
-    """The class takes a `MaskCache`, because computing a mask takes longer than copying one."""
+    holds_interpreter_lock: bool = False
+    """No other thread gets far while it computes a mask, which may take long."""
 
     def load(self) -> type[Backend]:
         """Return the class of the adapter; imports its library."""
@@ -55,15 +53,14 @@ BACKENDS: dict[str, Adapter] = {
         frozenset({"json_schema", "json_object", "regex", "choice"}),
         ("outlines_core", "outlines-core"),
         named_only=True,
-        keeps_masks=True,
     ),
     "lm-format-enforcer": Adapter(
         "guided.backends.lmformatenforcer",
         "LMFormatEnforcerBackend",
-        frozenset({"json_schema", "json_object", "regex", "choice"}),
+        frozenset({"json_schema", "json_object", "choice"}),
         ("lmfe", "lmformatenforcer", "lm_format_enforcer"),
         named_only=True,
-        keeps_masks=True,
+        holds_interpreter_lock=True,
     ),
 }
 """Public name -> adapter, in the order of "auto"."""
@@ -103,15 +100,10 @@ def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backe
 
 
 class Backends:
-    """The `Backend` instances for one vocabulary, each with the final check, created at their first use. Thread-safe.
+    """The backends for one vocabulary, each with the final check, created at their first use. Thread-safe."""
 
-    Args:
-        mask_cache_bytes: total size of the cached masks of all backends and grammars.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, mask_cache_bytes: int = MASK_CACHE_BYTES) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.masks = MaskCache(mask_cache_bytes)
         self._made: dict[str, Backend] = {}
         self._lock = threading.Lock()
 
@@ -126,8 +118,5 @@ class Backends:
             raise InvalidRequest("'auto' names no backend by itself", param="backend")
         with self._lock:
             if name not in self._made:
-                make: Callable[..., Backend] = BACKENDS[name].load()
-                adapter = BACKENDS[name]
-                inner = make(self.vocabulary, *((self.masks,) if adapter.keeps_masks else ()))
-                self._made[name] = CheckedBackend(inner, self.vocabulary)
+                self._made[name] = CheckedBackend(BACKENDS[name].load()(self.vocabulary), self.vocabulary)
             return self._made[name]

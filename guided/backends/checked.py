@@ -1,9 +1,13 @@
-"""Checked grammars: the library enforces a superset of a schema, and the document is validated before it may end."""
+"""Checked grammars: the library enforces a superset of a schema, and the document is validated before it may end.
+
+The same holds for the schemas of a structural tag: a content is validated where it ends, because free text may follow.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -11,12 +15,14 @@ from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
+from guided.backends.content_reader import ContentReader, Reading
 from guided.backends.native import guard
 from guided.backends.schema_lowering import TIERS
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.number_limit import NumberLimit
 from guided.schema.validation import Validator
+from guided.structural_tag import Content, contents
 from guided.vocabulary import Vocabulary
 
 _CHECKED = b"checked:"
@@ -53,6 +59,9 @@ class CheckedBackend(Backend):
 
     def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
         """See `Backend.compile`. Leaves out more and more keywords of a schema that the library refuses."""
+        tag = constraint.kind == "structural_tag"
+        if tag and any(content.kind in ("regex", "grammar") for content in contents(constraint.tag)):
+            constraint = replace(constraint, strict=True)  # where such a content ends is not known here
         refusal: UnsupportedConstraint | None = None
         for tier in TIERS:
             leave_out = (*leave_out, *tier)
@@ -60,7 +69,7 @@ class CheckedBackend(Backend):
                 grammar = self._inner.compile(constraint, leave_out)
             except UnsupportedConstraint as error:
                 refusal = refusal or error
-                if constraint.kind != "json_schema" or constraint.strict:
+                if constraint.kind not in ("json_schema", "structural_tag") or constraint.strict:
                     break
             else:
                 dumped = _Dumped(grammar.dump(), list(grammar.checked), leave_out) if grammar.checked else None
@@ -78,31 +87,41 @@ class CheckedBackend(Backend):
     def _whole(self, constraint: Constraint, grammar: CompiledGrammar, dumped: _Dumped | None) -> CompiledGrammar:
         """Return a library's grammar with the final check, where something is checked, and the limit of numbers."""
         if dumped is not None:
-            grammar = CheckedGrammar(grammar, _validator(constraint), self._vocabulary, dumped)
+            grammar = CheckedGrammar(grammar, _reader(constraint, dumped.checked, self._vocabulary), dumped)
         grammar.numbers = self._numbers if constraint.kind in ("json_schema", "json_object") else None
         return grammar
 
 
-def _validator(constraint: Constraint) -> Validator:
-    try:
-        with _native:
-            return Validator(json.loads(constraint.source))
-    except ValueError as error:
-        raise InvalidConstraint(f"the schema can't be validated: {bounded(error)}", param="json_schema") from None
+def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabulary) -> ContentReader:
+    """Return the reader that validates the contents with a pointer in `checked`."""
+    tag = constraint.kind == "structural_tag"
+    node = constraint.tag if tag else Content("json_schema", constraint.source or '{"type": "object"}', "")
+    validators = {}
+    for content in contents(node):
+        if any(f"{place}/".startswith(f"{content.pointer}/") for place in checked):
+            try:
+                with _native:
+                    schema = json.loads(constraint.inner(content).source)
+                    validators[content.pointer] = Validator(schema)
+            except ValueError as error:
+                message = f"the schema can't be validated: {bounded(error)}"
+                raise InvalidConstraint(message, param=constraint.kind, pointer=content.pointer) from None
+    return ContentReader(node, validators, vocabulary)
 
 
 class CheckedGrammar(CompiledGrammar):
-    """A library's grammar of a superset, and the validator of the schema."""
+    """A library's grammar of a superset, and the reader that validates its outputs."""
 
-    def __init__(self, inner: CompiledGrammar, validator: Validator, vocabulary: Vocabulary, dumped: _Dumped) -> None:
+    def __init__(self, inner: CompiledGrammar, reader: ContentReader, dumped: _Dumped) -> None:
         self._inner = inner
         self._dumped = dumped
-        self.validator = validator
-        self.vocabulary = vocabulary
+        self.reader = reader
+        self.vocabulary = reader.vocabulary
         self.checked = tuple(dumped.checked)
+        self.special_token_ids = inner.special_token_ids
 
     def matcher(self) -> CheckedMatcher:
-        return CheckedMatcher(self, self._inner.matcher(), [])
+        return CheckedMatcher(self, self._inner.matcher(), [], [self.reader.start])
 
     def dump(self) -> bytes:
         """See `CompiledGrammar.dump`."""
@@ -110,16 +129,16 @@ class CheckedGrammar(CompiledGrammar):
 
 
 class CheckedMatcher(Matcher):
-    """One sequence: the library's matcher and the tokens."""
+    """One sequence: the library's matcher, the tokens, and what was read of them."""
 
-    def __init__(self, grammar: CheckedGrammar, inner: Matcher, tokens: list[int]) -> None:
+    def __init__(self, grammar: CheckedGrammar, inner: Matcher, tokens: list[int], readings: list[Reading]) -> None:
         self._grammar = grammar
         self._inner = inner
         self._tokens = tokens
-        self._validated = -1
-        """Number of tokens of the document that was validated last."""
-        self._violation: ConstraintNotMet | None = None
-        """The result of that."""
+        self._readings = readings
+        """Of longer and longer parts of the output."""
+        self._text, self._spelled = b"", 0
+        """The text of the first tokens, and how many they are."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         if token_ids and token_ids[-1] in self._grammar.vocabulary.stop_token_ids:
@@ -134,16 +153,24 @@ class CheckedMatcher(Matcher):
         self._tokens.extend(token_ids)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
-        return self._inner.fill_bitmask(row) and self.violation() is None
+        accepting = self._inner.fill_bitmask(row)
+        if not (accepting or self._ends_with_bracket()):
+            return False
+        violation = self.violation()
+        if violation is not None and not self._readings[-1].states:
+            row.fill(0)  # nothing can make it valid
+        return accepting and violation is None
 
     def rollback(self, count: int) -> None:
         self._inner.rollback(count)
         if count:
             del self._tokens[-count:]
-            self._validated = -1
+            self._text, self._spelled = b"", 0
+            while self._readings[-1].length > len(self._tokens):
+                del self._readings[-1]
 
     def fork(self) -> CheckedMatcher:
-        return CheckedMatcher(self._grammar, self._inner.fork(), list(self._tokens))
+        return CheckedMatcher(self._grammar, self._inner.fork(), list(self._tokens), list(self._readings))
 
     def is_accepting(self) -> bool:
         return self._inner.is_accepting() and self.violation() is None
@@ -155,10 +182,17 @@ class CheckedMatcher(Matcher):
         return self._inner.forced_tokens()
 
     def violation(self) -> ConstraintNotMet | None:
-        """Return why the output may not end, though the library has it complete."""
-        if self._validated != len(self._tokens):
-            self._validated, self._violation = len(self._tokens), None
-            if self._inner.is_accepting():
-                with _native:
-                    self._violation = self._grammar.validator.violation(self._grammar.vocabulary.decode(self._tokens))
-        return self._violation
+        """Return why the output may not go on, or why it may not end though the library has it complete."""
+        if self._readings[-1].length < len(self._tokens):
+            with _native:
+                self._text += self._grammar.reader.spelled(self._tokens[self._spelled :])
+                self._spelled = len(self._tokens)
+                self._readings.append(self._grammar.reader.read(self._readings[-1], self._text, self._spelled))
+        reading = self._readings[-1]
+        if reading.complete or (reading.states and not self._inner.is_accepting()):
+            return None
+        return reading.violation or ConstraintNotMet("the output could not be read as JSON", param="json_schema")
+
+    def _ends_with_bracket(self) -> bool:
+        last = self._grammar.vocabulary.decode(self._tokens[-1:])
+        return b"}" in last or b"]" in last

@@ -6,26 +6,17 @@ import math
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-from guided import regex
-from guided.backends.schema_lowering import ArrayShape, SchemaLowering
-from guided.schema import string_pattern
+from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.schema.keywords import OF_TYPE
 
 
 class FewKeywords(SchemaLowering):
-    """Lowers one schema. Objects with named properties have no others, and strings with a pattern no escapes."""
+    """Lowers one schema. Objects with named properties have no others."""
 
     enforced: ClassVar[dict[str, tuple[str, ...]]]
     """Type -> its keywords that the library enforces."""
-    formats: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def text(self, least: int, most: float) -> dict[str, Any]:
-        """Return the form of strings of `least` to `most` characters."""
-
-    @abstractmethod
-    def matching(self, pattern: regex.Node) -> dict[str, Any]:
-        """Return the form of strings that are without escapes in JSON and match `pattern` as a whole."""
+    most_items: ClassVar[float] = math.inf
+    """The largest `minItems` that the library counts to."""
 
     @abstractmethod
     def name(self, text: str) -> str | None:
@@ -35,6 +26,8 @@ class FewKeywords(SchemaLowering):
         own = OF_TYPE.get("number" if kind == "integer" else kind, ())
         for keyword in ("not", *own):
             if keyword in schema and keyword not in self.enforced.get(kind, ()):
+                if keyword == "pattern":
+                    self.parse_pattern(schema)  # refuses a malformed one
                 raise self.refusal(schema, keyword)
         return super().of_type(kind, schema)
 
@@ -45,19 +38,9 @@ class FewKeywords(SchemaLowering):
         return {"type": "number"}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        conditions = [name for name in ("format", "pattern", "minLength", "maxLength") if name in schema]
-        if not conditions or conditions[0].endswith("Length"):
-            return self.text(int(schema.get("minLength", 0)), schema.get("maxLength", math.inf))
-        if len(conditions) > 1:
-            raise self.refusal(schema, conditions[1], f" next to {conditions[0]!r}")
-        if "format" in schema:
-            if schema["format"] not in self.formats:
-                raise self.refusal(schema, "format", f" {schema['format']}")
-            return {"type": "string", "format": schema["format"]}
-        plain = regex.within(self.parse_pattern(schema, "pattern", schema["pattern"]), string_pattern.PLAIN)
-        if plain is None:
-            raise self.refusal(schema, "pattern", " that only text with escaped characters matches")
-        return self.matching(plain)
+        most = schema.get("maxLength")
+        lengths = counts("minLength", int(schema.get("minLength", 0)), "maxLength", None if most is None else int(most))
+        return {"type": "string", **lengths} if most != 0 else {"type": "string", "enum": [""]}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape
@@ -69,16 +52,19 @@ class FewKeywords(SchemaLowering):
         lowered: dict[str, Any] = {"type": "array"}
         if items not in (True, {}):
             lowered["items"] = self.lower(items)
-        return lowered | ({"minItems": least} if least else {}) | ({} if most is None else {"maxItems": most})
+        if least > self.most_items:
+            raise self.refusal(schema, "minItems")
+        return lowered | counts("minItems", least, "maxItems", most)
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         required, most = schema.get("required", []), schema.get("maxProperties", math.inf)
+        rest = schema.get("additionalProperties", True)
         parts = {name: part for name, part in schema.get("properties", {}).items() if part is not False}
+        parts |= {name: rest for name in required if name not in parts}
         if "minProperties" in schema and (not parts or schema["minProperties"] > len(required)):
             raise self.refusal(schema, "minProperties")
         if most < (len(parts) or math.inf):
             raise self.refusal(schema, "maxProperties")
-        rest = schema.get("additionalProperties", True)
         if not parts:
             if schema.get("properties") and rest is not False:
                 raise self.refusal(schema, "properties", " that are forbidden in an open object")

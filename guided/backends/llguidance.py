@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Collection
 from ctypes import addressof, c_char
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from guided.backends.native import guard
 from guided.backends.token_limit import limited
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
-from guided.grammar import to_lark
+from guided.grammar import check_lark
 from guided.schema import string_pattern
 from guided.vocabulary import Vocabulary
 
@@ -75,19 +75,14 @@ class LLGuidanceBackend(Backend):
 
     def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
         special: set[int] = set()
-        checked: tuple[str, ...] = ()
         with _native:
             if constraint.kind == "structural_tag":
-                tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
-                source, special = json.dumps(tag.source()), tag.special_token_ids
-            elif constraint.kind == "json_schema":
-                document = json.loads(constraint.source)
-                lowering = LLGuidanceLowering(document, leave_out=leave_out, strict=constraint.strict)
-                source, checked = _json_source(lowering, constraint.whitespace), tuple(lowering.checked)
+                tag = TagGrammar(constraint, self._vocabulary.special_names, partial(self._inner, leave_out))
+                source, special, checked = json.dumps(tag.source()), tag.special_token_ids, tag.checked
             else:
-                source = self._source(constraint)
+                source, checked = self._source(constraint, leave_out)
         grammar = self._grammar(constraint, source, frozenset(special))
-        grammar.checked = checked
+        grammar.checked = tuple(checked)
         return grammar
 
     def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> CompiledGrammar:
@@ -107,30 +102,31 @@ class LLGuidanceBackend(Backend):
         grammar = LLGuidanceGrammar(self._vocabulary, matcher, source, special)
         return limited(grammar, self._vocabulary, constraint.tag) if constraint.kind == "structural_tag" else grammar
 
-    def _source(self, constraint: Constraint) -> str:
-        """Return the constraint in llguidance's own format."""
+    def _source(self, constraint: Constraint, leave_out: Collection[str]) -> tuple[str, list[str]]:
+        """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""
         make = llguidance.LLMatcher
         match constraint.kind:
             case "json_schema":
-                lowering = LLGuidanceLowering(json.loads(constraint.source), strict=True)
-                return _json_source(lowering, constraint.whitespace)
+                document = json.loads(constraint.source)
+                lowering = LLGuidanceLowering(document, leave_out=leave_out, strict=constraint.strict)
+                return _json_source(lowering, constraint.whitespace), list(lowering.checked)
             case "json_object":
-                return _json_source(LLGuidanceLowering({"type": "object"}), constraint.whitespace)
+                return _json_source(LLGuidanceLowering({"type": "object"}), constraint.whitespace), []
             case "regex":
-                return str(make.grammar_from_regex(regex.canonical(constraint.source)))
+                return str(make.grammar_from_regex(regex.render(string_pattern.whole(constraint.source)))), []
             case "choice":
                 options = regex.choice(map(regex.literal, constraint.choices))
-                return str(make.grammar_from_regex(regex.render(options)))
+                return str(make.grammar_from_regex(regex.render(options))), []
             case "grammar":
-                return str(make.grammar_from_lark(to_lark(constraint.source)))
+                return str(make.grammar_from_lark(check_lark(constraint.source))), []
         raise AssertionError(constraint.kind)
 
-    def _inner(self, content: Constraint) -> dict[str, Any]:
-        """Return a content of a structural tag as an entry of llguidance's list of grammars."""
+    def _inner(self, leave_out: Collection[str], content: Constraint) -> tuple[dict[str, Any], list[str]]:
+        """Return a content of a structural tag as an entry of llguidance's list of grammars; see `_source`."""
         if content.kind == "grammar":
-            return {"lark_grammar": to_lark(content.source)}
-        entry: dict[str, Any] = json.loads(self._source(content))["grammars"][0]
-        return entry
+            return {"lark_grammar": check_lark(content.source)}, []
+        source, checked = self._source(content, leave_out)
+        return json.loads(source)["grammars"][0], checked
 
 
 class LLGuidanceGrammar(CompiledGrammar):

@@ -1,29 +1,29 @@
-"""JSON Schema for llguidance: the canonical form, corrected where llguidance would enforce it wrongly.
+"""JSON Schema for llguidance: the canonical form, without what llguidance would enforce wrongly.
 
 Corrected are:
 
-- bounds of numbers: it takes integers that a double can't represent for their neighbours, aborts on those with more
-  than 64 bits, and reads `exclusiveMinimum: 0` with `maximum: 0.25` as inclusive;
 - patterns: it reads them as Rust does, and a class with all control characters also matches escaped quotes;
-- control characters: where only short escapes are allowed, it leaves the others out of values and patterns;
 - formats: it allows a year 0, and leap seconds in any minute, and lacks some;
 - `not` for strings, `propertyNames`, and counts of properties, which it does not know or only in part.
 
-It merges `allOf` itself. It counts duplicate keys for `minProperties`; this and values that it would change are
-refused.
+Left out are:
+
+- numbers that are not exact as doubles, and exclusive bounds of numbers, which a reader with doubles would round to;
+- control characters in values and patterns: where only short escapes are allowed, it leaves the others out;
+- `minProperties` that a repeated name could reach: it counts each time.
+
+It merges `allOf` itself.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations
-from math import comb, lcm, prod
+from math import gcd, lcm, prod
 from typing import Any
 
 from guided import regex
@@ -32,38 +32,30 @@ from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.schema import string_pattern
 from guided.schema.keywords import Schema, integer_bounds, is_number, types_of
-from guided.schema.string_language import complement_of, disjoint_patterns, pattern_of, without
+from guided.schema.string_language import complement_of, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces by the RFCs.
 
 Its `email` does not limit the length of a label, nor its `hostname` the length of the whole."""
-_LARGEST = 2**63 - 1024
-"""The largest double below 2^63."""
 _EXACT = 2**53
 """All smaller integers are exact as doubles."""
-_DIGITS = 15
-"""A decimal with at most this many significant digits, and an exponent within the limit, is read exactly."""
 _LEAST_EXPONENT = -22
 """Least decimal exponent that is read exactly: the power of ten is exact as a double."""
 _MULTIPLES = 2**32
-"""Limit for a `multipleOf` that llguidance has scaled to an integer: it has 32 bits."""
-_MULTIPLES_WITHIN = 5_000
-"""Largest scaled `multipleOf` next to a bound that is beyond it. Larger ones exhaust the lexer's states while masks are
-computed."""
+"""Limit for the common multiple of all `multipleOf`, scaled to an integer: it has 32 bits, and overflows unnoticed."""
+_LARGEST_MULTIPLE = 5_000
+"""Largest scaled `multipleOf`. Larger ones exhaust the lexer's states next to a bound."""
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
-_SHORT = Decimal("1e-7")
-"""Negative exclusive bounds that are multiples of this are kept: numbers of `_MOST_DIGITS` are next to them."""
-_MAX_PATTERNS = 8
-"""Maximum number of `patternProperties` that are made disjoint."""
 _MAX_COUNTED = 40
-"""Maximum number of alternatives for `minProperties` and `maxProperties`."""
+"""Maximum number of alternatives for `minProperties`."""
 _REFERENCE = '{"$ref": '
 _CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
 """Characters that llguidance writes as `\\u0000` only."""
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
 """Matches one of these characters in a JSON text."""
+_BOUNDS = ("minimum", "maximum")
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 
@@ -77,28 +69,10 @@ class LLGuidanceLowering(SchemaLowering):
         super().__init__(schema, leave_out=leave_out, strict=strict)
         self.names_properties = False
         """Some object has properties with schemas of their own."""
-        self._control: UnsupportedConstraint | None = None
-        """Error for a value with a control character, raised if the schema names properties: then, only short escapes
-        are allowed, and llguidance leaves out characters without one."""
         self._multiples: set[Fraction] = set()
-        self._merges = False
-        """llguidance merges parts of the schema with each other."""
-
-    def document(self) -> dict[str, Any]:
-        document = super().document()
-        if self.names_properties and self._control is not None:
-            raise self._control
-        factor = lcm(*(multiple.denominator for multiple in self._multiples))
-        several = self._merges and len(self._multiples) > 1
-        if several and prod(self._multiples) * factor ** len(self._multiples) >= _MULTIPLES:
-            raise UnsupportedConstraint(  # the least common multiple overflows, which llguidance would not notice
-                "llguidance can't enforce these values of 'multipleOf' together", param="json_schema"
-            )
-        return document
 
     def _lower(self, schema: dict[str, Any]) -> dict[str, Any]:
         if "allOf" in schema:
-            self._merges = True
             return {"allOf": [self.lower(part) for part in schema["allOf"]]}
         if "not" in schema:
             if schema.get("type") != "string":
@@ -110,38 +84,25 @@ class LLGuidanceLowering(SchemaLowering):
         """Lower the schema of a property or an item, which may be false."""
         return False if schema is False else self.lower(schema)
 
-    def any_value(self) -> dict[str, Any]:
-        return {}
-
-    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return self.keep_reference(schema)
-
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         for value in _numbers(values):
-            if abs(value) > _LARGEST or (isinstance(value, int) and int(float(value)) != value):
-                raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it is not a double")
-            # It writes large doubles without an exponent: as integers, which may have other digits than the double.
-            is_other = abs(value) >= _EXACT and Decimal(repr(value)) != Decimal(value)
-            if is_other or not _is_read_exactly(value):
+            if not _is_exact(value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it has too many digits")
         if _CONTROL.search(json.dumps(values, ensure_ascii=False)):
-            self._note_control(schema, keyword)
+            raise self.refusal(schema, keyword, " with a control character")
         return {"enum": values}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        lowered: dict[str, Any] = {"type": "string"}
-        patterns = []
-        if "pattern" in schema:
-            patterns += self._patterns(schema, "pattern", schema["pattern"])
+        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+        lowered = {"type": "string", **counts("minLength", least, "maxLength", None if most is None else int(most))}
+        parts = [lowered]
         if schema.get("format") in _OWN_FORMATS:
             lowered["format"] = schema["format"]
         elif "format" in schema:
-            patterns += self._patterns(schema, "format", string_pattern.FORMATS[schema["format"]])
-        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
-        lowered |= counts("minLength", least, "maxLength", None if most is None else int(most))
-        if patterns:
-            lowered["pattern"] = patterns[0]
-        return {"allOf": [lowered, *({"pattern": one} for one in patterns[1:])]} if len(patterns) > 1 else lowered
+            parts.append({"pattern": self._pattern(schema, "format", string_pattern.FORMATS[schema["format"]])})
+        if "pattern" in schema:
+            parts.append({"pattern": self._pattern(schema, "pattern", schema["pattern"])})
+        return {"allOf": parts} if len(parts) > 2 else parts[0] | parts[-1]
 
     def _other_strings(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type string with `not`: to a pattern for the strings that `not` does not exclude."""
@@ -153,84 +114,42 @@ class LLGuidanceLowering(SchemaLowering):
         others = {"pattern": self._pattern(schema, "not", pattern)}
         return {"allOf": [self.lower(self.form.copied(schema, kept)), others]}
 
-    def _patterns(self, schema: dict[str, Any], keyword: str, pattern: str) -> list[str]:
+    def _pattern(self, schema: dict[str, Any], keyword: str, pattern: str) -> str:
         try:
-            patterns, needs_control = _common_patterns(pattern)
+            return _common_pattern(pattern)
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
-        if needs_control:
-            self._note_control(schema, keyword)
-        return patterns
-
-    def _note_control(self, schema: dict[str, Any], keyword: str) -> None:
-        self._control = self.refusal(schema, keyword, " with a control character next to named properties")
-
-    def _pattern(self, schema: dict[str, Any], keyword: str, pattern: str) -> str:
-        found = self._patterns(schema, keyword, pattern)
-        if len(found) > 1:
-            whole = f"^(?:{regex.render(self.parse_pattern(schema, keyword, pattern))})$"
-            found = self._patterns(schema, keyword, whole)
-        return found[0]
 
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        bounds = self._bounds("integer", schema)
-        return {"type": "integer", **bounds, **self._multiple(schema, bounds)}
+        low, high = integer_bounds(schema)
+        bounds = {**({} if low is None else {"minimum": low}), **({} if high is None else {"maximum": high})}
+        return {"type": "integer", **self._numeric(schema, bounds)}
 
     def number(self, schema: dict[str, Any]) -> dict[str, Any]:
-        bounds = self._bounds("number", schema)
-        exclusive = [abs(bounds[each]) for each in ("exclusiveMinimum", "exclusiveMaximum") if each in bounds]
-        if exclusive and "multipleOf" not in schema:
-            # A reader with doubles would round a longer number to the excluded bound, so the decimals are limited.
-            length = len(str(int(max(exclusive))))
-            decimals = min(max(length < _DIGITS + 1, _DIGITS - length), _MOST_DIGITS)
-            self._multiples.add(Fraction(1, 10**decimals))
-            return {"type": "number", **bounds, "multipleOf": 10.0**-decimals}
-        return {"type": "number", **bounds, **self._multiple(schema, bounds)}
+        for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            if keyword in schema:
+                raise self.refusal(schema, keyword, " of numbers that are not integers")
+        bounds = {name: schema[name] for name in _BOUNDS if name in schema}
+        values = _with_fewer_decimals(schema["multipleOf"]) if "multipleOf" in schema else []
+        parts = [self.form.copied(schema, {**schema, "multipleOf": value}) for value in values] or [schema]
+        return any_of([{"type": "number", **self._numeric(part, bounds)} for part in parts])
 
-    def _bounds(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return the nearest bounds within those of `schema` that llguidance handles correctly.
-
-        Narrowed: numbers have at most 64 bits; beyond 2^53, those between a bound and the next double are excluded. An
-        exclusive bound, which a reader with doubles would round to, is replaced by the next number of 15 digits, unless
-        it limits the magnitude: with `maximum: 0.99`, llguidance does not allow 0.9.
-        """
-        bounds: dict[str, Any] = {}
-        for sign, inclusive, exclusive in ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum")):
-            keyword = inclusive if inclusive in schema else exclusive
-            if keyword not in schema:
-                continue
-            bound, keeps_out = schema[keyword], keyword == exclusive
-            if kind == "integer":
-                bound, keeps_out = integer_bounds(schema)[sign < 0], False
-                assert bound is not None
-            inner = _inner(bound * sign, keeps_out)
-            if inner is None:
-                raise self.refusal(schema, keyword, f" {bounded(bound, 40)}: it is beyond 64 bits")
-            if not _is_read_exactly(inner):
-                raise self.refusal(schema, keyword, f" {bounded(bound, 40)}: it has too many digits")
-            bounds[exclusive if keeps_out and inner == bound * sign else inclusive] = inner * sign
-        # llguidance calculates the next power of ten where there is no other bound.
-        if bounds.get("minimum", 0) >= 10**18:
-            bounds.setdefault("maximum", _LARGEST)
-        if bounds.get("maximum", 0) <= -(10**18):
-            bounds.setdefault("minimum", -_LARGEST)
-        return bounds
-
-    def _multiple(self, schema: dict[str, Any], bounds: dict[str, Any]) -> dict[str, Any]:
-        """Return `multipleOf`. llguidance multiplies the double by ten until it is an integer, which has 32 bits."""
-        value = schema.get("multipleOf")
-        if value is None:
-            return {}
-        exact = Fraction(Decimal(str(value)))
-        scaled, exponent = value, 0
-        while scaled < _MULTIPLES and scaled != int(scaled):
-            scaled, exponent = scaled * 10.0, exponent + 1
-        if scaled >= _MULTIPLES or exponent > _MOST_DIGITS or Fraction(int(scaled), 10**exponent) != exact:
-            raise self.refusal(schema, "multipleOf", f" {bounded(value, 40)}")
-        if scaled > _MULTIPLES_WITHIN and any(abs(bound) > value for bound in bounds.values()):
-            raise self.refusal(schema, "multipleOf", f" {bounded(value, 40)} with these bounds")
-        self._multiples.add(exact)
-        return {"multipleOf": value}
+    def _numeric(self, schema: dict[str, Any], bounds: dict[str, Any]) -> dict[str, Any]:
+        """Return inclusive bounds and `multipleOf`."""
+        for keyword, bound in bounds.items():
+            if not _is_exact(bound):
+                sent = keyword if keyword in schema else keyword.replace("m", "exclusiveM")
+                raise self.refusal(schema, sent, f" {bounded(bound, 40)}: it has too many digits")
+        if "multipleOf" not in schema:
+            return bounds
+        exact = Fraction(str(schema["multipleOf"]))
+        scaled = exact * next((10**n for n in range(_MOST_DIGITS + 1) if 10**n % exact.denominator == 0), 1)
+        multiples = self._multiples | {exact}
+        common = prod(multiples) * lcm(*(one.denominator for one in multiples)) ** len(multiples)
+        if scaled.denominator > 1 or scaled > _LARGEST_MULTIPLE or common >= _MULTIPLES:
+            raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
+        self._multiples = multiples
+        return {**bounds, "multipleOf": schema["multipleOf"]}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape
@@ -243,7 +162,6 @@ class LLGuidanceLowering(SchemaLowering):
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         properties, patterns, rest = self._apart(schema, *self._named(schema))
-        self._merges = self._merges or bool(patterns)
         lowered: dict[str, Any] = {"type": "object"}
         if properties:
             lowered["properties"] = {name: self.part(value) for name, value in properties.items()}
@@ -294,7 +212,7 @@ class LLGuidanceLowering(SchemaLowering):
     ) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
         """Exclude named properties from the patterns that they match: the canonical form has merged the two."""
         found = {}
-        for pattern, value in self._disjoint(schema, patterns).items():
+        for pattern, value in patterns.items():
             names = [name for name in properties if string_pattern.matches(pattern, name)]
             apart = _REFERENCE in json.dumps(value) or pattern not in schema.get("patternProperties", {})
             try:
@@ -304,23 +222,10 @@ class LLGuidanceLowering(SchemaLowering):
                 raise self.refusal(schema, keyword, " that match named properties too") from None
         return properties, found, rest
 
-    def _disjoint(self, schema: dict[str, Any], patterns: dict[str, Schema]) -> dict[str, Schema]:
-        """Return `patternProperties` in which no name matches two patterns."""
-        if not 1 < len(patterns) <= _MAX_PATTERNS:
-            return patterns
-        try:
-            found = disjoint_patterns(list(patterns))
-        except UnsupportedConstraint:
-            return patterns  # llguidance may be able to
-        except InvalidConstraint as error:
-            raise self.at_keyword(error, schema, "patternProperties") from None
-        return {pattern: _all_of([patterns[one] for one in together]) for pattern, together in found}
-
     def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.
 
-        Otherwise, there is one alternative for each set of optional properties. A minimum is refused if a name that
-        occurs twice could reach it (required names can't occur twice).
+        Otherwise, one more property than the required ones is an alternative for each that may be the first of them.
         """
         required, named = lowered.get("required", []), lowered.get("properties", {})
         least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
@@ -330,69 +235,48 @@ class LLGuidanceLowering(SchemaLowering):
             most = None
         if not least and most is None:
             return lowered
-        if least > 1 + len(required) and not closed:
+        if least > 1 + len(required):
             raise self.refusal(schema, "minProperties", f" {least}: the same name would count twice")
         bounds = counts("minProperties", least, "maxProperties", most)
         if not optional:
             return lowered | bounds
-        chosen = max(0, least - len(required))
-        if most is None:  # the first `chosen` of those that are present, and any later ones
-            if closed and comb(len(optional), chosen) > _MAX_COUNTED:
-                raise self.refusal(schema, "minProperties", f" {least} of {len(optional)} optional properties")
-            found = [self._with(lowered, optional, some, before=True) for some in combinations(optional, chosen)]
-            return any_of(found if closed else [*found, self._with(lowered, optional) | bounds])
-        room = min(len(optional), most - len(required))
-        if sum(comb(len(optional), size) for size in range(room + 1)) > _MAX_COUNTED:
-            raise self.refusal(schema, "maxProperties", f" {most} with {len(optional)} optional properties")
-        if closed:
-            bounds = {}
-        sizes = range(chosen if closed else 0, room + 1)
-        sets = [some for size in sizes for some in combinations(optional, size)]
-        return any_of([self._with(lowered, optional, some) | bounds for some in sets])
-
-    def _with(
-        self, lowered: dict[str, Any], optional: list[str], some: Collection[str] = (), *, before: bool = False
-    ) -> Any:
-        """Return an object with exactly the optional properties `some`; `before`: and any that follow the last."""
-        last = max((index for index, name in enumerate(optional) if name in some), default=-1)
-        absent = [name for index, name in enumerate(optional) if name not in some and not (before and index > last)]
-        properties = {**lowered["properties"], **dict.fromkeys(absent, False)}
-        required = [*lowered.get("required", []), *(name for name in optional if name in some)]
-        return {**lowered, "properties": properties, **({"required": required} if required else {})}
+        if most is not None or len(optional) > _MAX_COUNTED:
+            keyword = "minProperties" if most is None else "maxProperties"
+            raise self.refusal(schema, keyword, f" with {len(optional)} optional properties")
+        options = []
+        for index, name in enumerate(optional):
+            properties = named | dict.fromkeys(optional[:index], False)
+            options.append({**lowered, "properties": properties, "required": [*required, name]})
+        if not closed:
+            options.append({**lowered, "properties": named | dict.fromkeys(optional, False), **bounds})
+        return any_of(options)
 
 
-def _all_of(parts: list[Schema]) -> Schema:
-    kept = [part for part in parts if part not in (True, {})]
-    return False if False in parts else {"allOf": kept} if len(kept) > 1 else (kept or [True])[0]
+def _with_fewer_decimals(multiple: float) -> list[float]:
+    """Return values of `multipleOf` that together allow the multiples of one.
+
+    Of 0.25, llguidance allows 0.50 and not 0.5: this is a multiple of 0.5.
+    """
+    exact = Decimal(str(multiple))
+    decimals = max(0, -int(exact.as_tuple().exponent))
+    scaled = int(exact.scaleb(decimals))
+    found: dict[int, int] = {}
+    for fewer in range(decimals + 1):
+        found.setdefault(scaled // gcd(scaled, 10**fewer), decimals - fewer)
+    return [multiple, *(rest / 10**places for rest, places in list(found.items())[1:])]
 
 
-def _inner(low: Any, exclusive: bool) -> int | float | None:
-    """Return the least lower bound from `low` on that llguidance handles correctly; None if there is none."""
-    if low > _LARGEST:
-        return None
-    if low < -_LARGEST:
-        return -_LARGEST
-    if abs(low) >= _EXACT:
-        found = float(low)
-        after = int(math.nextafter(found, math.inf) if exclusive or found < low else found)
-        return after if after <= _LARGEST else None
-    exact = Decimal(repr(low))
-    if exclusive and (exact >= 0 or exact % _SHORT):
-        step = Decimal(10) ** max(min(exact.adjusted() + 1 - _DIGITS, 0), _LEAST_EXPONENT)
-        low = (exact // step + (exact >= 0 or not exact % step)) * step
-    return int(low) if low == int(low) else float(low)
-
-
-def _is_read_exactly(value: float) -> bool:
-    """Return whether llguidance's JSON reader finds the double that `value` is.
+def _is_exact(value: float) -> bool:
+    """Return whether llguidance's JSON reader, and any other one, finds the number that `value` is.
 
     It multiplies the digits, as a double, by a power of ten. Both are exact up to these limits; beyond them the result
     may be the next double.
     """
     if isinstance(value, int):
-        return True
+        return abs(value) <= _EXACT
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
-    return int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= -_LEAST_EXPONENT
+    is_short = int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= -_LEAST_EXPONENT
+    return is_short and abs(value) < _EXACT
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
@@ -409,24 +293,17 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 @lru_cache(maxsize=256)  # the functions of one request have many properties with the same format
-def _common_patterns(pattern: str) -> tuple[list[str], bool]:
-    """Return `pattern` in the common subset, and whether it needs a control character without a short escape.
+def _common_pattern(pattern: str) -> str:
+    """Return `pattern` in the common subset, without control characters.
 
-    Control characters are left out of classes that have other characters: from a class with all control characters,
-    llguidance would also generate quotes.
+    From a class with all control characters, llguidance would also generate quotes, unless the class has these too.
     """
-    needs_control = False
 
     def safe(chars: Chars) -> Chars:
-        nonlocal needs_control
         if regex.intersection(chars.ranges, _CONTROLS_AND_ESCAPED) == _CONTROLS_AND_ESCAPED:
             return chars
         if ranges := regex.intersection(chars.ranges, regex.complement(_CONTROLS)):
             return Chars(ranges)
-        needs_control = True
-        if ranges := regex.intersection(chars.ranges, regex.complement(((0, 0),))):
-            return Chars(ranges)
-        raise UnsupportedConstraint("the pattern needs a NUL character, which llguidance can't write in JSON")
+        raise UnsupportedConstraint("the pattern needs a control character")
 
-    nodes = [regex.map_chars(node, safe) for node in string_pattern.conjuncts(pattern)]
-    return [f"^(?:{regex.render(node)})$" for node in nodes], needs_control
+    return f"^(?:{regex.render(regex.map_chars(string_pattern.read(pattern), safe))})$"

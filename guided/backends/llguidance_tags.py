@@ -15,7 +15,8 @@ from typing import Any
 from guided import regex
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, UnsupportedConstraint, bounded
-from guided.grammar import regular, slashed, syntax
+from guided.grammar import slashed
+from guided.schema import string_pattern
 from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, ends, located
 
 _MAX_PARTS = 20_000
@@ -39,11 +40,15 @@ class TagGrammar:
 
     Args:
         special: names and ids of the special tokens that it may use.
-        grammar_of: returns llguidance's grammar of a content, as an entry of `grammars`.
+        grammar_of: returns llguidance's grammar of a content, as an entry of `grammars`, and the pointers of the
+            keywords that it leaves out.
     """
 
     def __init__(
-        self, constraint: Constraint, special: Mapping[str, int], grammar_of: Callable[[Constraint], dict[str, Any]]
+        self,
+        constraint: Constraint,
+        special: Mapping[str, int],
+        grammar_of: Callable[[Constraint], tuple[dict[str, Any], list[str]]],
     ) -> None:
         self._constraint = constraint
         self._special = special
@@ -59,6 +64,8 @@ class TagGrammar:
         self._parts = 0
         self.special_token_ids: set[int] = set()
         """The special tokens that the grammar uses."""
+        self.checked: list[str] = []
+        """JSON pointers of the keywords of schemas that the grammar leaves out."""
 
     def source(self) -> dict[str, Any]:
         """Return the grammars in llguidance's format.
@@ -185,18 +192,12 @@ class TagGrammar:
         if node is None:
             if content not in self._inner:
                 with located(content, "structural_tag"):
-                    grammar = self._grammar_of(self._constraint.inner(content))
+                    grammar, checked = self._grammar_of(self._constraint.inner(content))
+                self.checked += [content.pointer + place for place in checked]
                 self._inner[content] = {**grammar, "name": f"c{len(self._inner)}"}
-            after = self._by_character(rest) if _is_gbnf(content) else self._series(rest)
-            return f"@{self._inner[content]['name']} {after}"
+            return f"@{self._inner[content]['name']} {self._series(rest)}"
         body = self._lexeme(slashed(node))
         return self._until(body, body, self._heads(rest)) if rest else body
-
-    def _by_character(self, rest: _Items) -> str:
-        """Return the expression for what follows GBNF: its lexemes are characters, so the next literal's are, too."""
-        heads = self._heads(rest) if rest else []
-        split = [(*map(Text, head.text), *after) if isinstance(head, Text) else (head, *after) for head, after in heads]
-        return self._alternatives([Series(items) for items in split]) if split else ""
 
     def _regular_node(self, content: Content) -> regex.Node | None:
         """Return a content as a regex; None if it is not regular."""
@@ -205,11 +206,9 @@ class TagGrammar:
             with located(content, "structural_tag"):
                 match inner.kind:
                     case "regex":
-                        node: regex.Node | None = regex.parse(inner.source)
+                        node: regex.Node | None = string_pattern.whole(inner.source)
                     case "choice":
                         node = regex.choice(map(regex.literal, inner.choices))
-                    case "grammar":
-                        node = regular(inner.source)
                     case _:
                         node = None
             self._regular[content] = node
@@ -218,8 +217,7 @@ class TagGrammar:
     def _is_open(self, node: Any) -> bool:
         """Whether the end of `node` depends on the text after it."""
         return any(
-            isinstance(end, FreeText | Dispatch)
-            or (isinstance(end, Content) and (_is_gbnf(end) or self._regular_node(end) is not None))
+            isinstance(end, FreeText | Dispatch) or (isinstance(end, Content) and self._regular_node(end) is not None)
             for end in ends(node)
         )
 
@@ -275,10 +273,6 @@ class TagGrammar:
             f"llguidance can't tell where a part ends that is followed by {what}: put literal text between them",
             param="structural_tag",
         )
-
-
-def _is_gbnf(content: Content) -> bool:
-    return content.kind == "grammar" and syntax(str(content.value)) == "gbnf"
 
 
 def _order(head: _Head) -> tuple[int, str, str]:

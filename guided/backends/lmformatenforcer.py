@@ -1,110 +1,89 @@
 """Adapter for lm-format-enforcer: character-level parsers in Python. The slow backend: a mask takes milliseconds.
 
-The library's `TokenEnforcer` is not used: it answers exceptions with end-of-sequence only, and stores every prefix for
-ever. The adapter walks the library's prefix tree of the tokens with the library's parsers.
+The library's parsers and its prefix tree of the tokens are used, but not its `TokenEnforcer`: that answers exceptions
+with end-of-sequence only, and stores every prefix for ever. A character of the library is one byte of UTF-8 here, so
+tokens may begin and end within a character.
 
-A character of the library is one byte of UTF-8 here, so tokens may begin and end within a character. Within JSON
-strings, a space is `SPACE`: the library skips spaces at their beginning. The JSON parser takes `{"a":1,}` and `1.e5`,
-so `json_syntax` runs in parallel, and both must accept.
+The library's JSON is a superset (integers have fractions, items are miscounted), so each document is validated before
+it may end, and a schema with `strict_schema` is refused. Patterns and formats are checked only.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
-from lmformatenforcer import CharacterLevelParser, JsonSchemaParser, RegexParser
+from lmformatenforcer import CharacterLevelParser, CharacterLevelParserConfig, JsonSchemaParser
 from lmformatenforcer.characterlevelparser import StringParser, UnionParser
 from lmformatenforcer.external.jsonschemaobject import JsonSchemaObject
+from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, TokenizerPrefixTree
 from numpy.typing import NDArray
 
-from guided import regex
 from guided.backends.base import Backend
 from guided.backends.few_keywords import FewKeywords
-from guided.backends.lmformatenforcer_bytes import (
-    ALPHABET,
-    CONFIG,
-    SPACE,
-    ByteTokens,
-    StrictJson,
-    byte_table,
-    in_bytes,
-    state_key,
-)
-from guided.backends.mask_cache import MaskCache
 from guided.backends.matchers import StateGrammar
 from guided.backends.native import guard
 from guided.backends.schema_lowering import any_of
+from guided.bitmask import pack
 from guided.constraint import Constraint
-from guided.errors import GuidedError, UnsupportedConstraint, bounded
-from guided.schema.keywords import ALL_TYPES, Schema, is_number, types_of
-from guided.vocabulary import Vocabulary
+from guided.errors import UnsupportedConstraint
+from guided.schema.keywords import ALL_TYPES, is_number, types_of
+from guided.vocabulary import Vocabulary, valid_utf8
 
+_SPACE = "\u0100"
+"""A space within a JSON string: the library skips spaces at its beginning."""
+_ALPHABET = "".join(chr(byte) for byte in (*range(0x21, 0x80), *range(0xC2, 0xF5))) + _SPACE
+"""The characters of free strings: only the first bytes of characters, because the library counts them."""
+_CONFIG = CharacterLevelParserConfig(_ALPHABET, max_consecutive_whitespaces=12, max_json_array_length=0)
+_REST = frozenset(map(chr, range(0x80, 0xC0)))
+"""The bytes of a character after the first one."""
+_BLANKS = frozenset(" \t\r\n")
+_FREE = re.compile(r'[^"\\\x00-\x1f]*"?')
+"""Matches a token without escapes that may stand in a free string, or end it."""
+_NESTED = ("array", "object")
 _native = guard("lm-format-enforcer")
 
 
 class LMFormatEnforcerBackend(Backend):
-    """The tokens in the library's own form, shared by all grammars.
-
-    Args:
-        masks: storage for masks. None: a new one.
-    """
+    """The tokens in the library's own form, shared by all grammars."""
 
     name: ClassVar[str] = "lm-format-enforcer"
 
-    def __init__(self, vocabulary: Vocabulary, masks: MaskCache | None = None) -> None:
-        self._tokens = ByteTokens(vocabulary)
-        self._masks = MaskCache() if masks is None else masks
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokens = _Tokens(vocabulary)
 
     def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> LMFormatEnforcerGrammar:
-        try:
-            start, checked = _parser(constraint, leave_out)
-        except GuidedError:
-            raise
-        except Exception as error:  # the library raises bare Exceptions for what it doesn't know
-            reason = bounded(f"{type(error).__name__}: {error}")
-            message = f"lm-format-enforcer can't enforce this {constraint.kind}: {reason}"
-            raise UnsupportedConstraint(message, param=constraint.kind) from error
-        grammar = LMFormatEnforcerGrammar(start, self._tokens, self._masks)
-        grammar.checked = checked
+        if constraint.kind == "choice":
+            options = [StringParser(choice.encode().decode("latin-1")) for choice in constraint.choices]
+            return LMFormatEnforcerGrammar(UnionParser(options), self._tokens)
+        if constraint.whitespace:
+            message = "lm-format-enforcer has no whitespace pattern, only any whitespace and none"
+            raise UnsupportedConstraint(message, param="whitespace_pattern")
+        if constraint.strict:
+            message = "lm-format-enforcer enforces no schema completely: choose llguidance, xgrammar or outlines"
+            raise UnsupportedConstraint(message, param="json_schema", pointer="")
+        lowering = _Lowering(json.loads(constraint.source or '{"type": "object"}'), leave_out=leave_out)
+        schema = lowering.document()
+        definitions = schema.pop("$defs", {})
+        with _native:
+            # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
+            parsers = [_json_parser({**one, "$defs": definitions}) for one in schema.get("anyOf", [schema])]
+            start = _Json(UnionParser(parsers), "" if constraint.whitespace == "" else _BLANKS)
+        grammar = LMFormatEnforcerGrammar(start, self._tokens)
+        grammar.checked = ("", *lowering.checked)
         return grammar
 
-    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> LMFormatEnforcerGrammar:
-        """Compile again: it takes milliseconds."""
-        return self.compile(constraint, leave_out)
 
-
-def _parser(constraint: Constraint, leave_out: Collection[str]) -> tuple[CharacterLevelParser, tuple[str, ...]]:
-    """Return the library's parser of a constraint, and the pointers of the keywords that are left out."""
-    if constraint.kind == "choice":
-        return UnionParser([StringParser(choice.encode().decode("latin-1")) for choice in constraint.choices]), ()
-    if constraint.kind == "regex":
-        pattern = regex.render(in_bytes(regex.parse(constraint.source)))
-        return RegexParser(pattern, CONFIG) if pattern else StringParser(""), ()
-    if constraint.whitespace:
-        message = "lm-format-enforcer has no whitespace pattern, only any whitespace and none"
-        raise UnsupportedConstraint(message, param="whitespace_pattern")
-    document = json.loads(constraint.source or '{"type": "object"}')
-    lowering = _Lowering(document, leave_out=leave_out, strict=constraint.strict)
-    schema = lowering.document()
-    definitions = schema.pop("$defs", {})
-    # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
-    options = [_json_parser(option, definitions, lowering.patterns) for option in schema.get("anyOf", [schema])]
-    parser = options[0] if len(options) == 1 else UnionParser(options)
-    return StrictJson(parser, spaces=constraint.whitespace is None), tuple(lowering.checked)
-
-
-def _json_parser(
-    schema: dict[str, Any], definitions: dict[str, Any], patterns: dict[str, RegexParser]
-) -> JsonSchemaParser:
+def _json_parser(schema: dict[str, Any]) -> JsonSchemaParser:
     context = JsonSchemaParser._Context()
-    context.model_class = JsonSchemaObject(**schema, **{"$defs": definitions})
-    context.alphabet_without_quotes = ALPHABET.replace('"', "")
-    context.regex_parser_cache = patterns  # the library's own is shared by the process
-    return JsonSchemaParser(context, CONFIG)
+    context.model_class = JsonSchemaObject(**schema)
+    context.alphabet_without_quotes = _ALPHABET.replace('"', "")
+    return JsonSchemaParser(context, _CONFIG)
 
 
 class _Lowering(FewKeywords):
@@ -112,14 +91,11 @@ class _Lowering(FewKeywords):
 
     library = "lm-format-enforcer"
     enforced: ClassVar[dict[str, tuple[str, ...]]] = {
-        "string": ("minLength", "maxLength", "pattern", "format"),
-        "array": ("items", "minItems", "maxItems"),
+        "string": ("minLength", "maxLength"),
+        "array": ("items", "minItems"),
         "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
     }
-
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
-        super().__init__(schema, leave_out=leave_out, strict=strict)
-        self.patterns: dict[str, RegexParser] = {}
+    most_items = 1
 
     def any_value(self) -> dict[str, Any]:
         return {"anyOf": [{"type": kind} for kind in ALL_TYPES]}
@@ -128,41 +104,106 @@ class _Lowering(FewKeywords):
         nested = [part for part in self.form.alternatives(schema) if not types_of(part).isdisjoint(_NESTED)]
         if len(nested) > 1 or any(types_of(part) >= {*_NESTED} for part in nested):
             raise self.refusal(schema, "$ref", " with several alternatives")  # their items would share a stack
-        return self.keep_reference(schema)
+        return super().reference(schema)
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         texts = [self.name(value) for value in values if isinstance(value, str)]
         numbers = [value for value in values if is_number(value)]
-        others = [value for value in values if value is None or isinstance(value, bool) or value in ([], {})]
-        if None in texts or len(texts) + len(numbers) + len(others) < len(values):
-            raise self.refusal(schema, keyword, " with arrays, objects or text that JSON escapes")
+        nulls = [value for value in values if value is None]
+        if None in texts or len(texts) + len(numbers) + len(nulls) < len(values):
+            raise self.refusal(schema, keyword, " with other than null, numbers and text without escapes")
         options: list[dict[str, Any]] = [{"type": "string", "enum": texts}] if texts else []
-        options += [{"enum": numbers}] if numbers else []
-        return any_of([*options, *({"const": _Literal(json.dumps(value))} for value in others)])
-
-    def text(self, least: int, most: float) -> dict[str, Any]:
-        counts = {**({"minLength": least} if least else {}), **({} if most == math.inf else {"maxLength": int(most)})}
-        return {"type": "string", **counts} if most else {"type": "string", "enum": [""]}
-
-    def matching(self, pattern: regex.Node) -> dict[str, Any]:
-        rendered = f"(?:{regex.render(in_bytes(pattern, ord(SPACE)))})"
-        if rendered == "(?:)":
-            return self.text(0, 0)
-        if rendered not in self.patterns:
-            self.patterns[rendered] = RegexParser(rendered, CONFIG)
-        return {"type": "string", "pattern": rendered}
+        return any_of([*options, *([{"enum": numbers}] if numbers else []), *({"type": "null"} for _ in nulls)])
 
     def name(self, text: str) -> str | None:
         if json.dumps(text, ensure_ascii=False) != f'"{text}"':
             return None
-        return text.encode().decode("latin-1").replace(" ", SPACE)
+        return text.encode().decode("latin-1").replace(" ", _SPACE)
 
 
-class _Literal(str):
-    """The text of a `const`: the library puts other strings between quotes."""
+@dataclass(frozen=True, eq=False)
+class _Json(CharacterLevelParser):  # type: ignore[misc]
+    """The library's JSON without trailing commas, and with any spaces and bytes in strings."""
+
+    inner: CharacterLevelParser
+    spaces: Collection[str]
+    """The whitespace that is allowed between JSON tokens."""
+    quoted: bool = False
+    """In a string."""
+    escaped: bool = False
+    """After a backslash in a string."""
+    begun: str = ""
+    """The first bytes of an incomplete character."""
+    last: str = ""
+    """The last character, without whitespace between JSON tokens."""
+
+    def add_character(self, new_character: str) -> _Json:
+        symbol = _SPACE if self.quoted and new_character == " " else new_character
+        is_read = symbol not in _REST or symbol in self.inner.get_allowed_characters()  # not in free strings
+        begun = self.begun + symbol if "\x80" <= symbol < _SPACE else ""
+        return _Json(
+            self.inner.add_character(symbol) if is_read else self.inner,
+            self.spaces,
+            quoted=self.quoted != (symbol == '"' and not self.escaped),
+            escaped=self.quoted and symbol == "\\" and not self.escaped,
+            begun="" if _is_utf8(begun) else begun,
+            last=self.last if symbol in _BLANKS else symbol,
+        )
+
+    def get_allowed_characters(self) -> str:
+        found = set(self.inner.get_allowed_characters())
+        if self.begun:
+            return "".join(byte for byte in found & _REST or _REST if _is_utf8(self.begun + byte, begun=True))
+        if self.quoted:
+            return "".join(" " if character == _SPACE else character for character in found - _BLANKS)
+        outside = not self.last or self.inner.can_end()
+        found -= _BLANKS.difference(() if outside else self.spaces)
+        return "".join(found.difference("}" if self.last == "," else ""))
+
+    def can_end(self) -> bool:
+        return bool(self.inner.can_end())
+
+    def shortcut_key(self) -> Any:
+        return self.inner.shortcut_key() if self.quoted and not self.begun else None
 
 
-_NESTED = ("array", "object")
+@lru_cache(maxsize=1 << 16)
+def _is_utf8(text: str, *, begun: bool = False) -> bool:
+    """Return whether bytes, written as one character each, are UTF-8; `begun`: or the beginning of it."""
+    try:
+        text.encode("latin-1").decode()
+    except UnicodeDecodeError as error:
+        return begun and error.reason == "unexpected end of data"
+    return True
+
+
+class _Tokens:
+    """The tokens as texts of one character per byte."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
+        spelled = [(token, text.decode("latin-1"), False) for token, text in texts]
+        self.root = TokenizerPrefixTree(spelled, False, vocabulary.vocab_size).root
+        self._free = JsonFreetextTokenCache(False, vocabulary.vocab_size)
+        for token, text in texts:
+            whole, rest = text[: valid_utf8(text)].decode(), text[valid_utf8(text) :].decode("latin-1")
+            if _FREE.fullmatch(whole) and not (rest and whole[-1:] == '"') and _is_utf8(rest, begun=True):
+                self._free.add_token(whole + rest[:1], token)
+        self._free.freeze()
+        self._masks: dict[tuple[int, int], NDArray[np.int32]] = {}
+
+    def pack(self, tokens: Iterable[int]) -> NDArray[np.int32]:
+        """Return the mask of `tokens`."""
+        return pack(tokens, self.vocabulary.padded_vocab_size)
+
+    def free(self, length: int, least: int, most: int) -> NDArray[np.int32]:
+        """Return the mask within a free string of `length` characters, without its end and escapes."""
+        longest = self._free.max_token_len
+        key = min(longest, max(0, least - length)), min(longest, most - length)
+        if key not in self._masks:
+            self._masks[key] = self.pack(self._free.lookup_allowed_tokens(*key).allowed_tokens)
+        return self._masks[key]
 
 
 class LMFormatEnforcerGrammar(StateGrammar):
@@ -170,16 +211,10 @@ class LMFormatEnforcerGrammar(StateGrammar):
 
     accepts_empty = False
 
-    def __init__(self, start: CharacterLevelParser, tokens: ByteTokens, masks: MaskCache) -> None:
+    def __init__(self, start: CharacterLevelParser, tokens: _Tokens) -> None:
         self.vocabulary = tokens.vocabulary
         self.start = start
         self._tokens = tokens
-        self._masks = masks.of_grammar()
-        self._tables: dict[Any, tuple[NDArray[np.int32], dict[int, int]]] = {}
-
-    def dump(self) -> bytes:
-        """Return nothing: see `LMFormatEnforcerBackend.load`."""
-        return b""
 
     def next_state(self, state: CharacterLevelParser, token: int) -> CharacterLevelParser | None:
         content = self.vocabulary.token_bytes[token] if 0 <= token < self.vocabulary.vocab_size else b""
@@ -196,36 +231,20 @@ class LMFormatEnforcerGrammar(StateGrammar):
 
     def mask(self, state: CharacterLevelParser) -> NDArray[np.int32]:
         with _native:
-            key = state_key(state)
-            mask = self._masks.get(key)
-            if mask is None:
-                mask = self._mask(state)
-                self._masks.put(key, mask, keeps=state)
-            return mask
-
-    def _mask(self, state: CharacterLevelParser) -> NDArray[np.int32]:
-        pattern = state.open_pattern() if isinstance(state, StrictJson) else state
-        if isinstance(pattern, RegexParser):
-            if pattern.context not in self._tables:
-                self._tables[pattern.context] = byte_table(pattern.context.pattern, " " if pattern is state else SPACE)
-            table, rows = self._tables[pattern.context]
-            inside = self._tokens.matching(table, rows[pattern.current_state])
-        elif (shortcut := state.shortcut_key()) is not None:
-            inside = self._tokens.free(*shortcut[1:])
-        else:
+            if (free := state.shortcut_key()) is not None:
+                return self._tokens.free(*free[1:]) | self._tokens.pack(self._walk(state, '"\\'))
             return self._tokens.pack(self._walk(state))
-        return inside if pattern is state else inside | self._tokens.pack(self._walk(state, '"'))
 
     def _walk(self, state: CharacterLevelParser, first: str = "") -> list[int]:
-        """Return the tokens that may follow `state`; with `first`, only those that begin with it."""
+        """Return the tokens that may follow `state`; with `first`, only those that begin with one of its characters."""
         found: list[int] = []
         todo = [(self._tokens.root, state, first)]
         while todo:
             node, at, only = todo.pop()
-            for character in node.children.keys() & set(at.get_allowed_characters()):
-                if not only or character == only:
-                    child = node.children[character]
-                    found += child.tokens
-                    if child.children:
-                        todo.append((child, at.add_character(character), ""))
+            allowed = set(at.get_allowed_characters())
+            for character in node.children.keys() & (allowed.intersection(only) if only else allowed):
+                child = node.children[character]
+                found += child.tokens
+                if child.children:
+                    todo.append((child, at.add_character(character), ""))
         return found

@@ -18,7 +18,6 @@ Properties of the library that the adapter compensates:
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection
 from typing import Any, ClassVar
@@ -31,7 +30,6 @@ from outlines_core.json_schema import build_regex_from_schema
 from guided import regex
 from guided.backends.base import Backend
 from guided.backends.few_keywords import FewKeywords
-from guided.backends.mask_cache import MaskCache
 from guided.backends.matchers import StateGrammar
 from guided.backends.native import guard
 from guided.bitmask import words
@@ -41,21 +39,17 @@ from guided.schema import string_pattern
 from guided.schema.keywords import Schema
 from guided.vocabulary import Vocabulary
 
+_PLAIN = regex.Chars(string_pattern.PLAIN)
 _native = guard("outlines")
 
 
 class OutlinesBackend(Backend):
-    """One vocabulary in outlines' own form, shared by all grammars.
-
-    Args:
-        masks: storage for masks. None: a new one.
-    """
+    """One vocabulary in outlines' own form, shared by all grammars."""
 
     name: ClassVar[str] = "outlines"
 
-    def __init__(self, vocabulary: Vocabulary, masks: MaskCache | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._masks = MaskCache() if masks is None else masks
         tokens: dict[bytes, list[int]] = {}
         for token in vocabulary.text_token_ids:
             tokens.setdefault(vocabulary.token_bytes[token], []).append(token)
@@ -77,14 +71,14 @@ class OutlinesBackend(Backend):
             raise UnsupportedConstraint(
                 f"outlines refuses the {constraint.kind}: {bounded(error)}", param=constraint.kind
             ) from None
-        grammar = OutlinesGrammar(self._vocabulary, index, empty, self._masks)
+        grammar = OutlinesGrammar(self._vocabulary, index, empty)
         grammar.checked = checked
         return grammar
 
     def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> OutlinesGrammar:
         with _native:
             index = outlines_core.Index.from_binary(dumped[1:])
-        return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01", self._masks)
+        return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01")
 
     def _pattern(self, constraint: Constraint) -> tuple[str, bool]:
         """Return the constraint as one regex without the empty text, and whether it allows the empty text."""
@@ -126,7 +120,6 @@ class _Lowering(FewKeywords):
         "array": ("items", "prefixItems", "minItems", "maxItems"),
         "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
     }
-    formats = ("uuid",)
 
     def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
         super().__init__(schema, leave_out=leave_out, strict=strict)
@@ -151,13 +144,27 @@ class _Lowering(FewKeywords):
                 raise self.refusal(schema, keyword, f" with {bounded(text, 60)}")  # some numbers are rounded
         return {"enum": values}
 
-    def text(self, least: int, most: float) -> dict[str, Any]:
-        if not least and most == math.inf:
+    def string(self, schema: dict[str, Any]) -> dict[str, Any]:
+        conditions = [name for name in ("format", "pattern", "minLength", "maxLength") if name in schema]
+        if not conditions:
             return {"type": "string"}
-        plain = regex.Chars(string_pattern.PLAIN)
-        return self.matching(regex.repeat(plain, least, None if most == math.inf else int(most)))
+        if conditions[0].endswith("Length"):
+            most = schema.get("maxLength")
+            return self._matching(
+                regex.repeat(_PLAIN, int(schema.get("minLength", 0)), None if most is None else int(most))
+            )
+        if len(conditions) > 1:
+            raise self.refusal(schema, conditions[1], f" next to {conditions[0]!r}")
+        if "format" in schema:
+            if schema["format"] != "uuid":
+                raise self.refusal(schema, "format", f" {schema['format']}")
+            return {"type": "string", "format": "uuid"}
+        plain = regex.within(self.parse_pattern(schema), string_pattern.PLAIN)
+        if plain is None:
+            raise self.refusal(schema, "pattern", " that only text with escaped characters matches")
+        return self._matching(plain)
 
-    def matching(self, pattern: regex.Node) -> dict[str, Any]:
+    def _matching(self, pattern: regex.Node) -> dict[str, Any]:
         return {"type": "string", "pattern": f"^(?:{regex.render(pattern)})$"}
 
     def name(self, text: str) -> str:
@@ -167,7 +174,7 @@ class _Lowering(FewKeywords):
 class OutlinesGrammar(StateGrammar):
     """An automaton over tokens, and the masks of its states."""
 
-    def __init__(self, vocabulary: Vocabulary, index: Any, accepts_empty: bool, masks: MaskCache) -> None:
+    def __init__(self, vocabulary: Vocabulary, index: Any, accepts_empty: bool) -> None:
         self.vocabulary = vocabulary
         self.accepts_empty = accepts_empty
         self.start = int(index.get_initial_state())
@@ -176,7 +183,6 @@ class OutlinesGrammar(StateGrammar):
         self._guide = outlines_core.Guide(index)
         self._reached: dict[int, tuple[int, int]] = {}
         """State -> the state and the token from which it was first reached."""
-        self._masks = masks.of_grammar()
         with _native:
             _, (binary,) = index.__reduce__()
         self._dumped = bytes([accepts_empty]) + bytes(binary)
@@ -199,15 +205,12 @@ class OutlinesGrammar(StateGrammar):
             return bool(self._index.is_final_state(state))
 
     def mask(self, state: int) -> NDArray[np.int32]:
-        row = self._masks.get(state)
-        if row is None:
-            row = np.empty(self._words, dtype=np.int32)
-            with _native:
-                self._guide.reset()
-                for token in self.path(state):
-                    self._guide.advance(token, return_tokens=False)
-                self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
-            self._masks.put(state, row)
+        row = np.empty(self._words, dtype=np.int32)
+        with _native:
+            self._guide.reset()
+            for token in self.path(state):
+                self._guide.advance(token, return_tokens=False)
+            self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
         return row
 
     def path(self, state: int) -> list[int]:

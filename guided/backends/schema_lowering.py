@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from jsonschema_rs import Draft202012Validator
 
 from guided import regex
-from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import string_pattern
 from guided.schema.canonical import canonical
 from guided.schema.keywords import ALL_TYPES, Schema, listed
@@ -84,7 +84,7 @@ class SchemaLowering(ABC):
         self._referenced: list[dict[str, Any]] = []
 
     def document(self) -> dict[str, Any]:
-        """Lower the whole schema, with the definitions that `keep_reference` refers to."""
+        """Lower the whole schema, with the definitions that `reference` refers to."""
         root = self.lower(self.form.root)
         definitions: dict[str, Any] = {}
         for reference in self._referenced:  # `lower` appends to it
@@ -93,8 +93,8 @@ class SchemaLowering(ABC):
                 definitions[name] = self.lower(self.form.target(reference))
         return {**root, "$defs": definitions} if definitions else root
 
-    def keep_reference(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a `$ref` as it is; `document` adds its target."""
+    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower a `$ref`: keep it, and have `document` add its target."""
         self._referenced.append(schema)
         return schema
 
@@ -123,6 +123,8 @@ class SchemaLowering(ABC):
         kept = {name: value for name, value in schema.items() if name not in dropped}
         if keyword == "oneOf":  # at least one of them is still necessary
             kept["anyOf"] = schema["oneOf"]
+        elif keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            kept[keyword.replace("exclusiveM", "m")] = schema[keyword]
         elif keyword == "allOf":
             parts = [part for part in schema["allOf"] if isinstance(part, dict)]
             kept.update(max(parts, key=lambda part: len(json.dumps(part))))
@@ -155,13 +157,9 @@ class SchemaLowering(ABC):
                 return self.object(schema)
         return {"type": kind}
 
-    @abstractmethod
     def any_value(self) -> dict[str, Any]:
         """Return the form of any JSON value."""
-
-    @abstractmethod
-    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Lower a `$ref`: keep it, or replace it with `expand`."""
+        return {}
 
     @abstractmethod
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
@@ -215,44 +213,12 @@ class SchemaLowering(ABC):
             located.keyword = keyword
         return located
 
-    def pattern(self, schema: dict[str, Any]) -> tuple[str, str] | None:
-        """Return the keyword and the regex of `pattern` or `format`; None without either."""
-        if "format" not in schema:
-            return ("pattern", schema["pattern"]) if "pattern" in schema else None
-        if "pattern" in schema:
-            raise self.refusal(schema, "pattern", " next to 'format'")
-        return "format", string_pattern.FORMATS[schema["format"]]
-
-    def parse_pattern(
-        self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None
-    ) -> regex.Node:
-        """Parse `pattern`, the value of `keyword`, into the strings of `least` to `most` characters with a match."""
+    def parse_pattern(self, schema: dict[str, Any]) -> regex.Node:
+        """Parse the `pattern` of `schema` into the strings with a match."""
         try:
-            node = string_pattern.read(pattern)
+            return string_pattern.read(schema["pattern"])
         except InvalidConstraint as error:
-            raise self.at_keyword(error, schema, keyword) from None
-        return self.fit_length(schema, keyword, node, least, most)
-
-    def fit_length(
-        self, schema: dict[str, Any], keyword: str, node: regex.Node, least: int, most: int | None
-    ) -> regex.Node:
-        """Restrict `node` to strings of `least` to `most` characters."""
-        try:
-            return string_pattern.fit(node, least, most)
-        except UnsupportedConstraint as error:
-            raise self.at_keyword(error, schema, keyword) from None
-        except InvalidConstraint as error:
-            raise self.at_keyword(self.unsatisfiable(schema, error.message), schema, keyword) from None
-
-    def json_text(self, schema: dict[str, Any], keyword: str, node: regex.Node, *, escapes: bool) -> regex.Node:
-        """Return `node` as JSON text between quotes, with escapes if `escapes` or if nothing is left otherwise."""
-        try:
-            try:
-                return string_pattern.in_json(node, escapes=escapes)
-            except UnsupportedConstraint:
-                return string_pattern.in_json(node, escapes=True)
-        except UnsupportedConstraint as error:
-            raise self.at_keyword(error, schema, keyword) from None
+            raise self.at_keyword(error, schema, "pattern") from None
 
     def _shape(self, schema: dict[str, Any]) -> ArrayShape:
         """Return the items of an array; refuse the keywords that no library enforces."""
@@ -268,22 +234,6 @@ class SchemaLowering(ABC):
         if length < len(prefix) or most == 0:
             return ArrayShape(prefix[:length], False, least, None)
         return ArrayShape(prefix, schema.get("items", True), least, None if most is None else int(most))
-
-    def check_names(self, schema: dict[str, Any], properties: dict[str, Schema]) -> None:
-        """Refuse named properties that `propertyNames` forbids or that `patternProperties` describe differently."""
-        patterns: dict[str, Schema] = schema.get("patternProperties", {})
-        if not patterns and "propertyNames" not in schema:
-            return
-        allowed = self.allowed_names(schema, properties)
-        for name, value in properties.items():
-            quoted = repr(bounded(name, 60))
-            if name not in allowed:
-                raise self.refusal(schema, "propertyNames", f" that forbids the property {quoted}")
-            if any(
-                string_pattern.matches(pattern, name) and other not in (True, {}, value)
-                for pattern, other in patterns.items()
-            ):
-                raise self.refusal(schema, "patternProperties", f" that match {quoted} too")
 
     def allowed_names(self, schema: dict[str, Any], names: Iterable[str]) -> set[str]:
         """Return those of `names` that `propertyNames` allows."""

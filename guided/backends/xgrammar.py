@@ -17,14 +17,13 @@ import math
 import re
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
-from guided import regex
 from guided.backends.base import Backend, CompiledGrammar, Matcher
 from guided.backends.native import guard
 from guided.backends.xgrammar_ebnf import ebnf, quoted
@@ -34,6 +33,7 @@ from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import parse_gbnf, syntax
+from guided.schema import string_pattern
 from guided.vocabulary import Vocabulary
 
 _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
@@ -109,30 +109,30 @@ class XGrammarBackend(Backend):
         if constraint.kind == "json_schema":
             lowered = lower(json.loads(constraint.source), leave_out, strict=constraint.strict)
             return self._schema_ebnf(lowered, constraint.whitespace), lowered.checked
+        if constraint.kind == "structural_tag":
+            tag = TagFormat(constraint, self._tokens.special_names, partial(self._content, leave_out))
+            return json.dumps(tag.source()), tuple(tag.checked)
         return self._source(constraint), ()
 
-    def _content(self, content: Constraint) -> str:
-        """Return a content of a structural tag in xgrammar's notation."""
-        return str(self._grammar(replace(content, strict=True))[0])
+    def _content(self, leave_out: Collection[str], content: Constraint) -> tuple[str, tuple[str, ...]]:
+        """Return a content of a structural tag as `_grammar` does, always as a text."""
+        grammar, checked = self._grammar(content, leave_out)
+        return str(grammar), checked
 
     def _source(self, constraint: Constraint) -> Any:
-        """Return a constraint other than a schema as an `xgrammar.Grammar`, or as a text in xgrammar's notation."""
+        """Return a constraint without schemas as an `xgrammar.Grammar`, or as a text in xgrammar's notation."""
         match constraint.kind:
-            case "structural_tag":
-                return json.dumps(TagFormat(constraint, self._tokens.special_names, self._content).source())
             case "json_object":
                 return self._schema_ebnf(lower({"type": "object"}), constraint.whitespace)
             case "regex":
-                return f"root ::= {ebnf(regex.parse(constraint.source))}"
+                return f"root ::= {ebnf(string_pattern.whole(constraint.source))}"
             case "choice":
                 return f"root ::= {' | '.join(map(quoted, constraint.choices))}"
-            case "grammar" if syntax(constraint.source) == "lark":
-                return self._from_lark(constraint.source)
-        parse_gbnf(constraint.source)
-        return constraint.source
-
-    def _from_lark(self, text: str) -> Any:
-        grammar = xgrammar.Grammar.from_lark(text, tokenizer_info=self._tokenizer)
+        if syntax(constraint.source) == "lark":
+            grammar = xgrammar.Grammar.from_lark(constraint.source, tokenizer_info=self._tokenizer)
+        else:
+            rules = parse_gbnf(constraint.source)
+            grammar = xgrammar.Grammar.from_ebnf("\n".join(f"{name} ::= {ebnf(body)}" for name, body in rules.items()))
         for name in _rules_without_text(str(grammar)):
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce rule {bounded(name, 60)!r}: it derives nothing but itself and the empty text",

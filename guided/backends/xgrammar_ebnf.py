@@ -1,10 +1,10 @@
-"""Texts and regexes in xgrammar's notation for grammars."""
+"""Texts, regexes and GBNF in xgrammar's notation for grammars."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from guided.regex import Chars, Choice, Node, Ranges, Repeat, Sequence
+from guided.regex import Chars, Choice, Node, Ranges, Reference, Repeat, Sequence
 
 
 def quoted(text: str) -> str:
@@ -33,7 +33,8 @@ def ebnf(node: Node) -> str:
             if high is None:
                 return repeated + {0: "*", 1: "+"}.get(low, f"{{{low},}}")
             return f"{repeated}{{{low},{high}}}"
-    raise TypeError(f"{type(node).__name__} in a regex")
+        case Reference(name):
+            return name
 
 
 def _class(ranges: Ranges | list[tuple[int, int]]) -> str:

@@ -9,15 +9,13 @@ values, a comment says "narrowed". Named properties are generated in the schema'
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
-from guided.errors import bounded
+from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.keywords import NUMBER_BOUNDS, Schema, divides_integers, integer_bounds
 
@@ -27,7 +25,6 @@ _INT64 = 2**63 - 1024
 """Larger bounds are refused: xgrammar's own check misses those that a double can't represent."""
 _COUNT = 2**31 - 1
 _LARGEST_MULTIPLE = 1024
-_WIDEST_MULTIPLES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +61,6 @@ class _Lowering(SchemaLowering):
         self.lengths = False
         self.patterns: list[regex.Node] = []
 
-    def any_value(self) -> dict[str, Any]:
-        return {}
-
-    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return self.keep_reference(schema)
-
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         for value in values:
             if not _keeps_value(value):
@@ -80,9 +71,13 @@ class _Lowering(SchemaLowering):
         least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
         most = int(most) if most is not None and most < _COUNT else None
         # xgrammar's own formats allow the 31st of February, 00:00:61, 222.046.46.46 and quotes within JSON pointers.
-        required = self.pattern(schema)
-        if required is not None:
-            return {"type": "string", "pattern": self._pattern_name(schema, *required, least, most)}
+        if "pattern" in schema and "format" in schema:
+            raise self.refusal(schema, "pattern", " next to 'format'")
+        if "pattern" in schema:
+            return {"type": "string", "pattern": self._pattern_name(schema, "pattern", schema["pattern"], least, most)}
+        if "format" in schema:
+            pattern = string_pattern.FORMATS[schema["format"]]
+            return {"type": "string", "pattern": self._pattern_name(schema, "format", pattern, least, most)}
         if most == 0:
             return {"const": ""}
         lengths = counts("minLength", least, "maxLength", most)
@@ -92,10 +87,16 @@ class _Lowering(SchemaLowering):
     def _pattern_name(
         self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None
     ) -> str:
-        """Return the placeholder for `pattern` in the schema's text."""
-        node = self.parse_pattern(schema, keyword, pattern, least, most)
-        # Escapes make masks slow: see `xgrammar._ONE_CHARACTER`.
-        self.patterns.append(self.json_text(schema, keyword, node, escapes=False))
+        """Return the placeholder for `pattern`, the value of `keyword`, in the schema's text."""
+        try:
+            node = string_pattern.fit(string_pattern.read(pattern), least, most)
+            try:  # escapes make masks slow: see `xgrammar._ONE_CHARACTER`
+                text = string_pattern.in_json(node, escapes=False)
+            except UnsupportedConstraint:
+                text = string_pattern.in_json(node, escapes=True)
+        except InvalidConstraint as error:
+            raise self.at_keyword(error, schema, keyword) from None
+        self.patterns.append(text)
         return PATTERN.format(len(self.patterns) - 1)
 
     def number(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -122,10 +123,8 @@ class _Lowering(SchemaLowering):
         multiple = schema.get("multipleOf", 1)
         if divides_integers(multiple):
             return lowered
-        narrow = low is not None and high is not None and high - low < _WIDEST_MULTIPLES
-        enforced = narrow or (low is None and high is None)
-        if multiple != int(multiple) or multiple > _LARGEST_MULTIPLE or not enforced:
-            raise self.refusal(schema, "multipleOf", f" {bounded(multiple, 40)} with these bounds")
+        if multiple != int(multiple) or multiple > _LARGEST_MULTIPLE or len(lowered) > 1:
+            raise self.refusal(schema, "multipleOf", f" {bounded(multiple, 40)}, or with bounds")
         return {**lowered, "multipleOf": int(multiple)}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
@@ -141,100 +140,43 @@ class _Lowering(SchemaLowering):
         return lowered | counts("minItems", least, "maxItems", most)
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
-        lowered: dict[str, Any] = {"type": "object"}
-        rest, names = schema.get("additionalProperties", True), schema.get("propertyNames", True)
-        patterns = self._pattern_properties(schema, rest)
-        properties = self._properties(schema, rest)
-        if names is not True and properties and rest is not False:
-            raise self.refusal(schema, "propertyNames", " next to 'properties'")  # it would ignore these
-        if names is not True:
-            patterns, rest = self._property_names(schema, patterns, rest)
-            names = names if rest is not False and not patterns else True
-        if patterns:
-            lowered["patternProperties"] = patterns
-            rest = False  # narrowed: xgrammar would allow any value under a name that matches
+        required, rest = schema.get("required", []), schema.get("additionalProperties", True)
+        properties: dict[str, Schema] = dict(schema.get("properties", {}))
+        properties |= {name: rest for name in required if name not in properties}
+        patterns = self._patterns(schema, properties)
         allowed = {name: self.lower(value) for name, value in properties.items() if value is not False}
-        if len(allowed) < len(properties):
-            rest, names = False, True  # narrowed: xgrammar excludes a name only by allowing no others
+        if patterns or len(allowed) < len(properties):
+            rest = False  # narrowed: xgrammar would allow any value under these names
         least = schema.get("minProperties", 0)
-        if least > 1 + len(schema.get("required", ())) and (rest is not False or patterns):
-            rest, names = False, True  # narrowed: other names could occur twice
-            lowered.pop("patternProperties", None)
-            patterns = {}
-        if rest is False and not patterns and least > len(allowed):
-            raise self.refusal(schema, "minProperties", ": only named properties are allowed here")
+        if least > (len(allowed) if rest is False and not patterns else 1 + len(required)):
+            raise self.refusal(schema, "minProperties", ": other names are not allowed, or could occur twice")
+        self.open_names = self.open_names or bool(allowed and rest is not False)
+        lowered: dict[str, Any] = {"type": "object"}
         if allowed:
             lowered["properties"] = allowed
-        if names is not True:
-            lowered["propertyNames"] = self._name(names)
-        self.open_names = self.open_names or bool(allowed and (rest is not False or patterns))
+        if patterns:
+            lowered["patternProperties"] = patterns
         if rest is not True:
             lowered["additionalProperties"] = False if rest is False else self.lower(rest)
-        if required := schema.get("required"):
+        if required:
             lowered["required"] = required
-        for keyword in ("minProperties", "maxProperties"):
-            if keyword in schema:
-                lowered[keyword] = int(min(schema[keyword], _COUNT))
-        return lowered
+        bounds = (keyword for keyword in ("minProperties", "maxProperties") if keyword in schema)
+        return lowered | {keyword: int(min(schema[keyword], _COUNT)) for keyword in bounds}
 
-    def _properties(self, schema: dict[str, Any], rest: Schema) -> dict[str, Schema]:
-        """Return the named properties, and the required ones that only a pattern describes."""
-        declared: dict[str, Schema] = dict(schema.get("properties", {}))
-        for name in schema.get("required", ()):
-            if name not in declared:  # only next to `patternProperties`: see `NormalForm`
-                patterns = schema.get("patternProperties", {})
-                matching = [value for pattern, value in patterns.items() if string_pattern.matches(pattern, name)]
-                if len(matching) > 1:
-                    raise self.refusal(schema, "required", f" {bounded(name, 60)!r}, which several patterns match")
-                declared[name] = matching[0] if matching else rest
-                if declared[name] is False:
-                    raise self.unsatisfiable(schema, f"{bounded(name, 60)!r} is required and not allowed")
-        self.check_names(schema, declared)
-        return declared
-
-    def _pattern_properties(self, schema: dict[str, Any], rest: Schema) -> dict[str, Any]:
-        raw: dict[str, Schema] = schema.get("patternProperties", {})
-        if all(value in (True, {}) for value in raw.values()) and rest is True:
-            return {}  # any value under any name
-        kept = {pattern: value for pattern, value in raw.items() if value is not False}
-        if len(kept) < len(raw) and (rest is not False or kept):
-            raise self.refusal(schema, "patternProperties", " that forbid names")
-        if len({json.dumps(value, sort_keys=True) for value in kept.values()}) > 1 and not _disjoint(list(kept)):
-            raise self.refusal(schema, "patternProperties", " that may overlap")
+    def _patterns(self, schema: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
+        """Return `patternProperties` of one pattern that matches none of `named`; `propertyNames` may say it, too."""
+        patterns: dict[str, Schema] = schema.get("patternProperties", {})
+        if "propertyNames" in schema:
+            names = schema["propertyNames"]
+            if patterns or [*named] or not isinstance(names, dict) or {*names, "type"} != {"type", "pattern"}:
+                raise self.refusal(schema, "propertyNames", " next to others, or other than a pattern")
+            patterns = {names["pattern"]: schema.get("additionalProperties", True)}
+        elif len(patterns) > 1 or any(string_pattern.matches(one, name) for one in patterns for name in named):
+            raise self.refusal(schema, "patternProperties", ": several, or one that matches a named property")
         return {
             self._pattern_name(schema, "patternProperties", pattern): self.lower(value)
-            for pattern, value in kept.items()
+            for pattern, value in patterns.items()
         }
-
-    def _property_names(
-        self, schema: dict[str, Any], patterns: dict[str, Any], rest: Schema
-    ) -> tuple[dict[str, Any], Schema]:
-        """Replace `propertyNames` by `patternProperties` where xgrammar would ignore one of the two."""
-        names = schema["propertyNames"]
-        if rest is False and not patterns:
-            return patterns, rest
-        if patterns or names is False:
-            reason = " next to 'patternProperties'" if patterns else " that is false"
-            raise self.refusal(schema, "propertyNames", reason)
-        if rest is True:
-            return patterns, rest
-        if isinstance(names, dict) and names.keys() <= {"pattern", "type"} and "pattern" in names:
-            return {self._pattern_name(schema, "propertyNames", names["pattern"]): self.lower(rest)}, False
-        raise self.refusal(schema, "propertyNames", " next to 'additionalProperties'")
-
-    def _name(self, names: Schema) -> dict[str, Any]:
-        """Lower `propertyNames`, for strings only: xgrammar would allow other types as names."""
-        if isinstance(names, bool) or names.keys() & {"$ref", "anyOf", "enum", "const", "type"}:
-            return self.lower(names)
-        return self.lower(self.form.copied(names, {**names, "type": "string"}))
-
-
-def _disjoint(patterns: list[str]) -> bool:
-    """Whether no name can match two of `patterns`, because each begins with another literal."""
-    found = [None if "|" in pattern else re.match(r"\^([\w -]+)(?![*?{|])", pattern) for pattern in patterns]
-    prefixes = sorted(match[1] for match in found if match)
-    overlapping = any(second.startswith(first) for first, second in pairwise(prefixes))
-    return len(prefixes) == len(patterns) and not overlapping
 
 
 def _keeps_value(value: Any) -> bool:

@@ -17,15 +17,20 @@ class TagFormat:
 
     Args:
         special: names of special tokens, which xgrammar would write as text.
-        grammar_of: returns the EBNF of a content.
+        grammar_of: returns the EBNF of a content, and the pointers of the keywords that it leaves out.
     """
 
     def __init__(
-        self, constraint: Constraint, special: Collection[str], grammar_of: Callable[[Constraint], str]
+        self,
+        constraint: Constraint,
+        special: Collection[str],
+        grammar_of: Callable[[Constraint], tuple[str, Collection[str]]],
     ) -> None:
         self._constraint = constraint
         self._special = special
         self._grammar_of = grammar_of
+        self.checked: dict[str, None] = {}
+        """JSON pointers of the keywords of schemas that the grammars leave out."""
 
     def source(self) -> dict[str, Any]:
         """Return the structural tag.
@@ -52,7 +57,8 @@ class TagFormat:
                 return [{"type": "repeat", **bounds, "content": self._one(item)}, *self._series(rest)]
             case Content():
                 with located(first, "structural_tag"):
-                    grammar = self._grammar_of(self._constraint.inner(first))
+                    grammar, checked = self._grammar_of(self._constraint.inner(first))
+                self.checked |= dict.fromkeys(first.pointer + place for place in checked)
                 return [{"type": "grammar", "grammar": grammar}, *self._series(rest)]
             case FreeText(excludes, limit):
                 if limit is not None:

@@ -10,7 +10,7 @@ from guided.errors import MaskTimeout
 from guided.post_processor import ApplyReport, LogitPostProcessor
 from guided.sequence import GuidedSequence
 
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.001
 
 
 def finish_step(
@@ -20,7 +20,7 @@ def finish_step(
     finish: Callable[[], ApplyReport],
     limit: float = math.inf,
 ) -> ApplyReport:
-    """Finish a prepared step. A row that is late is prepared again when it has settled.
+    """Finish a prepared step. A row that is late is prepared again when it is decided.
 
     Args:
         sequences, logits_rows: as they were prepared.
@@ -33,16 +33,16 @@ def finish_step(
     deadline = time.monotonic() + limit
     report = finish()
     late = set(report.late)
-    while late and (left := deadline - time.monotonic()) > 0:
-        settled = late.intersection(processor.settled(min(left, _POLL_SECONDS)))
-        if not settled:
-            time.sleep(0.001)  # `settled` returns at once for sequences of other steps
+    while late and time.monotonic() < deadline:
+        decided = late.intersection(processor.decided())
+        if not decided:
+            time.sleep(_POLL_SECONDS)
             continue
-        again = [place for place, sequence in enumerate(sequences) if sequence.sequence_id in settled]
+        again = [place for place, sequence in enumerate(sequences) if sequence.sequence_id in decided]
         processor.prepare([sequences[place] for place in again], [logits_rows[place] for place in again])
         retried = finish()
         report.failed |= retried.failed
-        late = late - settled | set(retried.late)
+        late = late - decided | set(retried.late)
     for sequence_id in late:
         report.failed[sequence_id] = MaskTimeout(f"no mask within {limit:g} s, which is as long as the batch waits")
     report.late = []

@@ -24,7 +24,6 @@ from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
 from guided.integrations.blocking import finish_step
-from guided.integrations.recycled_memory import RecycledMemory
 from guided.kernel import apply_bitmask
 from guided.output_types import constraint_for
 from guided.pools.inline import InlinePool
@@ -121,7 +120,6 @@ class GuidedLogitsProcessor:
         self._processor = GuidedProcessor(pool)
         self._width = vocabulary.padded_vocab_size
         self._bitmask: NDArray[np.int32] = np.empty((0, words(self._width)), np.int32)
-        self._memory = RecycledMemory()
         self._stop = list(vocabulary.stop_token_ids)
         self._text = frozenset(vocabulary.text_token_ids)
         self._closed = False
@@ -131,8 +129,6 @@ class GuidedLogitsProcessor:
         """Number of tokens of the prompts."""
         self._branches: dict[int, _Branch] = {}
         """By row. Rows without a constraint have none."""
-        self._unconstrained: list[int] = []
-        """Rows without a constraint."""
         self._step: tuple[list[int], tuple[GuidedSequence, ...]] | None = None
         """The rows with a matcher and their sequences. None: a branch has begun, moved or ended since the last step."""
         self._unused: list[int] = []
@@ -175,11 +171,9 @@ class GuidedLogitsProcessor:
             self._begin(ids)
         self._ids = ids
         rows = self._collect()
-        masked = self._memory.like(scores)
-        for row in self._unconstrained:
-            masked[row] = scores[row]
+        masked = scores.clone(memory_format=torch.contiguous_format)
         masks = self._bitmask if len(rows) == len(self._bitmask) else [self._bitmask[row] for row in rows]
-        apply_bitmask(scores, masks, rows, masked, _FLOOR)
+        apply_bitmask(masked, masks, rows, _FLOOR)
         self._mask_ended(scores, masked)
         return masked
 
@@ -202,7 +196,6 @@ class GuidedLogitsProcessor:
             if self._constraints[index] is not None:
                 self._branches[row] = branch = _Branch(str(index))
                 branch.open()
-        self._unconstrained = [row for row in range(rows) if row not in self._branches]
 
     def _continue(self, ids: NDArray[np.int64]) -> bool:
         """Update the branches from the rows. Returns False if the rows don't continue those of the last call."""
@@ -327,7 +320,6 @@ class GuidedLogitsProcessor:
             return
         self._closed = True
         self.reset()
-        self._memory.clear()
         for index in range(len(self._constraints)):
             self._processor.free(str(index))
         if self._own_pool is not None:

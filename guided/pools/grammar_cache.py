@@ -51,13 +51,10 @@ class GrammarCache:
         max_bytes: total size of grammars and cached errors. Unused grammars take the part that the grammars in use
             leave, at least a quarter; the least recently used ones are evicted. An unused grammar of more than a
             quarter is not kept: it would evict many others.
-        max_used_bytes: limit for the total size of the grammars in use. Beyond it, `admit` accepts a grammar only if
-            no other one is in use. None: no limit.
     """
 
-    def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES, max_used_bytes: int | None = None) -> None:
+    def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._max_used_bytes = max_used_bytes
         self._entries: dict[CacheKey, Entry] = {}
         self._unused: OrderedDict[CacheKey, None] = OrderedDict()
         """Entries without users, the least recently used first."""
@@ -86,19 +83,12 @@ class GrammarCache:
             entry.users += 1
         return entry.future, False
 
-    def admit(self, grammar: Grammar, nbytes: int) -> list[str] | None:
-        """Count a compiled grammar of `nbytes` bytes, before its future is resolved.
-
-        Returns:
-            The same as `release`; None if the grammars in use leave no room for it now.
-        """
+    def admit(self, grammar: Grammar, nbytes: int) -> list[str]:
+        """Count a compiled grammar of `nbytes` bytes, before its future is resolved. Returns the same as `release`."""
         entry = self._entries.get(grammar.cache_key)
         if entry is None or entry.nbytes:
             return []  # nothing to count, or counted before
         nbytes = max(nbytes, _LEAST_BYTES)
-        limit = self._max_used_bytes
-        if limit is not None and self._used_bytes and self._used_bytes + nbytes > limit:
-            return None
         entry.nbytes = nbytes
         self._used_bytes += nbytes
         self._keys.setdefault(grammar.key, set()).add(grammar.cache_key)
@@ -126,11 +116,6 @@ class GrammarCache:
             return []
         self._used_bytes -= entry.nbytes
         return self._keep_unused(grammar.cache_key, entry)
-
-    def in_use(self) -> list[Grammar]:
-        """Return the grammars that have users."""
-        users = (entry.future for entry in self._entries.values() if entry.users and entry.future.done())
-        return [future.result() for future in users if future.exception() is None]
 
     def _keep_unused(self, key: CacheKey, entry: Entry) -> list[str]:
         if entry.nbytes > self._max_bytes // _LEAST_ENTRIES:

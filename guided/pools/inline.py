@@ -86,7 +86,7 @@ class InlinePool:
         name = grammar_key(compiled.backend, constraint)
         grammar = Grammar(name, compiled.backend, constraint, key, compiled.seconds, checked=compiled.grammar.checked)
         self._worker.install(name, compiled.grammar)
-        for evicted in self._cache.admit(grammar, compiled.nbytes) or ():
+        for evicted in self._cache.admit(grammar, compiled.nbytes):
             self._worker.uninstall(evicted)
         return grammar
 
@@ -110,8 +110,8 @@ class InlinePool:
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
         self._step = sequences
 
-    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
-        """Compute the masks now. `timeout` and `patience` are ignored, and no row is late."""
+    def collect(self, deadline: float | None = None) -> StepMasks:
+        """Compute the masks now. `deadline` is ignored, and no row is late."""
         sequences, self._step = self._step, ()
         if len(self._masks) < len(sequences):
             self._masks = np.empty((2 * len(sequences), self._masks.shape[1]), np.int32)
@@ -153,7 +153,7 @@ class InlinePool:
         sequence.steered = slot in self._worker.steered
         return error
 
-    def settled(self, timeout: float = 0.0) -> list[int]:
+    def decided(self) -> list[int]:
         """Return nothing: no row is ever late."""
         return []
 

@@ -32,10 +32,6 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"guided_{name}", text, value=value)
     for name, text, value in counters:
         yield CounterMetricFamily(f"guided_{name}", text, value=value)
-    up = GaugeMetricFamily("guided_backend_up", "0 while a backend is suspended after crashes.", labels=["backend"])
-    for name in dict.fromkeys(backend.name for backend in backends):
-        up.add_metric([name], float(all(each.state == "up" for each in backends if each.name == name)))
-    yield up
     crashes, timeouts = Counter[str](), Counter[str]()
     ends: Counter[str] = Counter(dict.fromkeys(get_args(EndCause), 0))  # Prometheus sees no increase in a new counter
     for backend in backends:

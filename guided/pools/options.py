@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -23,17 +24,17 @@ class NodePlacement:
 
     text: str
     """As the user wrote it."""
-    kind: Literal["local", "spread", "resource", "label"]
+    kind: Literal["local", "spread", "resource", "label", "group"]
     name: str = ""
     """Of the resource or the label."""
     value: str = ""
-    """Of the label."""
+    """Of the label, or the id of the placement group."""
     amount: float = 0.0
     """Amount of the resource that each actor takes."""
 
     @classmethod
     def parse(cls, text: str) -> NodePlacement:
-        """Read `local`, `spread`, `RESOURCE`, `RESOURCE:AMOUNT` or `LABEL=VALUE`.
+        """Read `local`, `spread`, `RESOURCE`, `RESOURCE:AMOUNT`, `LABEL=VALUE` or `group:ID`.
 
         Raises:
             ValueError: it is none of these.
@@ -42,6 +43,8 @@ class NodePlacement:
             return LOCAL
         if text == "spread":
             return cls(text, "spread")
+        if _GROUP.fullmatch(text):
+            return cls(text, "group", value=text.removeprefix("group:"))
         name, is_label, value = text.partition("=")
         if is_label and name and value:
             return cls(text, "label", name, value)
@@ -55,25 +58,8 @@ class NodePlacement:
         )
 
 
+_GROUP = re.compile("group:[0-9a-f]{36}")
 LOCAL = NodePlacement("local", "local")
-
-
-def _port_range(text: str) -> range:
-    """Read `FIRST-LAST`, or one port.
-
-    Raises:
-        ValueError: it is no range of ports.
-    """
-    first, _, last = text.partition("-")
-    try:
-        ports = range(int(first), int(last or first) + 1)
-    except ValueError:
-        ports = range(0)
-    if not ports or ports[0] < 1 or ports[-1] > 65535:
-        raise ValueError(
-            f"channel_ports is {bounded(text)!r}; it must be FIRST-LAST, two ports from 1 to 65535 in order"
-        )
-    return ports
 
 
 @dataclass(frozen=True)
@@ -86,27 +72,20 @@ class RayPoolOptions:
             cluster that the pool starts.
         placement: nodes of the cluster that the actors run on. "local": the node of this process. "spread": all nodes
             in turn. "NAME:AMOUNT": nodes with the Ray resource NAME, of which each mask actor takes AMOUNT (1 if left
-            out). "NAME=VALUE": nodes with this label.
+            out). "NAME=VALUE": nodes with this label. "group:ID": the placement group with this id, as the Ray Serve
+            application makes it (`deploy.arguments.bundles`).
         actor_cpus: CPUs that Ray reserves for each mask actor. None: 1; 0 in a local cluster that the pool starts.
         compile_cpus: the same for the compile actor.
-        channel_host: address that remote actors connect to. None: the address of this node in the Ray cluster. With
-            0.0.0.0 or :: the pool listens on all addresses, and actors connect to this node's.
-        channel_ports: ports for these connections, "FIRST-LAST". Each actor takes one, and its replacement another.
-            None: any free port.
-        transport: "tcp" sends masks over authenticated TCP even on this node. "auto" does so only where an actor
-            cannot map the engine's shared memory.
         slots: maximum number of sequences that are open on one actor at the same time. Unused slots take no memory.
         mask_limit: seconds that one mask may take. The actor is killed after that, and the sequence fails with
             `MaskTimeout`. The actor's other sequences are opened on another actor.
         max_replays: what happens to the sequences of an actor that died. 0: every sequence with a matcher on it fails
-            with `WorkerDied`. Otherwise, the sequences are opened on another actor from their output tokens, and the
-            sequence that the actor was filling is tried again up to `max_replays` times, alone on an actor.
+            with `WorkerDied`. n: the sequences are opened on another actor from their output tokens, and one that was
+            being filled at the death of n + 1 actors fails.
         pool_wait: seconds that constraints and sequences wait while no actor is up, before they fail with
             `PoolUnavailable`.
         actor_memory_bytes: resident memory of one actor. An actor over the limit is killed, and the sequence that it
-            was filling fails. An actor that has grown half way to the limit is replaced once it can be emptied.
-            Grammars in use may take a twentieth of the limit. Further ones wait.
-            None: 2 GiB or half of the machine's memory, whichever is less.
+            was filling fails. None: 2 GiB or half of the machine's memory, whichever is less.
         forced_tokens: workers look ahead where a mask allows only one token (`StepMasks.forced`). For engines that call
             `LogitPostProcessor.sampled`; the engine of this project sets it (`EngineConfig.forced_tokens`).
         max_cache_bytes: size of the cache of compiled grammars in each process. Unused grammars take the part that the
@@ -124,9 +103,6 @@ class RayPoolOptions:
     placement: str = "local"
     actor_cpus: float | None = None
     compile_cpus: float | None = None
-    channel_host: str | None = None
-    channel_ports: str | None = None
-    transport: Literal["auto", "tcp"] = "auto"
     slots: int = 4096
     mask_limit: float = 5.0
     max_replays: int = 0
@@ -147,16 +123,8 @@ class RayPoolOptions:
     def __post_init__(self) -> None:
         check_ranges(self)
         NodePlacement.parse(self.placement)
-        ports, count = self.ports, self.num_actors or 1
-        if ports is not None and len(ports) < count:
-            raise ValueError(f"channel_ports has {len(ports)} ports; {count} actors need one each, and spare ones")
 
     @property
     def actors(self) -> int:
         """`num_actors`, or its default value."""
         return self.num_actors or max(2, min(8, available_cpus() // 4))
-
-    @property
-    def ports(self) -> range | None:
-        """`channel_ports` as a range."""
-        return None if self.channel_ports is None else _port_range(self.channel_ports)

@@ -40,6 +40,8 @@ class Grammar:
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     mask_seconds: float = 0.0
     """Seconds that its first mask took when it was compiled: an estimate for the first mask of each sequence."""
+    dumped: bytes = field(default=b"", repr=False, compare=False)
+    """The serialized grammar, for workers in other processes."""
 
 
 class ReadyMasks(NamedTuple):
@@ -83,10 +85,9 @@ class StepMasks:
 
 WorkerState = Literal["starting", "up", "restarting", "down"]
 """`down`: in a crash loop."""
-EndCause = Literal["died", "hung", "memory", "retired", "not_started"]
+EndCause = Literal["died", "hung", "memory", "not_started"]
 """Why an incarnation of a worker ended. `died`: by itself. `hung`: killed, because it exceeded a time limit. `memory`:
-killed, because it exceeded its memory limit. `retired`: it had grown, and a new incarnation replaces it.
-`not_started`: it never came up."""
+killed, because it exceeded its memory limit. `not_started`: it never came up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +116,9 @@ class BackendStatus:
     """One grammar library as a compiler, for `/health` and the metrics. Counts are since the start."""
 
     name: str
-    state: Literal["up", "suspended"] = "up"
-    """`suspended`: it crashed too often, and is not used for a while."""
     crashes: int = 0
     """Processes that ended while they compiled with it."""
     timeouts: int = 0
-    suspensions: int = 0
-    seconds_left: float = 0.0
-    """Seconds until it is used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +165,7 @@ class MaskPool(Protocol):
         """The vocabulary of the masks."""
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        """Compile with the first of `backends` that can enforce all of `constraint`, and install it on the workers.
-
+        """Compile with the first of `backends` that can enforce all of `constraint`.
 
         The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, if none can),
         `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`. Equal constraints share one
@@ -205,21 +200,20 @@ class MaskPool(Protocol):
                 has exactly one more token since: that token. Optional; the pool then does not read the outputs.
         """
 
-    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+    def collect(self, deadline: float | None = None) -> StepMasks:
         """Wait for the step's masks.
 
         Args:
-            timeout: seconds to wait at most. None: until every mask is ready or its time limit is over. A row is then
-                late only if no worker can take its sequence, or if a worker opened the sequence so recently that the
-                time limit is not over.
-            patience: seconds after which the wait ends if at least one row is decided. None: the same as `timeout`.
+            deadline: seconds to wait at most. Rows that are not decided by then are late. None: until every mask is
+                ready or its time limit is over. A row is then late only if no worker can take its sequence, or if a
+                worker opened the sequence so recently that the time limit is not over.
         """
 
-    def settled(self, timeout: float = 0.0) -> list[int]:
-        """Return the late sequences that are decided now: their mask is ready, or they failed.
+    def decided(self) -> list[int]:
+        """Return the late sequences that are decided now: their mask is ready, or they failed. Does not wait.
 
-        Submit them again, unchanged, to get their masks; until then `settled` returns them again. Waits up to `timeout`
-        seconds for the first one. Called between a `collect` and the next `submit`.
+        Submit them again, unchanged, to get their masks; until then `decided` returns them again. Called between a
+        `collect` and the next `submit`.
         """
 
     def failures(self) -> dict[int, GuidedError]:

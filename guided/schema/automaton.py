@@ -25,7 +25,13 @@ def restricted(node: Node, conditions: Iterable[tuple[bool, Node]]) -> Node:
 
 
 def of(node: Node) -> Any:
-    """Return the finite automaton of `interegular` for the texts that match a regex."""
+    """Return the finite automaton of `interegular` for the texts that match a regex.
+
+    Raises:
+        UnsupportedConstraint: a class has so many characters that the automaton would take seconds.
+    """
+    if regex.with_small_classes(node) != node:
+        raise UnsupportedConstraint("a class has too many characters to be combined with another pattern")
     return interegular.parse_pattern(regex.render(node)).to_fsm().reduce()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import combinations
+from collections.abc import Iterable
 from typing import Any
 
 from guided import regex
@@ -37,24 +36,6 @@ def without(pattern: str, names: Iterable[str]) -> str:
     """Return a pattern for the strings that contain a match of `pattern` and are not in `names`. Raises as above."""
     listed = automaton.of(regex.choice(map(regex.literal, names)))
     return _whole(automaton.texts(automaton.of(string_pattern.read(pattern)).difference(listed)))
-
-
-def disjoint_patterns(patterns: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return disjoint patterns that together match the same strings as `patterns`, each with those that contain it.
-
-    Raises as above.
-    """
-    machines = [automaton.of(string_pattern.read(pattern)) for pattern in patterns]
-    if all((one & other).empty() for one, other in combinations(machines, 2)):
-        return [(pattern, [pattern]) for pattern in patterns]
-    found: list[tuple[Any, list[str]]] = []
-    for pattern, machine in zip(patterns, machines, strict=True):
-        rest, split = machine, []
-        for other, together in found:
-            split += [(other & machine, [*together, pattern]), (other - machine, together)]
-            rest = rest - other
-        found = [(part, together) for part, together in [*split, (rest, [pattern])] if not part.empty()]
-    return [(_whole(automaton.texts(part)), together) for part, together in found]
 
 
 def _whole(node: Node) -> str:

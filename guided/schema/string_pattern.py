@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import UNIVERSE, Chars, Choice, Node, Repeat, Sequence
+from guided.regex import Chars, Choice, Node, Repeat, Sequence
 from guided.schema import automaton
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
@@ -116,25 +116,13 @@ NECESSARY = {
 
 @lru_cache(maxsize=256)
 def read(pattern: str) -> Node:
-    """Return all strings that contain a match of `pattern`. Raises as `regex.canonical` does."""
+    """Return all strings that contain a match of `pattern`. Raises as `regex.parse` does."""
     return regex.parse_search(pattern, automaton.restricted, param="json_schema")
 
 
-def conjuncts(pattern: str) -> list[Node]:
-    """Return regexes that the strings with a match of `pattern` all match: several for a pattern with lookaheads."""
-    found: list[tuple[Node, list[tuple[bool, Node]]]] = []
-
-    def apart(node: Node, conditions: list[tuple[bool, Node]]) -> Node:
-        found.append((node, conditions))
-        return node
-
-    whole = regex.parse_search(pattern, apart, param="json_schema")
-    if not found:
-        return [whole]
-    if len(found) > 1 or found[0][0] is not whole:
-        return [read(pattern)]
-    everything = regex.repeat(Chars(UNIVERSE), 0, None)
-    return [whole, *(automaton.restricted(everything, [(True, one)]) if no else one for no, one in found[0][1])]
+def whole(pattern: str) -> Node:
+    """Return the texts that match the regex `pattern` as a whole. Raises as `regex.parse` does."""
+    return regex.parse(pattern, automaton.restricted)
 
 
 @lru_cache(maxsize=16)
@@ -142,7 +130,7 @@ def whitespace(pattern: str) -> str:
     """Return a regex for the whitespace between JSON tokens, without what JSON does not allow there. Empty for none.
 
     Raises:
-        InvalidConstraint: nothing is left of a part of the pattern, or as `regex.canonical` does.
+        InvalidConstraint: nothing is left of a part of the pattern, or as `regex.parse` does.
     """
 
     def blank(chars: Chars) -> Chars:
@@ -214,14 +202,13 @@ def fit(node: Node, least: int, most: int | None) -> Node:
     This is possible if the lengths have no effect, or if only one repeated character varies the length.
 
     Raises:
-        UnsupportedConstraint: not possible.
-        InvalidConstraint: no match has such a length.
+        UnsupportedConstraint: not possible, or no match has such a length.
     """
     low, high = width(node)
     if low >= least and (most is None or (high is not None and high <= most)):
         return node
     if (most is not None and low > most) or (high is not None and high < least):
-        raise InvalidConstraint("no match of the pattern has a length between minLength and maxLength")
+        raise UnsupportedConstraint("no match of the pattern has a length between minLength and maxLength")
     items: list[Node] = list(node.items) if isinstance(node, Sequence) else [node]
     loose = [index for index, item in enumerate(items) if len(set(width(item))) == 2]
     if len(loose) == 1:

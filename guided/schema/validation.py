@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from typing import Any
 
 import jsonschema_rs
@@ -14,17 +14,24 @@ from guided.schema.pointer import pointer
 
 PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
 """Limits of the engine for patterns."""
+_NONZERO = re.compile(r"[-0.]*[1-9]")
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """Read a number. Raises ValueError for one that is read as infinite or as zero: a reader may be more exact."""
     number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"the number {bounded(text, 40)} is too large")
+    if math.isinf(number) or (number == 0 and _NONZERO.match(text)):
+        raise ValueError(f"the number {bounded(text, 40)} is out of the range of doubles")
     return number
 
 
+def not_validated(failure: Exception) -> ConstraintNotMet:
+    """Return the error for an output that can't be read, or not be validated."""
+    return ConstraintNotMet(f"the output could not be validated: {bounded(failure)}", param="json_schema")
+
+
 class Validator:
-    """Validates JSON texts. It fetches nothing: references out of the document are refused.
+    """Validates JSON values. It fetches nothing: references out of the document are refused.
 
     Raises:
         ValueError: the library does not take the schema.
@@ -35,13 +42,12 @@ class Validator:
         make = Draft.of(schema).validator
         self._native = make(document, validate_formats=True, pattern_options=PATTERNS, offline=True)
 
-    def violation(self, text: bytes) -> ConstraintNotMet | None:
-        """Return why `text` violates the schema; None if it satisfies it."""
+    def violation(self, document: Any) -> ConstraintNotMet | None:
+        """Return why a document violates the schema; None if it satisfies it."""
         try:
-            document = json.loads(text, parse_float=_finite)
             error = next(self._native.iter_errors(document), None)
         except (ValueError, RecursionError) as failure:
-            return ConstraintNotMet(f"the output could not be validated: {bounded(failure)}")
+            return not_validated(failure)
         if error is None:
             return None
         where, keyword = pointer(error.instance_path) or "the root", pointer(error.schema_path)

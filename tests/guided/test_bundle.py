@@ -55,7 +55,7 @@ class Banning(LogitPostProcessor):
             logits[:, self.banned] = -torch.inf
         return ApplyReport(dict(self.failed), list(self.late), wait_seconds=1.0)
 
-    def settled(self, timeout: float = 0.0) -> list[int]:
+    def decided(self) -> list[int]:
         found, self.late = self.late, []
         return found
 
@@ -118,7 +118,7 @@ def test_a_row_that_one_member_fails_or_has_not_ready_is_so_in_the_bundle() -> N
     case.initialize()
     case.other.late = [1]
     assert case.apply()[0].late == [1]
-    assert case.bundle.settled() == [1]
+    assert case.bundle.decided() == [1]
     assert case.apply()[0].late == []
     case.other.failed, case.other.late = {1: BackendError("no")}, [1]
     report, _ = case.apply()

@@ -134,7 +134,7 @@ def test_the_least_budget_is_that_of_the_shortest_answer(name: str, least: int) 
     assert generator(BYTES, name, "llguidance").least() <= least
 
 
-@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines"])
 def test_other_backends(backend: str) -> None:
     one = generator(BYTES, "letters", backend)
     found = one.generate(one.least() + 6, 3)

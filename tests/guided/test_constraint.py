@@ -132,44 +132,6 @@ class TestRefusals:
 
 # ---- inputs that killed, hung or fooled servers ----------------------------------------------------------------------
 
-AT_ADMISSION = frozenset(
-    [
-        "vllm-cve-2025-48942",
-        "vllm-57725-ref-self-cycle",
-        "xgr-774-ref-2",
-        "xgr-774-ref-3",
-        "allof-true-false",
-        "enum-empty",
-        "type-empty-list",
-        "type-int",
-        "minlen-gt-maxlen",
-        "xgr-suite-schema-0",
-        "xgr-suite-schema-3",
-        "xgr-suite-schema-4",
-        "xgr-suite-schema-6",
-        "xgr-suite-schema-13",
-        "vllm-54003-nested-oneof",
-        "llamacpp-25283-deep-object",
-        "llamacpp-25308-deep-pattern",
-        "pyjsonschema-1538-regex-format",
-        "xgr-nul-in-pattern",
-        "vllm-15210-nul-range",
-        "xgr-850-inner-nul",
-        "huge-repeat",
-        "huge-repeat-literal",
-        "regex-lone-surrogate",
-        "deep-group-regex",
-        "xgr-cve-2026-25048-30k-parens",
-        "grammar-blank",
-        "xgr-648-substring-rules",
-        "vllm-20195-empty",
-        "choice-empty-string",
-        "choice-nonstring",
-        "choice-not-list",
-    ]
-)
-"""Inputs that are refused here. All others are compiled, in a process that may be killed."""
-
 
 def hostile() -> list[dict[str, Any]]:
     if not HOSTILE.exists():
@@ -200,25 +162,14 @@ class TestHostileInputs:
     @pytest.mark.timeout(30)
     @pytest.mark.parametrize("entry", hostile(), ids=lambda entry: str(entry["id"]))
     def test_it_is_decided_at_once(self, entry: dict[str, Any]) -> None:
-        if entry["id"] in AT_ADMISSION:
-            with pytest.raises(InvalidConstraint) as caught:
-                admit(entry)
-            assert len(str(caught.value)) < 1000
-            assert "\x00" not in str(caught.value)
-            str(caught.value).encode()
-        else:
+        """Refused here, or compiled in a process that may be killed."""
+        try:
             assert len(admit(entry).source.encode()) <= DEFAULT_LIMITS.max_constraint_bytes
-
-    def test_nothing_is_refused_here_that_should_be_accepted(self) -> None:
-        wrong = [
-            entry["id"]
-            for entry in hostile()
-            if entry["id"] in AT_ADMISSION and entry["expected"] == "accept" and not entry["bounded"]
-        ]
-        assert wrong == []
-
-    def test_the_list_is_about_inputs_that_exist(self) -> None:
-        assert {entry["id"] for entry in hostile()} >= AT_ADMISSION
+        except InvalidConstraint as refusal:
+            assert entry["expected"] != "accept" or entry["bounded"]
+            message = str(refusal)
+            assert len(message.encode()) < 1000
+            assert "\x00" not in message
 
 
 def test_a_constraint_is_not_checked_twice_against_the_same_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""available_cpus: the quotas of control groups, in both versions, and the affinity."""
+"""available_cpus: the quotas of control groups, and the affinity."""
 
 from __future__ import annotations
 
@@ -30,22 +30,6 @@ def write(root: Path, files: dict[str, str]) -> None:
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "10000 100000\n"}, 1),
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "300000 100000\n"}, 3),
-        (
-            {
-                "proc/self/cgroup": "1:cpu,cpuacct:/\n0::/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            4,
-        ),
-        (
-            {
-                "proc/self/cgroup": "1:cpu:/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            8,
-        ),
     ],
 )
 def test_the_quota_of_a_container_counts(tmp_path: Path, files: dict[str, str], cpus: int) -> None:

@@ -33,7 +33,7 @@ class Loop:
     def texts(self) -> list[bytes]:
         return [VOCABULARY.decode(list(sequence.output_token_ids)) for sequence in self.sequences]
 
-    def step(self, *preferred: int, patience: float | None = None) -> DecodeStep:
+    def step(self, *preferred: int, deadline: float | None = None) -> DecodeStep:
         """Decode. Row i prefers `preferred[i]`."""
 
         def forward() -> torch.Tensor:
@@ -42,7 +42,7 @@ class Loop:
             return logits
 
         return decode_step(
-            self.processor, self.sequences, forward, lambda logits: logits.argmax(-1).tolist(), [0, 2], patience
+            self.processor, self.sequences, forward, lambda logits: logits.argmax(-1).tolist(), [0, 2], deadline
         )
 
 
@@ -72,7 +72,7 @@ def test_tokens_of_late_and_failed_sequences_are_not_appended() -> None:
     pool.delay = lambda sequence_id, position: int(sequence_id == 0)
     pool.fails = lambda sequence_id, position: sequence_id == 1
     loop = Loop(pool)
-    step = loop.step(24, 7, 1, patience=0.0)
+    step = loop.step(24, 7, 1, deadline=0.0)
     assert step.report.late == [0]
     assert set(step.report.failed) == {1}
     assert loop.texts == [b"", b""]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
@@ -14,7 +15,7 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, UnsupportedConstraint, WorkerDied
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, StepMasks
-from guided.processor import GuidedProcessor
+from guided.processor import FIRST_MASK_SECONDS, GuidedProcessor
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -183,8 +184,8 @@ class FaultyPool(InlinePool):
         self.error, self.late = error, late
         self.lost: dict[int, GuidedError] = {}
 
-    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
-        step = super().collect(timeout, patience)
+    def collect(self, deadline: float | None = None) -> StepMasks:
+        step = super().collect(deadline)
         if self.late:
             return StepMasks(late=[0])
         return StepMasks(failed={0: self.error}) if self.error is not None else step
@@ -205,19 +206,55 @@ def test_a_failed_row_is_reported_under_its_sequence_and_closed(error: GuidedErr
     assert pool.status().workers[0].open_sequences == 0
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_late_row_is_reported_and_can_only_be_sampled_where_the_caller_keeps_it(keep: bool) -> None:
+def test_a_late_row_is_reported_and_allows_a_stop_token_only() -> None:
     pool = FaultyPool(late=True)
     subject = GuidedProcessor(pool)
     subject.initialize("r", Constraint.choice(["12"]))
     subject.prepare([GuidedSequence("r", 7, [])])
     logits = torch.zeros(1, WIDTH)
-    assert subject.apply(logits, patience=0.0, keep_late=keep).late == [7]
-    assert allowed(logits, 0) == (list(range(WIDTH)) if keep else [STOP])
+    assert subject.apply(logits, 0.0).late == [7]
+    assert allowed(logits, 0) == [STOP]
     pool.late = False
     subject.prepare([GuidedSequence("r", 7, [])])
+    logits = torch.zeros(1, WIDTH)
     assert not subject.apply(logits).late
-    assert allowed(logits, 0) == ([1] if keep else [])
+    assert allowed(logits, 0) == [1]
+
+
+class LatePool(FaultyPool):
+    """An inline pool in which all rows are late until `decided` was called `looks` times."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks = looks
+        self.deadlines: list[float | None] = []
+
+    def collect(self, deadline: float | None = None) -> StepMasks:
+        self.deadlines.append(deadline)
+        count = len(self._step)
+        step = super().collect(deadline)
+        return StepMasks(late=list(range(count))) if self.looks > 0 else step
+
+    def decided(self) -> list[int]:
+        self.looks -= 1
+        return [99] if self.looks <= 0 else []  # of this step, or of an earlier one
+
+
+@pytest.mark.parametrize(
+    ("rows", "looks", "deadline", "deadlines"),
+    [(1, 5, 0.0, [0.0, 0.0]), (1, 1 << 30, 0.0, [0.0, 0.0]), (2, 5, 0.001, [0.001]), (1, 5, None, [None])],
+    ids=["until one is decided", "0.1 s at most", "not if another row can be sampled", "not without a deadline"],
+)
+def test_waits_for_the_first_mask(rows: int, looks: int, deadline: float | None, deadlines: list[float | None]) -> None:
+    pool = LatePool(looks)
+    subject = GuidedProcessor(pool)
+    subject.initialize("r", Constraint.choice(["12"]))
+    subject.prepare([GuidedSequence("r", 7, [])])
+    started = time.monotonic()
+    report = subject.apply(torch.zeros(rows, WIDTH), deadline)
+    assert pool.deadlines == deadlines
+    assert report.late == ([] if pool.looks <= 0 else [7])
+    assert (time.monotonic() - started >= FIRST_MASK_SECONDS) == (looks > 5)
 
 
 def test_misuse_is_an_error() -> None:

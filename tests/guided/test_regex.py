@@ -10,8 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import Chars, Node, canonical, parse, render
+from guided.regex import Chars, Node, parse, render, with_small_classes
 from guided.schema import string_pattern
+
+
+def canonical(pattern: str, *, small_classes: bool = False) -> str:
+    """`pattern` in the common subset."""
+    node = parse(pattern)
+    return render(with_small_classes(node) if small_classes else node)
 
 
 def parse_ecma(pattern: str) -> Node:
@@ -41,6 +47,18 @@ texts = st.text(alphabet='abcxkKAé日\u0661 \n\t\x1c_.-]/"\u212a\u0301', max_si
 @settings(max_examples=400, deadline=None)
 def test_the_common_subset_matches_the_same_texts(pattern: str, text: str) -> None:
     assert bool(re.fullmatch(canonical(pattern), text)) == bool(re.fullmatch(pattern, text))
+
+
+@given(st.sampled_from(["=", "!"]), patterns, st.sampled_from(["", "$"]), patterns, texts)
+@settings(max_examples=200, deadline=None)
+def test_lookaheads_at_the_beginning(sign: str, ahead: str, end: str, rest: str, text: str) -> None:
+    pattern = f"(?{sign}{ahead}{end}){rest}"
+    try:
+        node = string_pattern.whole(pattern)
+    except UnsupportedConstraint:  # too large, or nothing is left
+        return
+    for each in (text, text + "\n"):
+        assert bool(re.fullmatch(render(node), each)) == bool(re.fullmatch(pattern, each))
 
 
 @given(patterns, texts)

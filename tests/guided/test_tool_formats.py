@@ -259,7 +259,7 @@ def test_formats_are_chosen_from_the_template(template: str, tools: str | None, 
         (Constraint.json_object(), '{"a": 1}'),
         (Constraint.regex("a+"), "aa"),
         (Constraint.choice(["x", "y"]), "y"),
-        (Constraint.grammar('root ::= "(" root? ")"'), "(())"),
+        (Constraint.grammar('start: "(" start? ")"'), "(())"),
         (
             Constraint.structural_tag(
                 {"structures": [{"begin": "<a>", "schema": {"type": "null"}, "end": "</a>"}], "triggers": ["<a"]}

@@ -38,12 +38,6 @@ class Filled:
         return allowed
 
 
-def test_only_the_given_row_is_written() -> None:
-    filled = Filled()
-    assert filled.mask() == [1, 6]
-    assert (filled.bitmask[[0, 2]] == -1).all()
-
-
 def test_the_stop_token_is_allowed_exactly_where_the_constraint_is_satisfied() -> None:
     filled = Filled()
     assert filled.mask(1, 2, 5) == [STOP]
@@ -90,21 +84,6 @@ def test_an_unknown_grammar_is_a_failure_not_an_unmasked_row() -> None:
 def test_a_slot_that_is_not_open_is_a_failure() -> None:
     filled = Filled()
     assert isinstance(filled.worker.fill(99, [], filled.bitmask[1]), BackendError)
-
-
-def test_a_sequence_is_opened_with_its_output() -> None:
-    filled = Filled()
-    filled.worker.open(8, "g", tokens=[1, 2])
-    assert filled.worker.length(8) == 2
-    assert filled.mask(3, slot=8) == [4]
-
-
-def test_a_fork_continues_from_its_parent() -> None:
-    filled = Filled()
-    filled.mask(1, 2)
-    filled.worker.open(8, "g", parent=SLOT, tokens=[1, 2])
-    assert filled.mask(5, slot=8) == [STOP]
-    assert filled.mask(3) == [4]
 
 
 def test_a_fork_of_a_parent_that_went_on_has_its_own_output() -> None:

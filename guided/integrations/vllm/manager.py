@@ -120,7 +120,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if step is None or step.drafts != _drafts(structured_output_request_ids, scheduled_spec_decode_tokens):
             step = self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
-        bitmask = self._masker.collect(self._step_wait, park=True)
+        bitmask = self._masker.collect(self._step_wait, may_be_late=True)
         if len(bitmask) < step.count:
             constrained, bitmask = bitmask, np.full((step.count, bitmask.shape[1]), -1, np.int32)
             bitmask[[row.logits_row for row in step.rows]] = constrained
@@ -187,18 +187,18 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if not slow:
             return set()
         held = {name for name, output in slow.items() if output.request.error is not None or in_flight(name)}
-        settled = self._masker.settled()
+        decided = self._masker.decided()
         asking: dict[str, _Output] = {}
         for name, output in slow.items():
             late = output.request.late
-            if late and not late <= settled:
+            if late and not late <= decided:
                 output.quick = 0
             elif name not in held and (late or output.asked != len(output.tokens)):
                 asking[name] = output
         if asking:
             self._step = None
             self._masker.prepare([GuidedRow(output.request, 0, output.tokens) for output in asking.values()])
-            self._masker.collect(0.0, park=True)
+            self._masker.collect(0.0, may_be_late=True)
         for name, output in asking.items():
             output.asked = len(output.tokens)
             output.quick += 1

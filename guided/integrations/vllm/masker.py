@@ -273,12 +273,12 @@ class Masker:
             request.committed[drafts] = len(row.token_ids) - drafts
         return sequence
 
-    def collect(self, patience: float, park: bool = False) -> NDArray[np.int32]:
+    def collect(self, deadline: float, may_be_late: bool = False) -> NDArray[np.int32]:
         """Wait for the masks of the prepared rows.
 
         Args:
-            patience: seconds to wait at most.
-            park: a row without its mask by then is late. Otherwise its request fails.
+            deadline: seconds to wait at most.
+            may_be_late: a row without its mask by then is late. Otherwise its request fails.
 
         Returns:
             int32 `[rows, words]`. Rows of failed and late requests allow their stop token only. So do rows with a
@@ -289,13 +289,13 @@ class Masker:
         if self._in_step:
             self._in_step = False
             assert self._processor is not None
-            collect = partial(self._processor.collect, bitmask, patience, alone=False)
+            collect = partial(self._processor.collect, bitmask, deadline)
             try:
-                if park:
+                if may_be_late:
                     self._record_report(collect())
                 else:
                     lines = list(self._prepared.values())
-                    self._record_report(finish_step(self._processor, self._sequences, lines, collect, patience))
+                    self._record_report(finish_step(self._processor, self._sequences, lines, collect, deadline))
             except Exception as error:
                 self._fail_rows(error)
         for index, row in enumerate(self._rows):
@@ -317,16 +317,16 @@ class Masker:
             else:
                 self.fail(row.request, error)
 
-    def apply(self, logits: torch.Tensor, patience: float) -> None:
+    def apply(self, logits: torch.Tensor, deadline: float) -> None:
         """Write -inf to all tokens that the masks of the prepared rows forbid, in place.
 
         Args:
             logits: float `[rows, width]`.
-            patience: seconds to wait at most. Requests without a mask fail then.
+            deadline: seconds to wait at most. Requests without a mask fail then.
         """
         if not self._rows:
             return
-        bitmask = self.collect(patience)
+        bitmask = self.collect(deadline)
         if self._ranks is not None:
             self._ranks.share(bitmask)
         rows = [row.logits_row for row in self._rows]
@@ -337,15 +337,15 @@ class Masker:
             logits[rows] = float("-inf")
             logits[rows, [row.request.stop_token for row in self._rows]] = 0.0
 
-    def settled(self) -> set[int]:
+    def decided(self) -> set[int]:
         """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
         self._discard_step()
-        return set() if self._processor is None else set(self._processor.settled())
+        return set() if self._processor is None else set(self._processor.decided())
 
     def _discard_step(self) -> None:
         """Finish a prepared step that the engine does not use."""
         if self._in_step:
-            self.collect(0.0, park=True)
+            self.collect(0.0, may_be_late=True)
 
     def _fail_rows(self, error: Exception) -> None:
         """Fail this step's requests after an unexpected error."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,14 @@ import pytest
 
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
+from guided.backends.content_reader import ContentReader
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.schema.validation import Validator
+from guided.structural_tag import Content
+from guided.tools.formats import TOOL_FORMATS, Calls, Function, answer_format
+from guided.tools.parser import OutputParser
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -53,10 +59,21 @@ class Row:
         """Write a whole document. Returns the error of the mask after it."""
         return self.worker.fill(0, self.vocabulary.encode(json.dumps(document)), self.mask)
 
+    def write_text(self, text: str) -> tuple[Any, str]:
+        """Write token by token. Returns the first error of a mask, and what was written before it."""
+        written = b""
+        for token in self.vocabulary.encode(text):
+            if (error := self.worker.fill(0, [token], self.mask)) is not None:
+                return error, written.decode()
+            written += self.vocabulary.token_bytes[token]
+        return None, written.decode()
+
     @property
     def may_end(self) -> bool:
-        stop = self.vocabulary.stop_token_ids[0]
-        return bool(int(self.mask[stop >> 5]) >> (stop & 31) & 1)
+        return self.allows(self.vocabulary.stop_token_ids[0])
+
+    def allows(self, token: int) -> bool:
+        return bool(int(self.mask[token >> 5]) >> (token & 31) & 1)
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
@@ -114,17 +131,183 @@ def test_a_schema_without_a_value_is_refused(backends: Backends) -> None:
     [
         ({"type": "number", "maximum": 5}, "1e400"),
         ({"type": "number"}, "NaN"),
+        ({"type": "number", "multipleOf": 0.5}, "-0.3e-400"),
         ({"format": "date"}, '"2026-02-30"'),
         ({"$schema": "http://json-schema.org/draft-04/schema#", "maximum": 3, "exclusiveMaximum": True}, "3"),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}}, '{"a": 1}'),
         ({"type": "string"}, "["),
     ],
 )
-def test_the_validator_sees_what_is_wrong(schema: dict[str, Any], text: str) -> None:
-    assert isinstance(Validator(schema).violation(text.encode()), ConstraintNotMet)
+def test_the_reader_sees_what_is_wrong(vocabulary: Vocabulary, schema: dict[str, Any], text: str) -> None:
+    reader = ContentReader(Content("json_schema", schema, ""), {"": Validator(schema)}, vocabulary)
+    reading = reader.read(reader.start, text.encode(), 1)
+    assert not reading.complete
+    assert isinstance(reading.violation, ConstraintNotMet) is (text != "[")
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "http://example.org/x"}, {"$ref": "file:///etc/passwd"}])
 def test_the_validator_fetches_nothing(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
         Validator(schema)
+
+
+def tag(*elements: Any) -> Constraint:
+    return Constraint.structural_tag(
+        {"type": "structural_tag", "format": {"type": "sequence", "elements": list(elements)}}
+    )
+
+
+def part(schema: Any, begin: str = "<", end: str = ">") -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+SCHEMA = {**NUMBERS, "uniqueItems": True}
+TEXT = {"type": "any_text"}
+TAGS: list[tuple[Constraint, list[str], list[tuple[str, str]]]] = [
+    (tag(part(SCHEMA)), ["<[1, 2]>"], [("<[1, 1]>", "<[1, 1]")]),
+    # Which schema the content has is known only at its end.
+    (
+        tag({"type": "or", "elements": [part(SCHEMA, "<", ">1"), part(NUMBERS, "<", ">2")]}),
+        ["<[1, 2]>1", "<[1, 1]>2"],
+        [("<[1, 1]>1", "<[1, 1]>")],
+    ),
+    # A trigger within a string of another content is no trigger.
+    (
+        tag({"type": "triggered_tags", "triggers": ["<"], "tags": [part(SCHEMA), part({"type": "string"}, "<s")]}),
+        ["", "a [1, 1] b", "a <[1]> b <[2]>", '<s"<[1, 1]>">'],
+        [("a <[1]> <[2, 2]> b", "a <[1]> <[2, 2]")],
+    ),
+    (
+        tag({"type": "tag", "begin": "<t>", "content": TEXT, "end": ["</t>", "</>"]}, part(SCHEMA, "")),
+        ["<t> <[1, 1]></t>[1]>", "<t></>[]>"],
+        [("<t></t>[1, 1]>", "<t></t>[1, 1]")],
+    ),
+    (
+        tag({"type": "repeat", "min": 1, "max": 3, "content": part(SCHEMA)}, {"type": "json_object"}),
+        ['<[1]><[1]>{"a": [1, 1]}'],
+        [("<[1]><[1]><[1, 1]>{}", "<[1]><[1]><[1, 1]")],
+    ),
+    (
+        tag({"type": "tags_with_separator", "tags": [part(SCHEMA)], "separator": ", "}),
+        ["", "<[1]>, <[1, 2]>"],
+        [("<[1]>, <[3, 3]>", "<[1]>, <[3, 3]")],
+    ),
+    (
+        tag({"type": "choice", "choice": ["a", "ab"]}, part({"type": "array", "contains": {"const": 7}}, "=", "")),
+        ["a=[7]", "ab=[1, 7]"],
+        [("ab=[1]", "ab=[1]")],
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(("constraint", "valid", "invalid"), TAGS)
+def test_a_content_of_a_structural_tag_is_checked_where_it_ends(
+    backends: Backends,
+    vocabulary: Vocabulary,
+    backend: str,
+    constraint: Constraint,
+    valid: list[str],
+    invalid: list[tuple[str, str]],
+) -> None:
+    compiled = backends[backend].compile(constraint)
+    assert compiled.checked
+    for grammar in (compiled, backends[backend].load(constraint, compiled.dump())):
+        for text in valid:
+            row = Row(vocabulary, grammar)
+            assert row.write_text(text) == (None, text)
+            assert row.worker.fill(0, (), row.mask) is None
+            assert row.may_end, text
+        for text, least in invalid:
+            error, written = Row(vocabulary, grammar).write_text(text)
+            assert isinstance(error, ConstraintNotMet)
+            assert error.param == "structural_tag"
+            assert error.pointer in grammar.checked
+            assert text.startswith(written)
+            assert len(written) <= len(least)
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_a_number_is_checked_only_where_it_ends(backends: Backends, vocabulary: Vocabulary, backend: str) -> None:
+    schema = {"type": "integer", "not": {"multipleOf": 3}}
+    for constraint, begin, end in ((Constraint.json_schema(schema), "", ""), (tag(part(schema)), "<", ">")):
+        grammar = backends[backend].compile(constraint)
+        assert len(grammar.checked) == 1
+        row = Row(vocabulary, grammar)
+        for text in (f"{begin}3", "3", f"1{end}"):
+            assert row.write_text(text) == (None, text)
+            assert row.may_end is ("1" in text)
+        row = Row(vocabulary, grammar)
+        error, _ = row.write_text(f"{begin}33{end}")
+        assert isinstance(error, ConstraintNotMet) is bool(end)
+        assert not row.may_end
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    "other", [{"type": "regex", "pattern": "[a-z]+"}, {"type": "grammar", "grammar": 'start: "a"'}]
+)
+def test_nothing_is_checked_beside_a_regex_or_a_grammar(backends: Backends, backend: str, other: Any) -> None:
+    constraint = tag(other, {"type": "const_string", "value": "-"}, part(SCHEMA))
+    with pytest.raises(UnsupportedConstraint) as refused:
+        backends[backend].compile(constraint)
+    assert refused.value.pointer == "/format/elements/2/content/json_schema/uniqueItems"
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_arguments_that_end_are_valid_as_the_parser_reads_them(
+    backends: Backends, vocabulary: Vocabulary, backend: str, name: str
+) -> None:
+    parameters = {"type": "object", "properties": {"t": SCHEMA}, "required": ["t"], "additionalProperties": False}
+    form = TOOL_FORMATS[name]
+    functions = [Function("f", parameters), Function("g", {"type": "object"})]
+    calls = Calls(form, functions, required=True, parallel=False)
+    constraint = Constraint.structural_tag({"type": "structural_tag", "format": answer_format(calls, None)})
+    try:
+        grammar = backends[backend].compile(constraint)
+    except UnsupportedConstraint as error:
+        assert "special token" in str(error)  # noqa: PT017
+        return
+    assert grammar.checked
+    for arguments, fine in (('{"t": [1, 2]}', True), ('{"t": [1, 1]}', False)):
+        text = f"{form.opening}{form.begin('f')}{arguments}{form.call[1]}{form.closing}"
+        row = Row(vocabulary, grammar)
+        error, written = row.write_text(text)
+        assert (error is None) is fine
+        parser = OutputParser(tools=form, names=["f", "g"], anywhere=False)
+        pieces = parser.feed(written, finished=True)
+        read = "".join(piece.text for piece in pieces if piece.kind == "arguments")
+        if fine:
+            assert row.may_end
+            assert json.loads(read) == {"t": [1, 2]}
+        else:
+            assert not parser.complete
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_random_outputs_of_a_structural_tag(backends: Backends, vocabulary: Vocabulary, backend: str) -> None:
+    form = {"type": "triggered_tags", "triggers": ["<"], "tags": [part(SCHEMA)]}
+    grammar = backends[backend].compile(tag(form))
+    generator = random.Random(1)
+    single = {vocabulary.token_bytes[token]: token for token in vocabulary.text_token_ids}
+    ended = violated = 0
+    for _ in range(150):
+        row, output = Row(vocabulary, grammar), ""
+        error = row.worker.fill(0, (), row.mask)
+        while error is None and len(output) < 40:
+            written = [json.loads(content) for content in re.findall(r"<(\[.*?\])>", output)]
+            if row.may_end:
+                ended += bool(written)
+                assert all(len(set(content)) == len(content) for content in written), output
+            options = [each for each in "<<[[112,,]]>" if row.allows(single[each.encode()])]
+            output += generator.choice(options)
+            error = row.worker.fill(0, [single[output[-1].encode()]], row.mask)
+        if error is not None:
+            content = json.loads(output.rpartition("<")[2])
+            violated += 1
+            assert isinstance(error, ConstraintNotMet)
+            assert len(set(content)) < len(content)
+    assert ended > 20
+    assert violated > 20

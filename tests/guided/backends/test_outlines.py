@@ -11,7 +11,6 @@ from byte_vocabulary import BYTES, STOP, tokens
 
 from guided.backends import Backends, candidates
 from guided.backends.base import CompiledGrammar
-from guided.backends.mask_cache import MaskCache
 from guided.backends.outlines import OutlinesBackend
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
@@ -99,7 +98,7 @@ def test_only_the_empty_text(backend: OutlinesBackend) -> None:
 
 
 def test_a_guide_writes_what_the_index_lists() -> None:
-    grammar = OutlinesBackend(BYTES, MaskCache(0)).compile(Constraint.regex("(ab|ac|bc){2,5}[a-z]*"))
+    grammar = OutlinesBackend(BYTES).compile(Constraint.regex("(ab|ac|bc){2,5}[a-z]*"))
     index = outlines_core.Index.from_binary(grammar.dump()[1:])
     row = np.zeros(words(BYTES.padded_vocab_size), dtype=np.int32)
     matcher, state = grammar.matcher(), index.get_initial_state()

@@ -222,7 +222,8 @@ def test_xgrammar_has_no_special_tokens(backends: Backends) -> None:
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_errors_in_contents_say_where(backends: Backends, backend: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
-    constraint = of(tag("<", {"type": "json_schema", "json_schema": schema}, ">"))
+    form = tag("<", {"type": "json_schema", "json_schema": schema}, ">")
+    constraint = Constraint.structural_tag({"type": "structural_tag", "format": form}, strict_schema=True)
     with pytest.raises(InvalidConstraint) as caught:
         backends[backend].compile(constraint)
     assert caught.value.param == "structural_tag"

@@ -208,7 +208,7 @@ def test_the_validation_reads_listed_numbers_as_doubles() -> None:
     assert problem("4.9406564584124654e-324", {"anyOf": [{"maximum": 0}]}) is not None
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "lm-format-enforcer"])
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "outlines"])
 def test_a_regex_may_match_nothing_but_the_empty_text(backends: Backends, backend: str) -> None:
     matcher = backends[backend].compile(Constraint.regex("(?:a|b){0}")).matcher()
     row = np.empty(words(backends.vocabulary.padded_vocab_size), dtype=np.int32)

@@ -67,8 +67,8 @@ def accepts(backend: XGrammarBackend, schema: Any, value: Any) -> bool:
         ({"type": "string", "pattern": "(?=a)b"}, "lookaround", "/pattern"),
         ({"type": "string", "pattern": "^a+b+$", "maxLength": 5}, "maxLength", "/pattern"),
         ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "allOf", "/allOf"),
-        ({"patternProperties": {"^a": {"type": "null"}, "^ab": {"type": "string"}}}, "overlap", "/patternProperties"),
-        ({"properties": {"ab": {"const": 1}}, "patternProperties": {"b": {"const": 2}}}, "'ab'", "/patternProperties"),
+        ({"patternProperties": {"^a": {"type": "null"}, "^ab": {"type": "string"}}}, "several", "/patternProperties"),
+        ({"properties": {"ab": {"const": 1}}, "patternProperties": {"b": {"const": 2}}}, "named", "/patternProperties"),
         ({"propertyNames": {"maxLength": 3}, "additionalProperties": {"type": "null"}}, "propertyNames", None),
         ({"enum": [2**70, 1]}, "enum", "/enum"),
     ],
@@ -314,7 +314,7 @@ def test_malformed_grammars(backend: XGrammarBackend, text: str, error: type[Exc
     ],
 )
 def test_rules_without_any_text_are_refused(backend: XGrammarBackend, grammar: str) -> None:
-    """Such a rule would crash its process, and after several crashes the backend is suspended."""
+    """Such a rule would crash its process."""
     with pytest.raises(UnsupportedConstraint, match="derives nothing but itself"):
         backend.compile(Constraint.grammar(grammar))
 

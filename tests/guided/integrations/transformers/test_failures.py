@@ -92,7 +92,7 @@ class TestFailures:
 
     def test_waits_for_a_worker(self, vocabulary: Vocabulary) -> None:
         class Empty(FaultyPool):
-            """No worker is up before the second `settled` call."""
+            """No worker is up before the second `decided` call."""
 
             calls = 0
             step: Sequence[GuidedSequence] = ()
@@ -101,11 +101,11 @@ class TestFailures:
                 self.step = sequences
                 super().submit(sequences, new_tokens)
 
-            def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
-                step = super().collect(timeout, patience)
+            def collect(self, deadline: float | None = None) -> StepMasks:
+                step = super().collect(deadline)
                 return without_rows(step, [0]) if self.calls < 2 else step
 
-            def settled(self, timeout: float = 0.0) -> list[int]:
+            def decided(self) -> list[int]:
                 self.calls += 1
                 return [sequence.sequence_id for sequence in self.step]
 

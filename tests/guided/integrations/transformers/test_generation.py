@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 import torch
 from faulty_pool import FaultyPool
-from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers_generation import CONSTRAINTS, DATE, PROMPTS, SCHEMA, TOKENS, Replaying, check, inputs, outputs
 
-from benchmarks.transformers_processor import MODES as MODES_OF_BENCHMARK
-from benchmarks.transformers_processor import Generation
-from benchmarks.workload import DATA
 from guided.constraint import Constraint
-from guided.integrations.recycled_memory import RecycledMemory
 from guided.integrations.transformers import GuidedLogitsProcessor
 from guided.vocabulary import Vocabulary
 
@@ -31,14 +26,8 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(f"{key}={value}" for key, value in mode.items()))
 def test_a_batch_of_different_constraints_is_valid_and_equal_to_the_reference(
-    model: LlamaForCausalLM,
-    vocabulary: Vocabulary,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: dict[str, Any],
+    model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, mode: dict[str, Any]
 ) -> None:
-    fresh = RecycledMemory.like
-    monkeypatch.setattr(RecycledMemory, "like", lambda self, scores: fresh(self, scores).fill_(1e9))
     batch = inputs(tiny_tokenizer, PROMPTS)
     length = batch["input_ids"].shape[1]
     with GuidedLogitsProcessor(vocabulary, CONSTRAINTS) as subject:
@@ -128,28 +117,3 @@ def test_drafts_are_rolled_back(
     assert torch.equal(plain, drafted)
     for date in outputs(vocabulary, drafted, batch["input_ids"].shape[1])[0][0].split(" "):
         check(1, date)
-
-
-def test_bans_of_other_processors_never_allow_forbidden_tokens(
-    model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    batch = inputs(tiny_tokenizer, PROMPTS[:2])
-    length = batch["input_ids"].shape[1]
-    with GuidedLogitsProcessor(vocabulary, Constraint.choice(["yes"])) as subject:
-        for mode in ({}, {"do_sample": True}, {"num_beams": 3}):
-            sequences = model.generate(
-                **batch, **mode, logits_processor=[subject], min_new_tokens=20, max_new_tokens=30
-            )
-            assert outputs(vocabulary, sequences, length) == [("yes", True)] * 2
-
-
-@pytest.mark.skipif(not DATA.exists(), reason="the development data isn't there (shared/data beside the repository)")
-def test_real_schemas_greedily_and_by_beam_search() -> None:
-    """A sample of `python -m benchmarks.transformers_processor`."""
-    generation = Generation(max_tokens=120)
-    tasks = list(generation.tasks(DATA, 8, seed=1))
-    for mode in MODES_OF_BENCHMARK:
-        row = generation.run(mode, tasks, 4, tqdm(disable=True))
-        assert not row["wrong"]
-        assert row["valid"] == row["ended"] > 0
-        assert row["ended"] + row["beginnings"] == row["outputs"] >= 8

@@ -23,28 +23,6 @@ from guided.vocabulary import Vocabulary
 
 
 class TestPools:
-    def test_a_ray_pool(
-        self, model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, local_ray: None
-    ) -> None:
-        from actors import RayPool
-
-        batch = inputs(tiny_tokenizer, PROMPTS)
-        pool = RayPool(vocabulary, num_actors=2)
-        try:
-            with (
-                GuidedLogitsProcessor(vocabulary, CONSTRAINTS, pool=pool) as there,
-                GuidedLogitsProcessor(vocabulary, CONSTRAINTS) as here,
-            ):
-                for mode in ({}, {"num_beams": 3}):
-                    found = [
-                        model.generate(**batch, **mode, logits_processor=[one], max_new_tokens=30)
-                        for one in (there, here)
-                    ]
-                    assert torch.equal(*found)
-            assert pool.status().healthy
-        finally:
-            pool.shutdown()
-
     def test_a_pool_by_name_is_opened_and_shut_down(
         self,
         model: LlamaForCausalLM,

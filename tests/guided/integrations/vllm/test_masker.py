@@ -387,8 +387,8 @@ class Broken(InlinePool):
         self.late = [sequence.sequence_id for sequence in sequences]
         super().submit(sequences, new_tokens)
 
-    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
-        step = super().collect(timeout, patience)
+    def collect(self, deadline: float | None = None) -> StepMasks:
+        step = super().collect(deadline)
         if self.raises_in == "collect":
             raise ValueError("out of order")
         if self.raises_in == "no worker":
@@ -398,7 +398,7 @@ class Broken(InlinePool):
             return without_rows(step, [0])
         return step
 
-    def settled(self, timeout: float = 0.0) -> list[int]:
+    def decided(self) -> list[int]:
         return self.late
 
 
@@ -520,19 +520,19 @@ def test_a_request_that_ends_before_its_masks_are_applied() -> None:
 # masks that are not waited for
 
 
-def test_a_late_row_is_parked_until_its_mask_is_ready() -> None:
+def test_a_late_row_waits_until_its_mask_is_ready() -> None:
     pool = Broken()
     subject = Subject(lambda: pool)
     one, other = subject.begin("123", name="one"), subject.begin("45", name="other")
     subject.step(GuidedRow(one, 0, []), GuidedRow(other, 1, []))
     pool.late_steps = 1
     assert subject.masker.prepare([GuidedRow(one, 0, [1]), GuidedRow(other, 1, [4])])
-    masks = subject.masker.collect(0.0, park=True)
+    masks = subject.masker.collect(0.0, may_be_late=True)
     assert [allowed_ids(row).tolist() for row in masks] == [[STOP], [5]]
-    assert one.late <= subject.masker.settled()
+    assert one.late <= subject.masker.decided()
     assert not other.late
     assert subject.masker.prepare([GuidedRow(one, 0, [1])])
-    assert allowed_ids(subject.masker.collect(0.0, park=True)[0]).tolist() == [2]
+    assert allowed_ids(subject.masker.collect(0.0, may_be_late=True)[0]).tolist() == [2]
     assert not one.late
     assert not subject.failed
 

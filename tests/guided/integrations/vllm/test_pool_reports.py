@@ -24,7 +24,7 @@ STATUS = PoolStatus(
         WorkerStatus(1, 4, "restarting", None, "n", 0, 3, ends={"crash": 2, "memory": 1}),
     ],
     compiling=5,
-    backends=[BackendStatus("outlines", "suspended", crashes=2), BackendStatus("xgrammar", timeouts=1)],
+    backends=[BackendStatus("outlines", crashes=2), BackendStatus("xgrammar", timeouts=1)],
     trouble="there is no memory",
     replays=7,
 )
@@ -35,8 +35,6 @@ FIGURES = {
     ("guided_grammar_compiling", ""): 5,
     ("guided_mask_replays_total", ""): 7,
     ("guided_mask_actor_restarts_total", ""): 3,
-    ("guided_backend_up", "outlines"): 0,
-    ("guided_backend_up", "xgrammar"): 1,
     ("guided_compile_crashes_total", "outlines"): 2,
     ("guided_compile_timeouts_total", "xgrammar"): 1,
     ("guided_mask_actor_ends_total", "crash"): 2,
