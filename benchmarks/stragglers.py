@@ -8,8 +8,8 @@ The result is the inter-token latency of the *other* rows, compared with a run o
 and the latency of the slow row.
 
 Each way of masking runs in its own process, and the processes take turns. Rows follow real instances of real schemas,
-and the forward pass is simulated (see benchmarks.step_overhead). Ours runs with and without parking. Writes
-benchmarks/out/stragglers.{json,png}.
+and the forward pass is simulated (see benchmarks.step_overhead). Ours runs with the engine's deadline for masks, and
+without one. Writes benchmarks/out/stragglers.{json,png}.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ COLUMNS = {
     "ratio_p50": "ratio p50",
     "ratio_p99": "ratio p99",
     "slow_row_p50": "slow row p50",
+    "again_percent": "% computed again",
     "abandoned": "abandoned",
 }
 
@@ -77,8 +78,8 @@ def candidates(options: argparse.Namespace) -> list[Candidate]:
     every = frozenset({"llguidance", "xgrammar", "lm-format-enforcer"})
     actors = {"actors": options.actors, "compile_seconds": 5.0}
     found = [
-        Candidate("ours, parking", "ray", every, options={**actors, "parking": True}),
-        Candidate("ours, no parking", "ray", every, options=actors),
+        Candidate("ours", "ray", every, options={**actors, "deadline": True}),
+        Candidate("ours, no deadline", "ray", every, options=actors),
     ]
     if options.ours:
         return found
@@ -125,7 +126,7 @@ def measure(
 
 
 def _step_factor(candidate: Candidate, slow: bool) -> int:
-    if candidate.options.get("parking"):
+    if candidate.options.get("deadline"):
         return FREE_STEPS
     return 1 if slow else QUIET_STEPS
 
@@ -137,6 +138,7 @@ def figures(case: Case, candidate: Candidate, without: Samples, with_: Samples) 
     row |= {f"slow_row_{key}": value for key, value in percentiles(with_.slow_latency).items()}
     for at in ("p50", "p99"):
         row[f"ratio_{at}"] = round(row[f"with_{at}"] / row[f"without_{at}"], 3)
+    row["again_percent"] = round(100 * sum(with_.again) / (len(with_.latency) + len(with_.slow_latency)), 2)
     row["refused"] = without.refused + with_.refused
     row["abandoned"] = len(row["refused"])  # documents whose next token a mask forbade: none, if all is well
     row["tokens"] = {"without": len(without.latency), "with": len(with_.latency), "slow row": len(with_.slow_latency)}
@@ -174,7 +176,7 @@ def parsed() -> argparse.Namespace:
         "--steps",
         type=int,
         default=20,
-        help=f"measured steps per way that waits for the slow row; ours with parking runs {FREE_STEPS} times as many",
+        help=f"measured steps per way that waits for the slow row; ours runs {FREE_STEPS} times as many",
     )
     parser.add_argument(
         "--seconds", type=float, default=30.0, help="time limit per way and case: a slow way runs fewer steps"

@@ -56,11 +56,9 @@ class EngineConfig:
         num_speculative_tokens: maximum number of draft tokens per sequence and step. The drafts are the tokens that
             followed an earlier occurrence of the newest tokens, in prompt or output. Outputs are the same, except for
             rounding. Useful where outputs copy from prompts. Not with custom logits processors. 0: off.
-        parking: a step continues without the sequences that have no mask at the step's deadline. They are sampled when
-            their mask is ready. This changes when a token is sampled, never which token. If false, only rows
-            without a worker are left out.
-        mask_deadline: seconds that a step waits for masks once its logits are computed. None: 5 % of the mean step, at
-            least 1 ms.
+        mask_deadline: seconds that a step waits for masks once its logits are computed. The step then continues without
+            the rows that have no mask. They are computed again when their mask is ready: this changes when a token is
+            sampled, not which token. None: 5 % of the mean step, at least 1 ms.
         limits: limits of the constraint of a request.
         max_n: maximum number of outputs (`n`) of one request. None: `max_num_seqs`.
         logits_processors: custom logits processors in the order in which they run: classes, or `module:Class`
@@ -79,7 +77,6 @@ class EngineConfig:
     seed: int = 0
     forced_tokens: bool = True
     num_speculative_tokens: int = 0
-    parking: bool = True
     mask_deadline: float | None = None
     limits: Limits = DEFAULT_LIMITS
     max_n: int | None = None

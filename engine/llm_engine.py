@@ -23,11 +23,11 @@ from engine.compile_turns import CompileTurns
 from engine.config import EngineConfig
 from engine.keywords import refuse_unknown, without_neutral
 from engine.kv_cache import CudaMemory, main_memory_share, plan_blocks
+from engine.late_rows import LateRows
 from engine.logits_processors.loading import processors_of
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.outputs import RequestOutput
-from engine.parking import ParkedSequences
 from engine.sampler import Sampler, SamplerOutput, ranked_logprobs
 from engine.sampling_metadata import SamplingMetadata, ScoredRows
 from engine.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, GuidedError, InternalError, InvalidRequest, PostProcessorFailed, bounded
 from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor
-from guided.processor import GuidedProcessor
+from guided.processor import FIRST_MASK_SECONDS, GuidedProcessor
 from guided.sequence import SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class LLMEngine:
             raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
         self.processor = processor
         self.stats = EngineStats()
-        self.parking = ParkedSequences(self.sampler, self.processor, self.stats, limit=config.max_num_seqs)
+        self.late_rows = LateRows(self.scheduler, self.stats)
         self.beams = Beams(self.scheduler, self.processor)
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
@@ -213,24 +213,22 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the requests that have changed; without `stream`, only those that have finished.
 
-        If no sequence can run, it returns at once. If all that could run are parked, it waits briefly for a mask.
+        If no sequence can run, it returns at once.
         """
-        self.resume()
         started = time.perf_counter()
         batch = self.schedule()
-        if batch.is_empty:
-            self.resume(_IDLE_SECONDS)
-        else:
+        if not batch.is_empty:
             with self._surviving(batch), torch.inference_mode():
                 metadata = self._metadata = SamplingMetadata.prepare(batch, self.model.device, self._metadata)
                 self.prepare(metadata)
                 self.sampler.begin(metadata)
                 hidden = self.execute(batch)
                 logits = self.compute_logits(hidden, metadata)
-                report = self.apply(logits, metadata, alone=not self.parking)
+                report = self.apply(logits, metadata)
                 sampled, skipped = self.sample(logits, metadata, report)
                 self.append(sampled, metadata, skipped)
                 self.stats.note_step(time.perf_counter() - started, report.wait_seconds)
+        self.stats.late = len(self.late_rows)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished()]
 
@@ -287,24 +285,12 @@ class LLMEngine:
         how = f"failed: {error}" if error is not None else f"took {seconds:.1f} s"
         logger.info("warm-up on %s: a request with %d tokens %s", self.model.device, longest, how)
 
-    def resume(self, timeout: float = 0.0) -> None:
-        """Sample the parked sequences that have their mask, from the kept logits. Waits `timeout` seconds at most."""
-        settled = self.parking.settled(timeout)
-        if not settled:
-            return
-        with torch.inference_mode():
-            metadata = SamplingMetadata(settled, None, self.model.device)
-            self.prepare(metadata)
-            logits = self.sampler.recall(metadata)
-            report = self.apply(logits, metadata, alone=False)
-            sampled, skipped = self.sample(logits, metadata, report)
-        for row, sequence in enumerate(settled):
-            if row not in skipped:
-                self.parking.remove(sequence)
-        self.append(sampled, metadata, skipped)
-
     def schedule(self) -> ScheduledBatch:
-        """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run."""
+        """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run.
+
+        Late sequences run once their mask is decided. If nothing else can run, all of them do: the step then waits for
+        the first mask, and new requests are seen between two steps.
+        """
         while self._compiled:
             self._finish_compilation(*self._compiled.popleft())
         for group in self._turns.next():
@@ -316,7 +302,12 @@ class LLMEngine:
             for request_id, error in self.processor.failures().items():
                 if request_id in self.groups:
                     self._fail(self.groups[request_id], error)
+        if self.late_rows:
+            self.late_rows.resume(() if self.processor is None else self.processor.decided())
         batch = self.scheduler.schedule()
+        if batch.is_empty and self.late_rows:
+            self.late_rows.resume_all()
+            batch = self.scheduler.schedule()
         for chunk in batch.prefills:
             group = chunk.sequences[0].group
             if group.scheduled_time is None:
@@ -388,17 +379,12 @@ class LLMEngine:
                 for each in entries:
                     sequence.add_logprobs(each)
 
-    def apply(self, logits: torch.Tensor, metadata: SamplingMetadata, *, alone: bool = True) -> ApplyReport:
-        """Wait for the masks until the step's deadline, and apply them to `logits` in place.
-
-        Args:
-            alone: no sequence outside of `metadata` is delayed by the wait.
-        """
+    def apply(self, logits: torch.Tensor, metadata: SamplingMetadata) -> ApplyReport:
+        """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
         if not metadata.guided:
             return _NOTHING_MASKED
         assert self.processor is not None
-        alone = alone and metadata.all_constrained
-        report = self.processor.apply(logits, self._patience(), alone, keep_late=True)
+        report = self.processor.apply(logits, self._deadline(metadata))
         self._prepared = None
         self.stats.note_masks(report)
         for row in metadata.detailed:
@@ -406,11 +392,12 @@ class LLMEngine:
                 details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
-    def _patience(self) -> float | None:
-        if not self.config.parking:
-            return None
+    def _deadline(self, metadata: SamplingMetadata) -> float:
         given = self.config.mask_deadline
-        return given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
+        deadline = given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
+        if metadata.beams and len({sequence.group for sequence in metadata.sequences}) == 1:
+            return max(deadline, FIRST_MASK_SECONDS)  # beams wait for each other in any case
+        return deadline
 
     def sample(
         self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport
@@ -418,14 +405,12 @@ class LLMEngine:
         """Sample a token for each row. Returns the tokens and the skipped rows.
 
         Rows with a failed mask or logits processor are skipped, and their groups end. Rows with a late mask are
-        skipped, and their sequences are parked.
+        skipped, and their sequences do not run until it is ready.
         """
         with self.stats.timing("sample_seconds"):
             skipped: frozenset[int] = frozenset()
-            if report.failed or report.late or self.sampler.processors.failed:
-                skipped = self._skip(logits, metadata, report)
-            if metadata.beams:
-                skipped |= self.parking.hold_beams(logits, metadata, skipped)
+            if report.failed or report.late or self.sampler.processors.failed or metadata.beams:
+                skipped = self._skip(metadata, report)
             sampled = self.sampler.sample(logits, metadata, skipped)
         for row, failure in sampled.failed.items():
             self._fail(metadata.sequences[row].group, failure)
@@ -434,26 +419,28 @@ class LLMEngine:
                 self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
         return sampled, skipped
 
-    def _skip(self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport) -> frozenset[int]:
-        """End the groups of failed rows, and park the sequences of late ones. Returns these rows."""
-        late = set(report.late)
+    def _skip(self, metadata: SamplingMetadata, report: ApplyReport) -> frozenset[int]:
+        """End the groups of failed rows, and note the late ones. Returns these rows."""
+        late_ids = set(report.late)
+        late: list[int] = []
         skipped = set(self.sampler.processors.failed)
         for row, failure in self.sampler.processors.failed.items():
             self._fail(metadata.sequences[row].group, failure)
         for row in metadata.guided_rows.tolist():
             sequence = metadata.sequences[row]
             error = report.failed.get(sequence.seq_id)
-            if error is None and sequence.seq_id not in late:
+            if error is None and sequence.seq_id not in late_ids:
                 continue
-            skipped.add(row)
             if row in metadata.draft_rows:
                 assert self.processor is not None
                 self.processor.free_sequence(sequence.seq_id)  # opened again when it is needed
+                skipped.add(row)
             elif error is not None:
                 self._fail(sequence.group, error)
+                skipped.add(row)
             else:
-                self.parking.add(sequence, logits, row, metadata)
-        return frozenset(skipped)
+                late.append(row)
+        return frozenset(skipped) | self.late_rows.add(metadata, late, skipped)
 
     def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
         """Append the tokens, accept drafts, apply the post-processor's edits, continue beams, end what is complete."""
@@ -478,12 +465,10 @@ class LLMEngine:
 
     def _append_tokens(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
         """Append a token to each sequence but beams. Returns whether a sequence has ended."""
-        changed, now = self._changed, time.monotonic()
-        # A parked sequence may have been preempted. It gets its token before it runs again.
-        running, waiting = SequenceStatus.RUNNING, SequenceStatus.WAITING
+        changed, now, running = self._changed, time.monotonic(), SequenceStatus.RUNNING
         any_ended = False
         for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
-            if row in skipped or (sequence.status is not running and sequence.status is not waiting):
+            if row in skipped or sequence.status is not running:
                 continue
             group = sequence.group
             changed[group] = None
@@ -560,8 +545,6 @@ class LLMEngine:
             group.step_seconds = self.stats.of_steps.since(group.step_seconds)
         group.finished_time = time.monotonic()
         self._turns.cancel(group)
-        for sequence in group.sequences:
-            self.parking.remove(sequence)
         self.scheduler.remove(group)
         if self.groups.pop(group.request_id, None) is not None and self.processor is not None:
             self.processor.free(group.request_id)
@@ -572,5 +555,3 @@ _LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
 """Default mask deadline: seconds, or this share of the mean step, whichever is more."""
 _SCORED_ROWS = 256
 """Maximum number of prompt tokens that are scored at once: each takes a row of logits."""
-_IDLE_SECONDS = 0.01
-"""Time that a step waits for a mask while all sequences are parked. It delays new requests and aborts."""

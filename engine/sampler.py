@@ -7,7 +7,6 @@ Suppressed tokens get a very small but finite logit, and the mask sets -inf: whe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from engine.logprobs import TokenLogprobs
 from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import GREEDY_BELOW
-from engine.sequence import Parked, SequenceGroup
+from engine.sequence import SequenceGroup
 from guided.sequence import SequenceOutput
 
 
@@ -103,27 +102,6 @@ class Sampler:
             given = [metadata.sequences[row].params.temperature for row in metadata.beams]
             heat = logits.new_tensor([one if one >= GREEDY_BELOW else 1.0 for one in given])
             self._beam_logprobs = (logits[metadata.beams] / heat[:, None]).log_softmax(-1)
-        return logits
-
-    def park(self, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> Parked:
-        """Keep what `recall` needs to sample this row later. Call it between `adjust` and `sample`."""
-        raw = None
-        if self._raw is not None and row in metadata.with_logprobs:
-            raw = self._raw[metadata.with_logprobs.index(row)].clone()
-        kept = logits[row]
-        if self._beam_logprobs is not None and row in metadata.beams:  # the mask may have been applied to the logits
-            kept = self._beam_logprobs[metadata.beams.index(row)]
-        return Parked(kept.clone(), raw, time.monotonic())
-
-    def recall(self, metadata: SamplingMetadata) -> torch.Tensor:
-        """Return a copy of the kept logits, float32 `[rows, vocab]`. Takes the place of `adjust` for parked rows."""
-        self.processors.begin_parked(metadata)
-        parked = [sequence.parked for sequence in metadata.sequences]
-        raw = [one.logprobs for one in parked if one is not None and one.logprobs is not None]
-        self._raw = torch.stack(raw) if raw else None
-        logits = torch.stack([one.logits for one in parked if one is not None])
-        if metadata.beams:
-            self._beam_logprobs = logits[metadata.beams]
         return logits
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int] = ()) -> SamplerOutput:

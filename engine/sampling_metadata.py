@@ -85,7 +85,6 @@ class SamplingMetadata:
         """The rows for the post-processors: those with a constraint, or all."""
         self.guided_rows = np.array(guided, np.intp)
         """int `[len(guided)]`: their row numbers."""
-        self.all_constrained = all(sequence.params.constraint is not None for sequence in self.sequences)
         self.draft_rows = frozenset(at + 1 + n for at, drafts in self.drafted.items() for n in range(len(drafts)))
         """Rows of drafts: they are sampled only to decide on the drafts."""
         params = [sequence.params for sequence in self.sequences]

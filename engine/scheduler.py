@@ -88,7 +88,7 @@ class Scheduler:
     that have begun.
 
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
-    that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
+    that wait for their grammar are skipped and keep their turn. Late sequences are skipped and keep their blocks.
     """
 
     def __init__(
@@ -150,8 +150,6 @@ class Scheduler:
             if sequence.is_finished():
                 self._free(sequence)
         self.running = [sequence for sequence in self.running if not sequence.is_finished()]
-        if self.preempted:  # a parked sequence can be preempted, and finish when it is sampled
-            self.preempted = deque(sequence for sequence in self.preempted if not sequence.is_finished())
 
     def schedule(self) -> ScheduledBatch:
         """Build the next step's batch. It is empty if no sequence can run."""
@@ -208,7 +206,7 @@ class Scheduler:
             return self.max_num_batched_tokens, _UNLIMITED
         costs = self._costs()
         waiting = {group.client for group in self.waiting if not group.waits_for_grammar}
-        waiting.update(sequence.group.client for sequence in self.preempted if sequence.parked is None)
+        waiting.update(sequence.group.client for sequence in self.preempted)
         costs.update(waiting - costs.keys())
         tokens = self.step_tokens + 2 * len(costs)
         if len(costs) < 2:
@@ -226,7 +224,7 @@ class Scheduler:
         held: set[int] = set()
         for sequence in self.running if share < _UNLIMITED else ():
             group = sequence.group
-            if sequence.parked is not None:
+            if sequence.is_late:
                 continue
             if running[group.client] < share or (group.beams is not None and group in let_in):
                 running[group.client] += self._cost(sequence)
@@ -269,7 +267,7 @@ class Scheduler:
         preempted = False
         while done < len(queue):
             sequence = queue[done]
-            if sequence.parked is not None or sequence.seq_id in skipped:
+            if sequence.is_late or sequence.seq_id in skipped:
                 done += 1
                 continue
             if sequence.computed % block_size == 0:
@@ -287,7 +285,7 @@ class Scheduler:
             done += 1
         behind: list[list[Sequence]] = []
         for sequence in queue:
-            if sequence.parked is not None or sequence.seq_id in skipped:
+            if sequence.is_late or sequence.seq_id in skipped:
                 continue
             if sequence.computed == sequence.length - 1:
                 sequence.computed = sequence.length
@@ -308,21 +306,22 @@ class Scheduler:
             self._free(one)
             one.status = SequenceStatus.WAITING
             one.computed = 0
+            one.is_late = False
             self.num_preemptions += 1
             self.preempted.appendleft(one)
 
     def take_over(self, beams: list[Sequence], parents: list[int]) -> None:
         """Give each beam the blocks of beam `parents[i]`."""
-        if any(beam.status is not SequenceStatus.RUNNING for beam in beams):
-            for beam in beams:  # some have no blocks
-                if beam.status is SequenceStatus.RUNNING:
-                    self.preempt(beam)
-            return
         ids = [beam.seq_id for beam in beams]
         self.blocks.take_over({ids[own]: ids[parent] for own, parent in enumerate(parents) if own != parent})
 
+    def skip(self, sequence: Sequence) -> None:
+        """Do not run a sequence while `is_late` is set. Then compute its last token again."""
+        sequence.is_late = True
+        self.rewind(sequence)
+
     def rewind(self, sequence: Sequence) -> None:
-        """Have the last token of an output that became shorter computed again."""
+        """Have the last token computed again, if it was computed. Tokens after it were removed."""
         sequence.computed = min(sequence.computed, sequence.length - 1)
         self.blocks.rewind(sequence.seq_id, sequence.computed)
 
@@ -439,10 +438,10 @@ class Scheduler:
         return Counter(sequence.group.client for sequence in self.running)
 
     def _costs(self) -> Counter[str]:
-        """Return what one token of each running sequence costs, by client. Parked sequences do not count."""
+        """Return what one token of each running sequence costs, by client. Late sequences do not count."""
         costs: Counter[str] = Counter()
         for sequence in self.running:
-            if sequence.parked is None:
+            if not sequence.is_late:
                 costs[sequence.group.client] += self._cost(sequence)
         return costs
 
@@ -454,12 +453,11 @@ class Scheduler:
         """Return the prefills that could run, by client: preempted sequences, then groups in the order of arrival."""
         queues: dict[str, deque[list[Sequence]]] = {}
         for sequence in self.preempted:
-            if sequence.parked is None:
-                queue = queues.setdefault(sequence.group.client, deque())
-                if queue and sequence.group.beams is not None and queue[-1][0].group is sequence.group:
-                    queue[-1].append(sequence)  # beams start together: one alone could not go on
-                else:
-                    queue.append([sequence])
+            queue = queues.setdefault(sequence.group.client, deque())
+            if queue and sequence.group.beams is not None and queue[-1][0].group is sequence.group:
+                queue[-1].append(sequence)  # beams start together: one alone could not go on
+            else:
+                queue.append([sequence])
         for group in self.waiting:
             if not group.waits_for_grammar:
                 queues.setdefault(group.client, deque()).append(group.sequences)

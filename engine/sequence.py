@@ -76,20 +76,6 @@ class MaskDetails:
 
 
 @dataclass(slots=True)
-class Parked:
-    """What a sequence needs to be sampled without another forward pass."""
-
-    logits: torch.Tensor
-    """float32 `[vocab]`: adjusted, not masked."""
-    logprobs: torch.Tensor | None
-    """float32 `[vocab]`: raw log-probabilities, where some were asked for."""
-    since: float
-    """`time.monotonic()` of when it was parked."""
-    is_late: bool = True
-    """Its mask is missing. If not, it is a beam that waits for the others."""
-
-
-@dataclass(slots=True)
 class SequenceData:
     """Token ids of one sequence."""
 
@@ -178,9 +164,9 @@ class Sequence:
         self.text_complete = False
         """`detokenizer.text` is final."""
         self.error: GuidedError | None = None
-        self.parked: Parked | None = None
-        """Set while its mask is late, or the mask of another beam of its group. A parked sequence does not run, and
-        keeps its blocks unless it is preempted."""
+        self.is_late = False
+        """Its mask is late, or that of another beam of its group. A late sequence does not run, and keeps its blocks
+        unless it is preempted."""
         self.group: SequenceGroup
         self.drafts: Drafts | None = None
         self.details = MaskDetails() if params.mask_details else None
@@ -295,6 +281,7 @@ class Sequence:
         if not self.is_finished():
             self.status = status
             self.error = error
+            self.is_late = False
 
 
 class StepSeconds(NamedTuple):
@@ -324,7 +311,7 @@ class SequenceGroup:
     client: str = ""
     """The scheduler shares the engine between clients."""
     beams: BeamSearch | None = None
-    """Set if it is a beam search. Its sequences are the beams: they are sampled in the same step, or parked."""
+    """Set if it is a beam search. Its sequences are the beams: they are sampled in the same step."""
     held_back: int = 0
     """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None

@@ -39,10 +39,12 @@ class EngineStats:
     """Draft tokens that were accepted."""
     forced_tokens: int = 0
     """Tokens that were appended without a forward pass of their own."""
-    parked: int = 0
-    """Number of sequences that are parked now."""
-    parkings: int = 0
-    parked_seconds: float = 0.0
+    late: int = 0
+    """Number of sequences with a late mask after the last step, or with one of another beam of their group."""
+    late_rows: int = 0
+    """Rows without a mask at the step's deadline."""
+    computed_again: int = 0
+    """Sequences that were skipped and run again: the last token of each is computed a second time."""
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
 

@@ -78,7 +78,7 @@ def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_
                 end(index, error)
         for name, lost in processor.failures().items():  # a worker died between two steps
             end(int(name), lost)
-        for index in processor.settled(0.0 if running else 0.05):  # late rows with a mask by now
+        for index in processor.decided() if running else list(late):  # late rows with a mask by now
             late.remove(index)
             running.append(index)
         if not running:
@@ -92,7 +92,7 @@ def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_
             forward=partial(forward, model, texts),
             sample=lambda logits: logits.argmax(dim=-1).tolist(),
             logits_rows=[running.index(index) for index in guided],
-            patience=DEADLINE,
+            deadline=DEADLINE,
         )
         for index, token in zip(list(running), step.tokens, strict=True):
             if index in step.report.failed:

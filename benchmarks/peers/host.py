@@ -20,7 +20,7 @@ from benchmarks.peers.rows import Document, Rows
 def _guided(pool: Any, options: dict[str, Any]) -> Way:
     from benchmarks.peers.ours import Guided
 
-    return Guided(pool, options.get("parking", False))
+    return Guided(pool, options.get("deadline", False))
 
 
 def _unguided(options: dict[str, Any]) -> Way:

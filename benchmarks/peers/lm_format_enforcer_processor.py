@@ -80,9 +80,6 @@ class LMFormatEnforcerProcessor:
         self._cpu += time.process_time() - cpu
         return allowed
 
-    def resume(self) -> list[tuple[RunningSequence, bool]]:
-        return []
-
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
         forward.start()
         logits = forward.wait()

@@ -81,7 +81,9 @@ class Times:
     kernel_cpu: float = 0.0
     """CPU seconds of this process in the kernel."""
     late: set[int] = field(default_factory=set)
-    """Parked rows, which must not be sampled in this step."""
+    """Rows that wait for a late mask, and must not be sampled in this step."""
+    again: int = 0
+    """Number of rows that were late before, and were computed again in this step."""
 
 
 class Way(Protocol):
@@ -98,9 +100,6 @@ class Way(Protocol):
 
     def close(self, sequence: RunningSequence) -> None:
         """Remove a sequence."""
-
-    def resume(self) -> list[tuple[RunningSequence, bool]]:
-        """Sample parked sequences before a step. Returns them, and whether their mask allowed the token."""
 
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
         """Run one decode step of the batch: forward pass and masks. Returns the masked logits."""
@@ -124,8 +123,10 @@ class Samples:
     """Seconds between two tokens of a sequence, for all rows except the slow ones."""
     slow_latency: list[float] = field(default_factory=list)
     """The same for the slow rows."""
-    parked: list[int] = field(default_factory=list)
-    """Number of parked rows at the end of the step."""
+    late: list[int] = field(default_factory=list)
+    """Number of rows that were not sampled, because their mask was late."""
+    again: list[int] = field(default_factory=list)
+    """Number of rows that were computed again after a late mask."""
     refused: list[str] = field(default_factory=list)
     """Documents that were abandoned because the mask forbade their next token."""
 
@@ -152,27 +153,21 @@ class Run:
 
     def _step(self, samples: Samples) -> None:
         rows = self._rows
-        cpu, started = time.process_time(), time.perf_counter()
-        resumed = self._way.resume()
-        resuming = time.perf_counter() - started
-        resuming_cpu = time.process_time() - cpu
-        self._clock += resuming  # the clock excludes the benchmark's own work between steps
-        for sequence, fine in resumed:
-            self._append(sequence, fine, samples)
         tokens = rows.next_tokens()
         self._forward.feed(tokens)
         cpu, started = time.process_time(), time.perf_counter()
         logits, times = self._way.step(rows.sequences, self._forward)
         sampling = self._way.sampled(rows.sequences, tokens)
         step, cpu = time.perf_counter() - started, time.process_time() - cpu
-        self._clock += step
-        samples.step.append(resuming + step)
+        self._clock += step  # the clock excludes the benchmark's own work between steps
+        samples.step.append(step)
         samples.exposed.append(times.exposed + sampling)
         samples.outside.append(times.outside + sampling)
         samples.hidden.append(times.hidden)
         samples.kernel.append(times.kernel)
-        samples.cpu.append(resuming_cpu + cpu - times.kernel_cpu)
-        samples.parked.append(len(times.late))
+        samples.cpu.append(cpu - times.kernel_cpu)
+        samples.late.append(len(times.late))
+        samples.again.append(times.again)
         allowed = _allowed(logits, tokens)
         for sequence, fine in zip(list(rows.sequences), allowed, strict=True):
             if sequence.row not in times.late:

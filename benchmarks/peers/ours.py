@@ -43,9 +43,6 @@ class Unguided:
     def close(self, sequence: RunningSequence) -> None:
         pass
 
-    def resume(self) -> list[tuple[RunningSequence, bool]]:
-        return []
-
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
         forward.start()
         return forward.wait(), Times()
@@ -58,15 +55,16 @@ class Guided:
     """Mask with our post-processor over a pool, called as our engine calls it.
 
     Args:
-        parking: park a row if its mask misses the engine's default deadline.
+        has_deadline: continue without rows that have no mask at the engine's default deadline. False: wait for all.
     """
 
-    def __init__(self, pool: MaskPool, parking: bool) -> None:
+    def __init__(self, pool: MaskPool, has_deadline: bool) -> None:
         self._pool = pool
-        self._parking = parking
+        self._has_deadline = has_deadline
         self._processor = GuidedProcessor(pool)
         self._mean_step = 0.0
-        self._parked: dict[int, tuple[RunningSequence, torch.Tensor]] = {}
+        self._late: set[int] = set()
+        """Ids of sequences that wait for a late mask."""
         self._backend = ""
         self._grammars: dict[tuple[str, str], Future[Grammar]] = {}  # never released: they stay compiled
         self._guided: dict[int, GuidedSequence] = {}
@@ -131,7 +129,7 @@ class Guided:
 
     def begin(self, batch: int, slow: Slowness) -> None:
         self._processor = GuidedProcessor(self._pool)
-        self._parked.clear()
+        self._late.clear()
         self._mean_step = 0.0
         self._slow = slow
 
@@ -149,29 +147,13 @@ class Guided:
     def close(self, sequence: RunningSequence) -> None:
         self._processor.free(str(sequence.id))
         self._guided.pop(sequence.id, None)
+        self._late.discard(sequence.id)
         self._changed = True
 
-    def resume(self) -> list[tuple[RunningSequence, bool]]:
-        """Sample the parked sequences that have their masks now, from their saved logits."""
-        settled = [self._parked[id_] for id_ in self._processor.settled() if id_ in self._parked]
-        if not settled:
-            return []
-        logits = torch.stack([kept for _, kept in settled])
-        self._processor.prepare([self._guided[sequence.id] for sequence, _ in settled])
-        report = self._processor.apply(logits, self._patience(), alone=False)
-        stop = self._pool.vocabulary.stop_token_ids[0]
-        sampled: list[tuple[RunningSequence, bool]] = []
-        for row, (sequence, _) in enumerate(settled):
-            if sequence.id not in report.late:
-                fine = sequence.id not in report.failed and bool(logits[row, sequence.next_token(stop)] != -torch.inf)
-                del self._parked[sequence.id]
-                self._changed = True
-                sampled.append((sequence, fine))
-        return sampled
-
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
+        again = self._take_decided(len(sequences)) if self._late else 0
         if self._changed:  # as `engine.sampling_metadata` does
-            running = [sequence for sequence in sequences if sequence.id not in self._parked]
+            running = [sequence for sequence in sequences if sequence.id not in self._late]
             self._batch = tuple(self._guided[sequence.id] for sequence in running)
             self._logits_rows = np.array([sequence.row for sequence in running], np.intp)
             self._changed, self._new_tokens = False, None
@@ -182,7 +164,7 @@ class Guided:
         forward.start()
         logits = forward.wait()
         ready = time.perf_counter()
-        report = self._processor.apply(logits, self._patience(), keep_late=self._parking)
+        report = self._processor.apply(logits, self._deadline())
         ended = time.perf_counter()
         exposed = prepared + report.wait_seconds
         times = Times(
@@ -191,12 +173,12 @@ class Guided:
             hidden=max(0.0, report.mask_seconds - exposed),
             kernel=report.kernel_seconds,
             kernel_cpu=self._kernel_cpu - kernel_cpu,
-            late={sequence.row for sequence, _ in self._parked.values()},
+            again=again,
         )
         self._changed = bool(report.late or report.failed)
+        self._late.update(report.late)
         for sequence in sequences:
-            if sequence.id in report.late:
-                self._parked[sequence.id] = sequence, logits[sequence.row].clone()
+            if sequence.id in self._late:
                 times.late.add(sequence.row)
             elif sequence.id in report.failed:
                 logits[sequence.row] = float("-inf")
@@ -204,9 +186,18 @@ class Guided:
         self._mean_step += 0.1 * (step - self._mean_step) if self._mean_step else step
         return logits, times
 
-    def _patience(self) -> float | None:
+    def _take_decided(self, rows: int) -> int:
+        """Let late sequences run again that are decided, or all if no other can run. Returns their number."""
+        decided = self._late.intersection(self._processor.decided())
+        if not decided and len(self._late) == rows:
+            decided = self._late.copy()
+        self._late -= decided
+        self._changed |= bool(decided)
+        return len(decided)
+
+    def _deadline(self) -> float | None:
         """Return the mask deadline in seconds, as `EngineConfig.mask_deadline` defines it; None waits."""
-        return max(0.001, 0.05 * self._mean_step) if self._parking else None
+        return max(0.001, 0.05 * self._mean_step) if self._has_deadline else None
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
         """The engine's sampler has the tokens as an array: that costs nothing here."""

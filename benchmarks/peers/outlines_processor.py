@@ -75,9 +75,6 @@ class OutlinesProcessor:
     def close(self, sequence: RunningSequence) -> None:
         pass
 
-    def resume(self) -> list[tuple[RunningSequence, bool]]:
-        return []
-
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
         forward.start()
         logits = forward.wait()

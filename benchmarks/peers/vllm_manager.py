@@ -113,9 +113,6 @@ class VLLMManager:
     def close(self, sequence: RunningSequence) -> None:
         self._requests.pop(str(sequence.id), None)
 
-    def resume(self) -> list[tuple[RunningSequence, bool]]:
-        return []
-
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
         ids = [str(sequence.id) for sequence in sequences]
         forward.start()

@@ -83,9 +83,6 @@ class XGrammarProcessor:
     def close(self, sequence: RunningSequence) -> None:
         pass
 
-    def resume(self) -> list[tuple[RunningSequence, bool]]:
-        return []
-
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
         if self._processor is None:
             grammars = [self.grammars[self._opened[row]] for row in range(len(sequences))]

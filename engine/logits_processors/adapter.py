@@ -26,8 +26,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
     """Subclass it and define `is_argmax_invariant` and `new_req_logits_processor`. A subclass with its own `__init__`
     calls `super().__init__(vllm_config, device, is_pin_memory)`.
 
-    A sequence that was preempted or parked gets a new callable with all its output ids. So the callable's result should
-    depend on the ids, not on the number of calls.
+    A sequence that was preempted gets a new callable with all its output ids, and a callable may be called again with
+    the same ids. So its result should depend on the ids, not on the number of calls.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:

@@ -79,7 +79,7 @@ class RequestIndices:
 
     def __init__(self, count: int, max_model_len: int) -> None:
         self.holders: dict[int, Sequence] = {}
-        """By index. Parked sequences keep theirs. Ended and preempted sequences lose theirs at the next `assign`."""
+        """By index. Late sequences keep theirs. Ended and preempted sequences lose theirs at the next `assign`."""
         self.token_ids: NDArray[np.int32] = np.zeros((count, max_model_len), dtype=np.int32)
         self.seq_lens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self._of: dict[Sequence, int] = {}
@@ -95,7 +95,7 @@ class RequestIndices:
                 self._release(sequence)
         for sequence in rows:
             if sequence not in self._of:
-                self._enter(sequence, wanted)
+                self._enter(sequence)
             index, length = self._of[sequence], sequence.length
             known = int(self.seq_lens[index]) if self._edits.get(index) == sequence.edits else 0
             self._edits[index] = sequence.edits
@@ -106,9 +106,7 @@ class RequestIndices:
                 self.seq_lens[index] = length
         return np.array([self._of[sequence] for sequence in rows], dtype=np.int64)
 
-    def _enter(self, sequence: Sequence, wanted: set[Sequence]) -> None:
-        if not self._free:  # `wanted` has preempted parked sequences besides the running ones: take another's index
-            self._release(next(holder for holder in self._of if holder not in wanted))
+    def _enter(self, sequence: Sequence) -> None:
         index = self._free.pop()
         self._of[sequence] = index
         self.holders[index] = sequence

@@ -29,10 +29,6 @@ class Host(ABC):
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
         """Announce the next batch. `alone`: hide all other sequences from the processor."""
 
-    def begin_parked(self, rows: Rows[Sequence]) -> None:
-        """Announce a batch of parked rows. The rows of the last batch continue afterwards."""
-        self.begin(rows)
-
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Process the logits of the announced rows, float32 `[rows, vocab]`."""
         after: object = self._processor.apply(logits)
@@ -48,36 +44,34 @@ class Host(ABC):
 
 
 class RowHost(Host):
-    """Hosts a processor of vLLM V1's model."""
+    """Hosts a processor of vLLM V1's model.
 
-    def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
+    With `keeps_late`, a late sequence stays in the batch, so that the processor keeps its state of it.
+    """
+
+    def __init__(
+        self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device, *, keeps_late: bool = False
+    ) -> None:
         super().__init__(kind, config, device)
-        self._capacity = config.scheduler_config.max_num_seqs
+        self._keeps_late = keeps_late
         self._batch = PersistentBatch()
-        self._skipped = 0
-        """Rows at the beginning of the batch that have no logits: they wait while parked rows are sampled."""
+        self._late: list[Sequence] = []
+        """Late sequences at the end of the batch. They have no logits in this step."""
 
     @property
     def is_empty(self) -> bool:
         return not self._batch.rows
 
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
-        self._skipped = 0
-        self._processor.update_state(self._batch.update(rows))
-
-    def begin_parked(self, rows: Rows[Sequence]) -> None:
-        coming = set(rows)
-        # Rows of the last batch stay, because the processor would lose its state of them.
-        staying = [row for row in self._batch.rows if row not in coming and not row.is_finished()]
-        del staying[max(0, self._capacity - len(rows)) :]
-        self._skipped = len(staying)
-        self._processor.update_state(self._batch.update([*staying, *rows]))
+        if self._keeps_late:
+            self._late = [row for row in self._batch.rows if row.is_late]
+        self._processor.update_state(self._batch.update([*rows, *self._late]))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        if not self._skipped:
+        if not self._late:
             return super().apply(logits)
-        blank = logits.new_zeros(self._skipped, logits.shape[1])
-        return super().apply(torch.cat([blank, logits]))[self._skipped :]
+        blank = logits.new_zeros(len(self._late), logits.shape[1])
+        return super().apply(torch.cat([logits, blank]))[: len(logits)]
 
     def restart(self) -> None:
         self._batch = PersistentBatch()

@@ -69,7 +69,7 @@ class MoveDirectionality(Enum):
 
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
 """In V1's model: index, parameters, prompt token ids, output token ids. The engine appends to the last list: do not
-change it. It is not empty if the sequence was preempted or parked before. (The RFC's alias of this name is the argument
+change it. It is not empty if the sequence was preempted before. (The RFC's alias of this name is the argument
 of `add_request`.)"""
 
 MovedRequest = tuple[int, int, MoveDirectionality]
@@ -104,7 +104,7 @@ class LogitsProcessor(ABC):
     to indices:
 
     - `add_request(req_info)`, with the tuple `(params, prompt length, index)`: a new request. Indices are below the
-      engine's `max_num_seqs` and are reused. A parked sequence keeps its index. A preempted sequence is removed, and
+      engine's `max_num_seqs` and are reused. A late sequence keeps its index. A preempted sequence is removed, and
       added again when it returns, possibly with another index.
     - `remove_request(req_pdx)`: the request at this index has ended or was preempted.
     - `update_state(index_mapping, token_ids, seq_lens)`: called before each forward pass.

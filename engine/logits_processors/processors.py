@@ -54,7 +54,7 @@ class LogitsProcessors:
         try:
             if is_revised(one):
                 return IndexHost(one, self._config, self._device, self._indices)
-            return RowHost(one, self._config, self._device)
+            return RowHost(one, self._config, self._device, keeps_late=True)
         except Exception as error:
             raise ValueError(f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}") from error
 
@@ -89,20 +89,11 @@ class LogitsProcessors:
         for host in self._custom:
             self._announce(host, metadata.sequences)
 
-    def begin_parked(self, metadata: SamplingMetadata) -> None:
-        """Announce a batch of parked rows to the processors that run after the mask. The others have run before."""
-        self.failed = {}
-        for host in self._after_mask(metadata):
-            self._announce(host, metadata.sequences, parked=True)
-
-    def _announce(self, host: Host, rows: Rows[Sequence], *, parked: bool = False) -> None:
+    def _announce(self, host: Host, rows: Rows[Sequence]) -> None:
         try:
             if host in self._broken:
                 host.restart()
-            if parked:
-                host.begin_parked(rows)
-            else:
-                host.begin(rows)
+            host.begin(rows)
             self._broken.discard(host)
         except Exception:
             self._note(host)

@@ -93,7 +93,7 @@ class Job:
 
     def respell(self, error: GuidedError, prompt: int) -> GuidedError:
         """Translate an error of the engine: name the request's own field, and the prompt if there are several."""
-        if isinstance(error, InvalidConstraint) and (error.param is None or error.param in KINDS):
+        if isinstance(error, InvalidConstraint | ConstraintNotMet) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
             locate(error, self.places)
         if isinstance(error, ConstraintNotMet) and (self.params.seed is not None or self.params.is_greedy):
@@ -149,7 +149,7 @@ async def running(context: ServerContext, job: Job, client: str, headers: Mappin
                 constraint, backend = job.params.constraint, first[0].backend
                 if constraint is not None and backend is not None:
                     unknown = [_not_enforced(each, job.places) for each in constraint.not_enforced]
-                    at_end = list(first[0].checked) or None
+                    at_end = [_not_enforced(each, job.places) for each in first[0].checked] or None
                     kind = job.kind or constraint.kind
                     guided = GuidedInfo(kind=kind, backend=backend, not_enforced=unknown, checked=at_end)
                 async with aclosing(_checked(context, _merged(first, streams), job)) as checked:

@@ -153,7 +153,7 @@ class _EngineCollector(Collector):
             ("num_requests_running", "Running sequences.", health.num_running),
             ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),
             ("num_requests_waiting_for_grammar", "Requests that wait for a grammar.", health.num_waiting_for_grammar),
-            ("num_sequences_parked", "Sequences parked because of a late mask.", stats.parked),
+            ("num_sequences_late", "Sequences that wait for a late mask.", stats.late),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
         )
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
@@ -170,8 +170,8 @@ class _EngineCollector(Collector):
             ("mask_hidden_seconds", "Mask time that the forward pass hid.", stats.hidden_seconds),
             ("mask_wait_seconds", "Part of the exposed: waiting for masks.", stats.wait_seconds),
             ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
-            ("mask_parkings", "Times that a sequence was parked because of a late mask.", stats.parkings),
-            ("mask_parked_seconds", "Seconds that sequences were parked.", stats.parked_seconds),
+            ("mask_late_rows", "Rows without a mask at the step's deadline.", stats.late_rows),
+            ("mask_rows_computed_again", "Rows computed a second time after a late mask.", stats.computed_again),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"guided_{name}", text, value=value)

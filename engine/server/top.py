@@ -129,7 +129,7 @@ class View:
                 self._per_step("engine_step"),
             ),
             ("compile queue", f"{now.total('grammar_compiling'):.0f}", "exposed masks", self._per_step("mask_exposed")),
-            ("parked", f"{now.total('num_sequences_parked'):.0f}", "hidden masks", self._per_step("mask_hidden")),
+            ("late masks", f"{now.total('num_sequences_late'):.0f}", "hidden masks", self._per_step("mask_hidden")),
             ("KV cache", f"{now.total('kv_cache_usage_perc'):.0%}", "mask cores", f"{cores:.2f}"),
             ("mask actors", self._up(), "", ""),
             ("first token", self._mean("time_to_first_token"), "between tokens", self._mean("inter_token_latency")),

@@ -13,6 +13,7 @@ from faulty_pool import FaultyPool
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 from transformers_generation import SCHEMA, Replaying, check
 
+from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.logits_processors import LogitsProcessor
 from engine.model_loader import LoadedModel
@@ -163,8 +164,26 @@ def test_late_masks_and_preemption_change_nothing(
     found = run(engine, requests)
     for name, output in expected.items():
         assert [one.token_ids for one in found[name].outputs] == [one.token_ids for one in output.outputs]
-    assert (engine.stats.parkings > 0) >= late
+    assert (engine.stats.late_rows > 0) >= late
     assert (engine.scheduler.num_preemptions > 0) == bool(config)
+
+
+def test_beams_that_are_prefilled_one_by_one_continue_together(tiny_model: LoadedModel) -> None:
+    """After a preemption, in an engine without a pool, while another request runs."""
+    config = {"max_num_batched_tokens": 20, "max_num_seqs": 6, "enable_prefix_caching": False}
+    engine = LLMEngine(tiny_model, EngineConfig(max_model_len=128, **config))
+    engine.add_request("beams", [11] * 30, beams(3, max_tokens=12))
+    engine.add_request("other", [12] * 5, SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True))
+    group = engine.groups["beams"]
+    for _ in range(5):
+        engine.step()
+    before = group.sequences[0].num_output_tokens
+    engine.scheduler.preempt(group.sequences[0])
+    for _ in range(12):
+        engine.step()
+    assert engine.stats.computed_again > 0, "some waited for the others"
+    assert group.sequences[0].num_output_tokens > before
+    assert len({one.num_output_tokens for one in group.sequences}) == 1
 
 
 def test_a_stop_string_ends_beams(make_engine: MakeEngine, run: Run) -> None:

@@ -168,8 +168,8 @@ def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
 ) -> None:
     class EmptyPool(FaultyPool):
-        def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
-            step = super().collect(timeout, patience)
+        def collect(self, deadline: float | None = None) -> StepMasks:
+            step = super().collect(deadline)
             for part in step.ready:
                 part.masks[part.slots] = 0
             return step

@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "json_object": {"json_object": True},
     "regex": {"regex": "[0-9]{3}-[a-f]{4,9}"},
     "choice": {"choice": ["yes", "no", "naïve"]},
-    "grammar": {"grammar": 'root ::= "(" root ")" | "x"'},
+    "grammar": {"grammar": 'start: "(" start ")" | "x"'},
 }
 
 

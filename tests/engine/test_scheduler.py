@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +10,7 @@ from engine.block_manager import BlockManager
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
-from engine.sequence import Parked, Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.vocabulary import Vocabulary
 
 BLOCK = 4
@@ -445,17 +444,17 @@ def test_a_long_prompt_goes_on_beside_ever_new_short_ones() -> None:
     assert long.sequences[0].num_output_tokens > 0
 
 
-def test_parked_sequences_do_not_count_for_their_clients_share() -> None:
+def test_late_sequences_do_not_count_for_their_clients_share() -> None:
     it = scheduler(num_blocks=256, max_num_seqs=32, step_tokens=0)
     for client, number in (("other", 6), ("flood", 12)):
         for index in range(number):
             it.add(of(client, f"{client} {index}", tokens=3))
         for _ in range(30):
             sample(it.schedule())
-    parked = [one for one in it.running if one.group.client == "other"]
-    assert len(parked) == 6
-    for one in parked:
-        one.parked = Parked(torch.zeros(2), None, 0.0)
+    late = [one for one in it.running if one.group.client == "other"]
+    assert len(late) == 6
+    for one in late:
+        one.is_late = True
     it.add(of("other", "new"))
     assert "new" in [name for _ in range(2) for name in names(it.schedule())[0]]
 

@@ -124,16 +124,16 @@ def test_options_reach_the_pool_and_the_engine(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(process, "AsyncLLM", engine)
     arguments = ("--actor-memory-mib", "700", "--grammar-cache-mib", "9", "--max-replays", "3", "--pool-wait", "4")
-    arguments += ("--num-actors", "5", "--placement", "spread", "--transport", "tcp", "--compile-seconds", "2")
-    arguments += ("--max-nesting", "7", "--no-parking", "--dtype", "float32", "--post-processor", "logging:Logger")
+    arguments += ("--num-actors", "5", "--placement", "spread", "--compile-seconds", "2")
+    arguments += ("--max-nesting", "7", "--mask-deadline", "0.5", "--dtype", "float32")
+    arguments += ("--post-processor", "logging:Logger")
     assert run("serve", "--port", "0", *arguments)[0] == 1
     assert given == [
         "ray",
-        EngineConfig(parking=False, limits=Limits(max_nesting=7)),
+        EngineConfig(mask_deadline=0.5, limits=Limits(max_nesting=7)),
         RayPoolOptions(
             num_actors=5,
             placement="spread",
-            transport="tcp",
             actor_memory_bytes=700 << 20,
             max_cache_bytes=9 << 20,
             max_replays=3,

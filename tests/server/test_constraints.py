@@ -142,7 +142,7 @@ def test_disable_additional_properties_closes_objects() -> None:
     ],
 )
 def test_backend_of_the_request_goes_before_the_servers(fields: dict[str, Any], backend: str) -> None:
-    assert requested_constraint(chat(regex="a", **fields), default_backend="outlines").backend == backend
+    assert requested_constraint(chat(choice=["a"], **fields), default_backend="outlines").backend == backend
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
 
 
 def test_ray_serve_reads_values_from_the_command_line_as_text() -> None:
-    given = {"placement": "spread", "slots": "9", "transport": "tcp", "kv_cache_mib": "3", "max_enum": "4"}
+    given = {"placement": "spread", "slots": "9", "kv_cache_mib": "3", "max_enum": "4"}
     arguments = Arguments.model_validate(given).model_dump(include=set(given))
     options = ServeOptions.from_flat(arguments)
-    assert options.ray == RayPoolOptions(placement="spread", slots=9, transport="tcp")
+    assert options.ray == RayPoolOptions(placement="spread", slots=9)
     assert options.engine == EngineConfig(kv_cache_bytes=3 << 20, limits=Limits(max_enum=4))

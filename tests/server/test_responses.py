@@ -251,12 +251,6 @@ def test_an_empty_answer_is_a_message(hermes: TestClient) -> None:
         ),
         ({"text": FORMAT, "regex": "a"}, "text.format", ["regex"], None),
         ({"tools": [TOOL, TOOL]}, "tools[1].name", ["unique"], None),
-        (
-            {"tools": [{**TOOL, "parameters": {"properties": {"a": {"pattern": "(?=a)b"}}}}]},
-            "tools[0].parameters",
-            [],
-            "/properties/a/pattern",
-        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", ["web_search", "function"], None),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", ["'x'", "Light"], None),
     ],

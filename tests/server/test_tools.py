@@ -162,6 +162,19 @@ def test_unknown_formats_are_named(hermes: TestClient) -> None:
     assert noted == ["tools[2].function.parameters/properties/a/format"]
 
 
+def test_checked_keywords_are_named(hermes: TestClient) -> None:
+    fields = {"tool_choice": "required", "parallel_tool_calls": False}
+    tools = [*TOOLS, tool("f", {"properties": {"a": {"type": "array", "uniqueItems": True}}})]
+    checked = ask(hermes, tools=tools, max_tokens=2, **fields)["guided"]["checked"]
+    assert checked == ["tools[2].function.parameters/properties/a/uniqueItems"]
+    never = {"properties": {"a": {"type": "string", "maxLength": 1, "pattern": "b(?=b)"}}, "required": ["a"]}
+    answer = hermes.post(CHAT, json={**USER, "tools": [tool("f", {**never, "additionalProperties": False})], **fields})
+    assert answer.status_code == 500, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("constraint_not_met", "tools[0].function.parameters")
+    assert error["pointer"] == "/properties/a/pattern"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_format_with_special_tokens(
     client_with: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -247,10 +260,10 @@ def test_arguments_that_are_no_usual_object_are_text(hermes: TestClient, argumen
             "/properties/a/type",
         ),
         (
-            {"tools": [*TOOLS, tool("f", {"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}})]},
+            {"tools": [*TOOLS, tool("f", {"properties": {"a": {"uniqueItems": True}}})], "strict_schema": True},
             "tools[2].function.parameters",
             [],
-            "/properties/a/pattern",
+            "/properties/a/uniqueItems",
         ),
         ({"tools": [tool("f", {"type": "array"})]}, "tools[0].function.parameters", ["object"], None),
         ({"tools": [tool("f", {"$ref": "#", "allOf": 5})]}, "tools[0].function.parameters", [], "/allOf"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +26,7 @@ from guided.backends import BACKENDS
 from guided.cpus import available_cpus
 
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
-_PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "ray", "pyzmq")
+_PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "ray")
 _LIBRARIES = {"outlines": "outlines_core"}
 """Packages with another name than their backend."""
 _SECONDS = 120.0
@@ -43,6 +43,23 @@ tokens = (b"</s>", *(bytes([byte]) for byte in range(256)), b"<pad>")
 pool = InlinePool(Vocabulary(tokens, (0,), frozenset({0, 257}), 264))
 pool.compile(Constraint.regex("ab+"), (sys.argv[1],)).result()
 """
+_TRY_CLUSTER = """
+import json, sys
+from actors.cluster import Cluster
+from guided.errors import PoolUnavailable
+from guided.pools.options import RayPoolOptions
+options = RayPoolOptions(**json.loads(sys.argv[1]))
+try:
+    cluster = Cluster.join(options.address)
+    try:
+        cluster.check_room(options)
+    finally:
+        cluster.leave()
+except PoolUnavailable as error:
+    sys.exit(str(error))
+"""
+_POOL_OPTIONS = ("address", "placement", "num_actors", "actor_cpus", "compile_cpus")
+"""Those that say what a pool takes of a cluster."""
 _FIND_GPU = "import torch, sys; sys.exit(not torch.cuda.is_available() and 'no CUDA device')"
 _TRY_GPU = """
 import sys
@@ -134,18 +151,11 @@ def _memory(options: ServeOptions) -> Iterator[Finding]:
 
 
 def _ports(options: ServeOptions) -> Iterator[Finding]:
-    wanted = [(options.host, options.port, "--port")]
-    wanted += [(options.ray.channel_host or "", port, "--channel-ports") for port in options.ray.ports or ()]
-    free = True
-    for one in wanted:
-        try:
-            with listener_on(*one):
-                pass
-        except OSError as error:
-            free = False
-            yield Finding("error", "ports", str(error))
-    if free:
-        yield Finding("ok", "ports", f"{options.host} port {options.port or 'any'} is free")
+    try:
+        with listener_on(options.host, options.port, "--port"):
+            yield Finding("ok", "port", f"{options.host} port {options.port or 'any'} is free")
+    except OSError as error:
+        yield Finding("error", "port", str(error))
 
 
 def _shared_memory(options: ServeOptions) -> Iterator[Finding]:
@@ -168,22 +178,18 @@ def _shared_memory(options: ServeOptions) -> Iterator[Finding]:
 
 
 def _ray(options: ServeOptions) -> Iterator[Finding]:
-    address = options.ray.address
     if options.pool != "ray":
         return
-    if address is None or address == "auto":
-        if options.ray.placement != "local" and address is None:
-            text = f"placement {options.ray.placement} needs a cluster: name it with --ray-address"
-            yield Finding("error", "Ray", text)
-        where = "a local Ray is started" if address is None else "the Ray of this machine is joined"
-        yield Finding("ok", "Ray", where)
-        return
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-        yield Finding("ok", "Ray", f"{address} answers")
-    except (OSError, ValueError) as error:
-        yield Finding("error", "Ray", f"{address}: {error}; give HOST:6379 of a head that runs (ray status)")
+    if options.ray.address is not None:
+        given = {name: getattr(options.ray, name) for name in _POOL_OPTIONS}
+        problem = _fails(_TRY_CLUSTER, json.dumps(given))
+        text = f"the cluster at {options.ray.address} has room for the pool"
+        yield Finding("ok", "Ray", text) if problem is None else Finding("error", "Ray", problem)
+    elif options.ray.placement != "local":
+        text = f"placement {options.ray.placement} needs a cluster: name it with --ray-address"
+        yield Finding("error", "Ray", text)
+    else:
+        yield Finding("ok", "Ray", "a local Ray is started")
 
 
 def _backends(options: ServeOptions) -> Iterator[Finding]:

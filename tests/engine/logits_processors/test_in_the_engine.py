@@ -14,7 +14,7 @@ from faulty_pool import FaultyPool
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
-from engine.logits_processors import LogitsProcessor, MinPLogitsProcessor
+from engine.logits_processors import BatchUpdate, LogitsProcessor, MinPLogitsProcessor, process_dict_updates
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -83,7 +83,7 @@ def test_whoever_comes_and_goes_at_random_keeps_to_his_token(
     generator = random.Random(seed)
     pool = FaultyPool(tiny_model.vocabulary)
     pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 2])
-    engine = make_engine(pool, logits_processors=(processor,), max_num_seqs=7, **TIGHT)
+    engine = make_engine(pool, logits_processors=(processor,), max_num_seqs=7, **TIGHT | {"num_blocks": 22})
     digits = tiny_model.tokenizer.convert_tokens_to_ids(list("0123456789"))
     seen = count = 0
     while count < 30 or engine.has_unfinished:
@@ -103,7 +103,7 @@ def test_whoever_comes_and_goes_at_random_keeps_to_his_token(
             assert all({*one.token_ids} <= {token} for one in output.outputs)
             seen += sum(len(one.token_ids) for one in output.outputs)
     assert seen > 200
-    assert engine.stats.parkings > 10
+    assert engine.stats.late_rows > 10
     assert engine.scheduler.num_preemptions > 0
 
 
@@ -132,8 +132,8 @@ def requests(bias: str, min_p: str) -> dict[str, tuple[Any, SamplingParams]]:
 def test_what_a_processor_does_is_what_the_engine_s_own_does(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, model: Any, config: dict[str, Any], late: bool
 ) -> None:
-    """Before the penalties and after the mask, preempted or not, and with rows that are parked: the same tokens."""
-    expected = run(make_engine(parking=False), requests("logit_bias", "min_p"))
+    """Before the penalties and after the mask, preempted or not, and with late rows: the same tokens."""
+    expected = run(make_engine(), requests("logit_bias", "min_p"))
     pool = FaultyPool(tiny_model.vocabulary)
     if late:
         generator = random.Random(1)
@@ -141,11 +141,53 @@ def test_what_a_processor_does_is_what_the_engine_s_own_does(
     engine = make_engine(pool, logits_processors=model, **config)
     found = run(engine, requests("my bias", "my min_p"))
     assert tokens(found) == tokens(expected)
-    assert (engine.stats.parkings > 20) == late
+    assert (engine.stats.late_rows > 20) == late
+
+
+def test_a_late_row_stays_in_the_batch(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
+    """A processor of V1's model is told once of each sequence, and sees the output grow by one token at a time."""
+    added: list[int] = []
+    seen: dict[int, list[int]] = {}
+
+    class Stateful(sample.DummyLogitsProcessor):
+        def __init__(self, *config: Any) -> None:
+            super().__init__(*config)
+            self.outputs: dict[int, list[int]] = {}
+
+        def update_state(self, batch_update: BatchUpdate | None) -> None:
+            super().update_state(batch_update)
+            process_dict_updates(self.outputs, batch_update, self._new)
+
+        def _new(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> list[int]:
+            added.append(id(output))
+            return output
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            assert len(logits) == len(self.outputs)
+            for output in self.outputs.values():
+                lengths = seen.setdefault(id(output), [])
+                if lengths[-1:] != [len(output)]:
+                    lengths.append(len(output))
+            return super().apply(logits)
+
+    pool = FaultyPool(tiny_model.vocabulary)
+    generator = random.Random(1)
+    pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 1, 4])
+    engine = make_engine(pool, logits_processors=(Stateful,))
+    digits = tiny_model.tokenizer.convert_tokens_to_ids(list("0123456789"))
+    wanted = {
+        str(token): (PROMPT, SamplingParams(regex="[0-9]{40}", n=2, max_tokens=20, extra_args={"target_token": token}))
+        for token in digits
+    }
+    found = tokens(run(engine, wanted))
+    assert found == {str(token): [[token] * 20] * 2 for token in digits}
+    assert engine.stats.late_rows > 20
+    assert len(added) == len({*added}) == 20
+    assert all(lengths == list(range(20)) for lengths in seen.values())
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_the_engine_s_own_min_p_with_rows_that_are_parked(
+def test_the_engine_s_own_min_p_with_late_rows(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, late: bool
 ) -> None:
     expected = run(make_engine(), requests("logit_bias", "min_p"))
@@ -251,7 +293,7 @@ def test_a_request_that_a_processor_raises_on_fails_and_no_other(
 
 
 @pytest.mark.parametrize("where", ["apply", "update_state"])
-def test_one_that_raises_on_rows_that_were_parked(
+def test_one_that_raises_on_rows_that_were_late(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, where: str
 ) -> None:
     others = {name: each for name, each in requests("logit_bias", "min_p").items() if name != "seeded"}
@@ -262,8 +304,8 @@ def test_one_that_raises_on_rows_that_were_parked(
     found = run(engine, {**others, "poison": (PROMPT, poisoned(where, regex=REGEX))})
     assert isinstance(found.pop("poison").error, LogitsProcessorFailed)
     assert tokens(found) == tokens(expected)
-    assert engine.stats.parkings > 1
-    assert engine.stats.parked == 0
+    assert engine.stats.late_rows > 1
+    assert engine.stats.late == 0
 
 
 @pytest.mark.parametrize("where", ["add_request", "update_state", "apply"])

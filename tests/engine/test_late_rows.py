@@ -1,4 +1,4 @@
-"""Parking: a late mask changes when a token comes, never which, and delays no other sequence."""
+"""A late mask changes when a token comes, never which, and delays no other sequence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 import torch
 from faulty_pool import FaultyPool
 
+from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError, MaskTimeout, WorkerDied
 from guided.pools.protocol import StepMasks
+from guided.post_processor import LogitPostProcessor
+from guided.sequence import GuidedSequence
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]
@@ -61,25 +64,45 @@ def at_random(seed: int) -> Callable[[int, int], int]:
     return lambda sequence_id, position: generator.choice([0, 0, 0, 0, 1, 4])
 
 
+TIGHT = {"block_size": 4, "num_blocks": 26, "max_model_len": 72}
+
+
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("config", [{}, {"block_size": 4, "num_blocks": 26, "max_model_len": 72}])
-def test_parking_changes_when_and_never_what(
+@pytest.mark.parametrize("config", [{}, TIGHT, {"mask_deadline": 0.0}])
+def test_late_masks_change_when_and_not_what(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, config: dict[str, Any], seed: int
 ) -> None:
-    expected = run(make_engine(parking=False), requests())
+    expected = run(make_engine(), requests())
     pool = FaultyPool(tiny_model.vocabulary)
     pool.delay = at_random(seed)
     engine = make_engine(pool, **config)
     found = run(engine, requests())
     assert said(found) == said(expected)
     assert logprobs(found) == pytest.approx(logprobs(expected), rel=1e-3, abs=1e-4)
-    assert engine.stats.parkings > 20
-    assert engine.stats.parked == 0
-    assert engine.stats.parked_seconds > 0
-    assert (engine.scheduler.num_preemptions > 0) == ("num_blocks" in config)
+    assert engine.stats.late_rows > 20
+    assert engine.stats.computed_again > 0
+    assert engine.stats.late == 0
+    assert (engine.scheduler.num_preemptions > 0) == (config is TIGHT)
 
 
-def test_a_late_sequence_of_a_group_that_has_just_failed_is_not_parked(
+@pytest.mark.parametrize("config", [{"num_speculative_tokens": 3}, {"forced_tokens": True}])
+def test_late_masks_with_several_tokens_per_step(
+    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, config: dict[str, Any]
+) -> None:
+    wanted = {name: one for name, one in requests().items() if name not in ("free", "random")}
+    wanted["copied"] = ("12 23 12 23 12", SamplingParams(regex="( 12 23){9}", max_tokens=60, seed=4, n=2, logprobs=1))
+    expected = run(make_engine(), wanted)
+    pool = FaultyPool(tiny_model.vocabulary, forced_tokens="forced_tokens" in config)
+    pool.delay = at_random(5)
+    engine = make_engine(pool, **config)
+    found = run(engine, wanted)
+    assert said(found) == said(expected)
+    assert logprobs(found) == pytest.approx(logprobs(expected), rel=1e-3, abs=1e-4)
+    assert engine.stats.late_rows > 20
+    assert engine.stats.forced_tokens + engine.stats.accepted_tokens > 0
+
+
+def test_a_late_sequence_of_a_failed_group_is_not_skipped(
     make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run
 ) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
@@ -88,19 +111,11 @@ def test_a_late_sequence_of_a_group_that_has_just_failed_is_not_parked(
     pool.delay = lambda sequence_id, position: FOREVER if position == 2 and sequence_id == pool.opened[-1] else 0
     engine.add_request("three", PROMPT, SamplingParams(regex="[0-9]{12}", n=3, max_tokens=30))
     finish(engine)
-    assert engine.stats.parked == engine.stats.parkings == 0
+    assert engine.stats.late == engine.stats.late_rows == 0
     assert engine.stats.failures == {BackendError.code: 1}, "a group, not a row"
 
 
-def test_without_parking_all_rows_wait(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
-    pool = FaultyPool(tiny_model.vocabulary)
-    pool.delay = lambda sequence_id, position: 3
-    engine = make_engine(pool, parking=False)
-    run(engine, requests())
-    assert engine.stats.parkings == 0
-
-
-def test_the_others_go_on_while_one_is_parked(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
+def test_the_others_go_on_while_one_is_late(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
     engine = make_engine(pool)
     pool.delay = lambda sequence_id, position: 8 if sequence_id == pool.opened[0] and position == 2 else 0
@@ -119,58 +134,47 @@ def test_the_others_go_on_while_one_is_parked(make_engine: MakeEngine, tiny_mode
     lengths = []
     for _ in range(12):
         engine.step()
-        lengths.append(
-            (
-                slow.num_output_tokens,
-                *(engine.groups[name].sequences[0].num_output_tokens for name in ("other", "free")),
-            )
-        )
-    assert [row[0] for row in lengths] == [1, 2] + [2] * 8 + [4, 5], "it comes back and runs on in one step"
+        others = (engine.groups[name].sequences[0].num_output_tokens for name in ("other", "free"))
+        lengths.append((slow.num_output_tokens, *others))
+    assert [row[0] for row in lengths] == [1, 2] + [2] * 8 + [3, 4]
     assert [row[1] for row in lengths] == [row[2] for row in lengths] == list(range(1, 13))
-    assert forward == [0, 3, 3] + [2] * 7 + [3, 3], "nothing is run twice"
+    assert forward == [0, 3, 3] + [2] * 7 + [3, 3], "its last token is computed twice"
+    assert (engine.stats.late_rows, engine.stats.computed_again) == (1, 1)
     finish(engine)
 
 
-def test_a_step_waits_for_its_first_mask_only_where_none_is_parked(
-    make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run
-) -> None:
-    pool = FaultyPool(tiny_model.vocabulary)
-    engine = make_engine(pool, mask_deadline=0.002)
-    pool.delay = lambda sequence_id, position: 8 if sequence_id == pool.opened[0] and position == 2 else 0
-    waits: set[tuple[bool, float | None]] = set()
-    collect = pool.collect
-
-    def recorded(timeout: float | None = None, patience: float | None = None) -> StepMasks:
-        waits.add((bool(engine.stats.parked), timeout))
-        return collect(timeout, patience)
-
-    pool.collect = recorded  # type: ignore[method-assign]
-    for name in ("slow", "other"):
-        engine.add_request(name, PROMPT, SamplingParams(regex="[0-9]{12}", max_tokens=30))
-    finish(engine)
-    assert waits == {(False, 0.1), (True, 0.002)}
-
-
-def test_where_all_are_parked_the_step_waits(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
+def test_a_step_waits_where_no_mask_is_ready(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
     engine = make_engine(pool)
-    asked: list[float] = []
-    settled = pool.settled
-
-    def recorded(timeout: float = 0.0) -> list[int]:
-        if pool.late:
-            asked.append(timeout)
-        return settled(timeout)
-
-    pool.settled = recorded  # type: ignore[method-assign]
-    pool.delay = lambda sequence_id, position: 5 if position == 3 else 0
+    pool.delay = lambda sequence_id, position: 5
     engine.add_request("r", PROMPT, SamplingParams(regex=REGEX, max_tokens=6))
     (output,) = finish(engine)["r"].outputs
     assert len(output.token_ids) == 6
-    assert asked == [0.0, 0.01, 0.0, 0.01, 0.0]
+    assert engine.stats.late_rows == engine.stats.computed_again == 0
+    assert engine.stats.steps == 6
 
 
-def test_a_parked_sequence_counts_and_holds_its_blocks(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
+def test_a_step_that_waits_ends_for_new_requests(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
+    """With one sequence, whose mask does not come: a step takes 0.1 s, and the next one sees what is new."""
+    pool = FaultyPool(tiny_model.vocabulary)
+    engine = make_engine(pool)
+    pool.delay = lambda sequence_id, position: FOREVER if sequence_id == pool.opened[0] else 0
+    engine.add_request("late", PROMPT, SamplingParams(regex=REGEX, max_tokens=40))
+    started = time.monotonic()
+    engine.step()
+    engine.step()
+    assert 0.2 <= time.monotonic() - started < 2.0
+    assert (engine.stats.late_rows, engine.stats.computed_again) == (2, 1)
+    engine.add_request("new", PROMPT, SamplingParams(regex="[0-9]{20}", max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    assert engine.groups["new"].sequences[0].num_output_tokens == 3
+    engine.abort_request("late")
+    finish(engine)
+    assert engine.stats.late == 0
+
+
+def test_a_late_sequence_counts_and_holds_its_blocks(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
     engine = make_engine(pool, max_num_seqs=2)
     pool.delay = lambda sequence_id, position: FOREVER if sequence_id == pool.opened[0] else 0
@@ -178,18 +182,18 @@ def test_a_parked_sequence_counts_and_holds_its_blocks(make_engine: MakeEngine, 
         engine.add_request(name, PROMPT, SamplingParams(regex=REGEX, max_tokens=40))
     for _ in range(5):
         engine.step()
-    assert engine.stats.parked == 1
+    assert engine.stats.late == 1
     free = engine.blocks.num_free
     lengths = {name: group.sequences[0].num_output_tokens for name, group in engine.groups.items()}
     assert lengths == {"late": 0, "second": 5, "third": 0}
     engine.abort_request("late")
-    assert engine.stats.parked == 0
     assert engine.blocks.num_free > free
     engine.step()
+    assert engine.stats.late == 0
     assert engine.groups["third"].sequences[0].num_output_tokens == 1
 
 
-def test_a_mask_that_never_comes_ends_its_group_and_no_other(
+def test_a_mask_that_never_comes_ends_its_group_only(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
 ) -> None:
     expected = run(make_engine(), requests())
@@ -199,15 +203,16 @@ def test_a_mask_that_never_comes_ends_its_group_and_no_other(
 
         since: float | None = None
 
-        def settled(self, timeout: float = 0.0) -> list[int]:
+        def decided(self) -> list[int]:
             self.since = self.since or time.monotonic()
             if time.monotonic() - self.since > 0.2:
-                self.fails = lambda sequence_id, position: self.late.get(sequence_id, (0, 0))[1] > 0
-                return list(self.late)
-            return super().settled(timeout)
+                late = set(self.late)
+                self.fails = lambda sequence_id, position: sequence_id in late
+                return list(late)
+            return super().decided()
 
-        def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
-            step = super().collect(timeout, patience)
+        def collect(self, deadline: float | None = None) -> StepMasks:
+            step = super().collect(deadline)
             step.failed = dict.fromkeys(step.failed, MaskTimeout("no mask"))
             return step
 
@@ -221,11 +226,11 @@ def test_a_mask_that_never_comes_ends_its_group_and_no_other(
     del expected["seeded"]
     assert isinstance(failed.error, MaskTimeout)
     assert said(found) == said(expected)
-    assert engine.stats.parked == 0
+    assert engine.stats.late == 0
 
 
 @pytest.mark.parametrize("how", ["fails", "loses"])
-def test_a_matcher_that_is_lost_while_parked_ends_its_group(
+def test_a_matcher_that_is_lost_while_late_ends_its_group(
     make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run, how: str
 ) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
@@ -233,7 +238,7 @@ def test_a_matcher_that_is_lost_while_parked_ends_its_group(
     for name, (prompt, params) in requests().items():
         engine.add_request(name, prompt, params)
     pool.delay = lambda sequence_id, position: 6 if sequence_id == pool.opened[0] and position == 3 else 0
-    while not engine.stats.parked:
+    while not engine.stats.late:
         engine.step()
     victim = pool.opened[0]
     if how == "fails":
@@ -243,25 +248,69 @@ def test_a_matcher_that_is_lost_while_parked_ends_its_group(
     found = finish(engine)
     assert [name for name, output in found.items() if output.error] == ["seeded"]
     assert isinstance(found["seeded"].error, BackendError if how == "fails" else WorkerDied)
-    assert engine.stats.parked == 0
+    assert engine.stats.late == 0
 
 
-def test_a_preempted_parked_sequence_ends_with_its_last_token(
+def test_a_late_sequence_that_is_preempted_continues(
     make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run
 ) -> None:
-    """The token that it was parked before is a stop token, or its last: it never runs again."""
+    config = {"block_size": 4, "num_blocks": 12, "max_model_len": 44}
+    wanted = {"first": (REGEX, 34), "second": (REGEX, 34), "last": ("[0-9]{3}x", 4)}
+
+    def add(engine: LLMEngine) -> None:
+        for name, (regex, tokens) in wanted.items():
+            engine.add_request(name, [5] * 8, SamplingParams(regex=regex, max_tokens=tokens, seed=3))
+
+    waiting = make_engine(**config)
+    add(waiting)
+    expected = finish(waiting)
     pool = FaultyPool(tiny_model.vocabulary)
-    engine = make_engine(pool, block_size=4, num_blocks=12, max_model_len=44)
+    engine = make_engine(pool, **config)
     pool.delay = lambda sequence_id, position: 8 if sequence_id == pool.opened[-1] and position == 3 else 0
-    prompt = [5] * 8
-    engine.add_request("first", prompt, SamplingParams(regex=REGEX, max_tokens=34))
-    engine.add_request("second", prompt, SamplingParams(regex=REGEX, max_tokens=34))
-    engine.add_request("last", prompt, SamplingParams(regex="[0-9]{3}x", max_tokens=4))
-    while not engine.stats.parked:
+    add(engine)
+    while not engine.stats.late:
         engine.step()
-    last = engine.groups["last"].sequences[0]
-    engine.scheduler.running.remove(last)
-    engine.scheduler.preempt(last)
+    engine.scheduler.preempt(engine.groups["last"].sequences[0])
     found = finish(engine)
-    assert [len(found[name].outputs[0].token_ids) for name in ("first", "second", "last")] == [34, 34, 4]
-    assert not engine.scheduler.preempted
+    assert said(found) == said(expected)
+    assert engine.stats.late == 0
+
+
+def test_beams_wait_for_each_other_and_others_do_not(
+    make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run
+) -> None:
+    pool = FaultyPool(tiny_model.vocabulary)
+    engine = make_engine(pool)
+    pool.delay = lambda sequence_id, position: 4 if sequence_id == pool.opened[1] and position == 2 else 0
+    beams = SamplingParams(regex="[a-z ]{30}", use_beam_search=True, n=3, temperature=0.0, max_tokens=20)
+    engine.add_request("beams", PROMPT, beams)
+    engine.add_request("other", PROMPT, SamplingParams(regex="[0-9]{20}", max_tokens=30))
+    group, lengths = engine.groups["beams"], []
+    for _ in range(8):
+        engine.step()
+        lengths.append([one.num_output_tokens for one in [*group.sequences, *engine.groups["other"].sequences]])
+    assert lengths == [[own] * 3 + [other] for own, other in zip([1, 2, 2, 2, 2, 2, 3, 4], range(1, 9), strict=True)]
+    assert (engine.stats.late_rows, engine.stats.computed_again) == (1, 3)
+    finish(engine)
+
+
+def test_a_post_processor_gets_each_token_once(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
+    class Noting(LogitPostProcessor):
+        def __init__(self) -> None:
+            self.seen: dict[int, list[int]] = {}
+            self.prepared = 0
+
+        def prepare(self, sequences: Any, logits_rows: Any = None, new_tokens: Any = None) -> None:
+            self.prepared += len(sequences)
+
+        def sampled(self, seq: GuidedSequence, token_id: int, logprobs: Any) -> tuple[int, list[int], bool]:
+            self.seen.setdefault(seq.sequence_id, []).append(token_id)
+            return 0, [token_id], False
+
+    pool, noting = FaultyPool(tiny_model.vocabulary), Noting()
+    pool.delay = at_random(1)
+    engine = LLMEngine(tiny_model, EngineConfig(max_model_len=128), pool, noting)
+    found = run(engine, requests())
+    outputs = [one.token_ids for output in found.values() for one in output.outputs]
+    assert sorted(noting.seen.values()) == sorted(outputs)
+    assert noting.prepared > sum(map(len, outputs))
