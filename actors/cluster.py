@@ -6,27 +6,25 @@ the driver is lost: to a new local cluster, or to the same cluster once that is 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
-import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from actors.driver.client import Driver
 from actors.driver.messages import Connected
-from actors.scratch import ScratchDirectory, is_private
+from actors.driver.scheduling import Scheduling, check_room
+from actors.scratch import ScratchDirectory
 from guided.errors import PoolUnavailable, bounded
+from guided.pools.options import NodePlacement, RayPoolOptions
 
-_LEAST_STORE_BYTES, _MOST_STORE_BYTES = 80 << 20, 320 << 20
-"""Size of Ray's object store: at least Ray's own minimum, at most room for all cached grammars
-(`RayPoolOptions.max_cache_bytes`). The store takes memory as it fills; what does not fit is written to disk."""
-_SHARED_MEMORY = "/dev/shm"
+_STORE_BYTES = 80 << 20
+"""Size of Ray's object store, Ray's own minimum. A vocabulary or a grammar is there on its way to an actor only."""
 _REACH_SECONDS = 10.0
 _STOP_SECONDS = 30.0
 _PROBE_INTERVAL_SECONDS = 1.0
@@ -49,6 +47,10 @@ _LOCAL_ENVIRONMENT = {
     # With this setting all processes of the local Ray listen on 127.0.0.1 only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_metrics_collection": "0",
+    # A process that Ray starts ends when a pipe to the raylet closes. Otherwise it looks for the raylet now and then.
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
+    # Without CPUs of its own, Ray would start the actors' processes one after the other.
+    "RAY_worker_maximum_startup_concurrency": "4",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": None,
     "RAY_ADDRESS": None,
@@ -73,15 +75,12 @@ class Cluster:
         self._users = 0
         self.connected = threading.Event()
         """Set while there is a driver."""
-        self._ready = threading.Event()
         self._leaving = threading.Event()
         self._needed = threading.Event()
         """Set when an actor could not be started because a process of Ray is gone."""
-        self._error: Exception | None = None
         self.trouble: str | None = None
         """What was wrong with Ray at the latest probe, a few seconds ago; None if nothing was."""
-        self._when_lost: list[Callable[[], None]] = []
-        self._thread = threading.Thread(target=self._run, name="ray-connection", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="ray-connection", daemon=True)
 
     @classmethod
     def join(cls, address: str | None = None) -> Cluster:
@@ -111,14 +110,6 @@ class Cluster:
                     driver.interrupt()
                 self._thread.join(_STOP_SECONDS)
 
-    def subscribe(self, when_lost: Callable[[], None]) -> None:
-        """Call `when_lost` whenever the driver is lost, with all actors and objects, before the next one is used."""
-        self._when_lost.append(when_lost)
-
-    def unsubscribe(self, when_lost: Callable[[], None]) -> None:
-        """Do not call `when_lost` any more."""
-        self._when_lost.remove(when_lost)
-
     @property
     def host(self) -> str:
         """The address of this node for other nodes."""
@@ -135,6 +126,24 @@ class Cluster:
         if self._address is None:
             return 0.0
         return 1.0 if cpus is None else cpus
+
+    def check_room(self, options: RayPoolOptions) -> None:
+        """Check that Ray has room for a pool, whatever runs there now.
+
+        Raises:
+            PoolUnavailable: it has not; says what there is, and which options lower what the pool takes.
+        """
+        driver, connected = self.driver()
+        placement = NodePlacement.parse(options.placement)
+        mask_actor = Scheduling(placement, self.reserved(options.actor_cpus))
+        compile_actor = Scheduling(replace(placement, amount=0.0), self.reserved(options.compile_cpus))
+        try:
+            nodes = driver.nodes().result(_REACH_SECONDS)
+            check_room(mask_actor, compile_actor, options.actors, nodes, connected.node_id)
+        except ValueError as error:
+            raise PoolUnavailable(str(error)) from None
+        except TimeoutError:
+            raise PoolUnavailable(f"Ray did not describe its nodes within {_REACH_SECONDS:g} s") from None
 
     def driver(self) -> tuple[Driver, Connected]:
         """Probe Ray now, and return the driver, which can start actors.
@@ -161,28 +170,22 @@ class Cluster:
         return None
 
     def _start(self) -> None:
-        self._thread.start()
-        self._ready.wait()
-        if self._error is not None:
-            where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
-            raise PoolUnavailable(f"cannot {where}: {bounded(self._error)}") from self._error
-
-    def _run(self) -> None:
         try:
             self._connect()
-        except Exception as error:
-            self._error = error
+        except BaseException as error:
             self._clean_up()
-            return
-        finally:
-            self._ready.set()
+            if not isinstance(error, Exception):  # interrupted
+                raise
+            where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
+            raise PoolUnavailable(f"cannot {where}: {bounded(error)}") from error
+        self._thread.start()
+
+    def _watch(self) -> None:
         while not self._leaving.wait(_PROBE_INTERVAL_SECONDS):
             assert self._driver is not None
             assert self._ray is not None
             before, self.trouble = self.trouble, self._probe(self._driver, self._ray)
-            if self._driver.is_silent():
-                self._reconnect("the process that is connected to Ray does not answer")
-            elif self.trouble is not None and self._is_lost(self._driver, self._ray):
+            if self.trouble is not None and self._is_lost(self._driver, self._ray):
                 self._reconnect(self.trouble)
             elif self.trouble != before:
                 _log.error("%s", self.trouble or "Ray answers again")
@@ -201,8 +204,6 @@ class Cluster:
         self.trouble = why
         self.connected.clear()
         self._clean_up()
-        for call in list(self._when_lost):
-            call()
         pause = _FIRST_PAUSE_SECONDS
         while not self._leaving.is_set():
             try:
@@ -221,16 +222,33 @@ class Cluster:
     def _connect(self) -> None:
         address = self._address
         if address is None:
+            self._start_local()
+            return
+        if address == "auto":
+            address = _find_cluster()
+        _check_reachable(address)
+        _log.info("joining the Ray cluster at %s", address)
+        self._start_driver({"address": address}, {})
+
+    def _start_local(self) -> None:
+        """Start a local Ray. Try twice, because a busy machine may be too slow for Ray's own time limits."""
+        _log.info("starting a local Ray")
+        for is_small in (True, False):
             self._scratch = ScratchDirectory()
-            options, environment = _local(self._scratch.path)
-        else:
-            if address == "auto":
-                address = _find_cluster()
-            _check_reachable(address)
-            _log.info("joining the Ray cluster at %s", address)
-            options, environment = {"address": address}, {}
+            try:
+                self._start_driver(*_local(self._scratch.path), is_small=is_small)
+                return
+            except PoolUnavailable as error:
+                if not is_small or self._leaving.is_set():
+                    raise
+                _log.warning("Ray did not start: %s; trying once more, with all processes that Ray has", error)
+                self._clean_up()
+
+    def _start_driver(
+        self, options: dict[str, Any], environment: dict[str, str | None], is_small: bool = False
+    ) -> None:
         given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
-        self._driver = Driver({**options, **_QUIET}, {**given, **environment})
+        self._driver = Driver({**options, **_QUIET}, {**given, **environment}, is_small)
         self._needed.clear()
         if self._leaving.is_set():  # from now on `leave` interrupts the driver
             raise PoolUnavailable("the pool was shut down")
@@ -255,12 +273,11 @@ def _local(directory: str) -> tuple[dict[str, Any], dict[str, str | None]]:
     token = os.path.join(directory, "token")
     with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
-    free_bytes = shutil.disk_usage(_SHARED_MEMORY).free  # containers may have little
     options = {
         # "local" even if RAY_ADDRESS is set: a cluster is only joined if it was named.
         "address": "local",
         "include_dashboard": False,
-        "object_store_memory": max(_LEAST_STORE_BYTES, min(_MOST_STORE_BYTES, free_bytes // 2)),
+        "object_store_memory": _STORE_BYTES,
         # The actors take no CPUs, and Ray would keep an idle process for every CPU.
         "num_cpus": 0,
         "num_gpus": 0,
@@ -288,31 +305,19 @@ def _address_of_this_process() -> str | None:
 
 
 def _find_cluster() -> str:
-    """Return the address of the cluster with a node on this machine, for "auto".
-
-    Ray's own search is not used, because it also finds the private Ray of another process of this project.
-    """
+    """Return the address of the cluster of this machine, for "auto": that of the latest `ray start`."""
     if address := os.environ.get("RAY_ADDRESS"):
         return address
-    flag = "--gcs-address="
-    found: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            private = any(is_private(each.partition("=")[2]) for each in arguments)
-            if os.path.basename(arguments[0]) == "raylet" and not private:
-                found.update(each.removeprefix(flag) for each in arguments if each.startswith(flag))
-    if len(found) == 1:
-        return found.pop()
-    if found:
-        raise PoolUnavailable(f"several Ray clusters run on this machine: name one of {', '.join(sorted(found))}")
-    raise PoolUnavailable("no Ray cluster runs on this machine, except private ones; name one as HOST:6379")
+    directory = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    try:
+        return Path(directory, "ray", "ray_current_cluster").read_text().strip()
+    except OSError:
+        raise PoolUnavailable("`ray start` has not run on this machine: name the cluster as HOST:6379") from None
 
 
 def _check_reachable(address: str) -> None:
     """Fail within seconds, where Ray would try for minutes."""
-    if address.startswith("ray://"):
-        raise PoolUnavailable("Ray Client addresses are not supported: use the cluster's own address, HOST:6379")
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in host:
+        raise PoolUnavailable("name the cluster by its own address, HOST:6379")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()

@@ -65,11 +65,6 @@ class ProcessLocation(NamedTuple):
 
         return cls.here(_node_id(), str(ray.util.get_node_ip_address()))
 
-    def is_ending(self) -> bool:
-        """Return whether the process has ended or is ending. It must be on this machine."""
-        reading = ProcessReading.of(self.pid)
-        return reading is None or reading.ending or reading.started != self.started
-
     def is_beside(self, node_id: str) -> bool:
         """Return whether the calling process, on node `node_id`, can look up this location's pid.
 
@@ -223,12 +218,6 @@ def memory_limit(wanted: int | None) -> int:
     """Return an actor's memory limit in bytes: `wanted`, at most the machine's memory. None: 2 GiB, at most half."""
     machine = machine_bytes()
     return min(wanted, machine) if wanted is not None else min(_DEFAULT_BYTES, machine // 2)
-
-
-def soft_limit(limit: int, fresh: int) -> int:
-    """Return the memory, in bytes, above which an actor is replaced once it is empty: half way from `fresh`, its memory
-    when it was new, to `limit`."""
-    return fresh + max(0, limit - fresh) // 2
 
 
 def machine_bytes() -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
+import logging
+import math
 import threading
 import time
 import weakref
@@ -20,23 +21,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.channel import Transport
 from actors.cluster import Cluster
 from actors.compile.grammars import Grammars
 from actors.processes import memory_limit
 from actors.scratch import ScratchDirectory
-from actors.steps import Dispatcher
+from actors.steps.dispatcher import Dispatcher, GrammarsUnused
 from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.errors import GuidedError
+from guided.errors import GuidedError, PoolUnavailable
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import Grammar, PoolStatus, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
+_OTHERS_SECONDS = 10.0
+"""Maximum time to wait for the other actors once one is up. Ray may have to wait for CPUs."""
+_TICK_SECONDS = 0.05
 _STOP_SECONDS = 20.0
 """Maximum time to wait for all actors together to end. An actor that still runs then ends with this process."""
+_log = logging.getLogger(__name__)
 
 
 class RayPool:
@@ -55,24 +59,22 @@ class RayPool:
         options = replace(options or RayPoolOptions(), **changes)
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._dispatcher = Dispatcher(
-            options.mask_limit, options.pool_wait, options.max_replays, self._rejection, options.forced_tokens
-        )
+        self._dispatcher = Dispatcher(options.pool_wait, options.max_replays, options.forced_tokens)
         self._supervisors: list[Supervisor] = []
         with contextlib.ExitStack() as undo:
             self._cluster = Cluster.join(options.address)
             undo.callback(self._cluster.leave)
+            self._cluster.check_room(options)
             scratch = ScratchDirectory()
             undo.callback(scratch.remove)
-            transport = Transport(scratch.path, self._cluster.host, options.channel_host, options.ports)
-            undo.callback(transport.close)
             undo.callback(self._dispatcher.close)
-            self._grammars = Grammars(self._cluster, vocabulary, options)
+            self._grammars = Grammars(
+                self._cluster, vocabulary, options, lambda keys: self._dispatcher.announce(GrammarsUnused(keys))
+            )
             undo.callback(self._grammars.close)
             settings = IncarnationSettings(
                 cluster=self._cluster,
-                transport=transport,
-                grammars=self._grammars,
+                directory=scratch.path,
                 vocabulary=vocabulary,
                 memory=memory_limit(options.actor_memory_bytes),
                 words=words(vocabulary.padded_vocab_size),
@@ -85,11 +87,24 @@ class RayPool:
         atexit.register(_shut_down, self._at_exit)
 
     def _start_actors(self, settings: IncarnationSettings) -> None:
-        incarnations = itertools.count(1)
+        """Start the actors. One that is up is enough to begin; the others then have some seconds more."""
         for index in range(settings.options.actors):
-            self._supervisors.append(Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce))
-        for supervisor in self._supervisors:
-            supervisor.wait_started()
+            self._supervisors.append(Supervisor(index, settings, self._dispatcher.announce))
+        errors: list[PoolUnavailable] = []
+        starting, deadline = list(self._supervisors), math.inf
+        while starting and time.monotonic() < deadline:
+            for supervisor in list(starting):
+                try:
+                    if not supervisor.wait_started(_TICK_SECONDS):
+                        continue
+                    deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
+                except PoolUnavailable as error:
+                    errors.append(error)
+                starting.remove(supervisor)
+        if deadline == math.inf:
+            raise errors[0]
+        for supervisor in starting:
+            _log.warning("mask actor %d is not up yet: the pool begins without it", supervisor.index)
 
     def _stop_actors(self) -> None:
         for supervisor in self._supervisors:
@@ -124,20 +139,17 @@ class RayPool:
         with self._lock:
             self._dispatcher.submit(sequences, new_tokens)
 
-    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+    def collect(self, deadline: float | None = None) -> StepMasks:
         with self._lock:
-            return self._dispatcher.collect(timeout, patience)
+            return self._dispatcher.collect(deadline)
 
-    def settled(self, timeout: float = 0.0) -> list[int]:
+    def decided(self) -> list[int]:
         with self._lock:
-            return self._dispatcher.settled(timeout)
+            return self._dispatcher.decided()
 
     def failures(self) -> dict[int, GuidedError]:
         with self._lock:
             return self._dispatcher.failures()
-
-    def _rejection(self, key: str) -> GuidedError | None:
-        return self._grammars.rejection(key)  # the dispatcher is created before `_grammars`
 
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]

@@ -18,17 +18,11 @@ _OWNER = "scratch-owner"
 _log = logging.getLogger(__name__)
 
 # The cleanup process: a shell that waits for a line (there is nothing to clean up) or the end of its input (the process
-# is gone). Then it kills Ray's processes that have their logs in the directory, because Ray's agents would wait a day
-# for the GCS, and removes the directory; several times, because processes that are ending may still write.
-_CLEANUP = r"""
+# is gone). Then it removes the directory; several times, because processes that are ending may still write.
+_CLEANUP = """
 read -r _ && exit
 for pause in 0 1 3 5; do
     sleep "$pause"
-    for process in /proc/[0-9]*; do
-        case "$(cat "$process/comm" 2>/dev/null)" in
-        ray::*) ls -l "$process/fd" 2>/dev/null | grep -qF -- "$1/" && kill -9 "${process#/proc/}" ;;
-        esac
-    done
     rm -rf -- "$1"
 done
 """
@@ -69,11 +63,6 @@ class ScratchDirectory:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def is_private(path: str) -> bool:
-    """Return whether a path is in the scratch directory of a process of this project."""
-    return any(part.startswith(_PREFIX) for part in Path(path).parts)
 
 
 def _start_cleanup(path: str, stdin: int) -> subprocess.Popen[bytes]:

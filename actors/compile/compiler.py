@@ -72,11 +72,9 @@ class CompileActor:
         exit_with_owner(owner)
         self._compiler = Compiler(vocabulary, limits)
 
-    async def compile(self, constraint: bytes, backends: Sequence[str]) -> tuple[CompileResult, bytes]:
-        """Compile a constraint. The serialized grammar is a second object, which does not pass through the engine."""
-        result = await asyncio.wrap_future(self._compiler.submit(_decode(constraint), backends))
-        dumped, result.dumped = result.dumped, b""
-        return result, dumped
+    async def compile(self, constraint: bytes, backends: Sequence[str], waited: float) -> CompileResult:
+        """Compile a constraint that has waited for `waited` seconds."""
+        return await asyncio.wrap_future(self._compiler.submit(_decode(constraint), backends, waited))
 
     async def pids(self) -> list[int]:
         """Return the pids of the compile processes."""
@@ -103,14 +101,14 @@ class Compiler:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, constraint: Constraint, backends: Sequence[str]) -> Future[CompileResult]:
+    def submit(self, constraint: Constraint, backends: Sequence[str], waited: float = 0.0) -> Future[CompileResult]:
         """Compile `constraint` with the first of `backends` that can enforce all of it, once a process is free.
 
         The future never raises: the `CompileResult` holds the error.
         """
         future: Future[CompileResult] = Future()
         future.set_running_or_notify_cancel()  # cannot be cancelled: a thread will set its result
-        self._queue.put(_Task(constraint, backends, future, time.monotonic()))
+        self._queue.put(_Task(constraint, backends, future, time.monotonic() - waited))
         return future
 
     @property

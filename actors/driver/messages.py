@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.driver.scheduling import Scheduling
+from actors.steps.protocol import SegmentName
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,8 @@ class Connect:
 
     options: dict[str, Any]
     """Arguments of `ray.init`."""
+    is_small: bool
+    """Start a local Ray, without the processes of Ray that are not needed."""
     program: str
     """`sys.argv[0]` of the engine's process. Its directory is on the path of Ray's workers."""
 
@@ -33,10 +36,8 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Start an actor. Replied to when Ray has accepted it."""
+    """Start an actor. Replied to when Ray has accepted it. The reply's number is then the actor's."""
 
-    number: int
-    """Number of the reply, and then of the actor."""
     actor_class: str
     """`module:class`. Its `RAY_OPTIONS` are the arguments of `ray.remote`."""
     scheduling: Scheduling
@@ -45,56 +46,49 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call a method of an actor."""
+    """Call a method of an actor. Replied to with its result."""
 
-    number: int
-    """Number of the reply."""
     actor: int
     method: str
     arguments: tuple[Any, ...]
-    kept: int | None
-    """If set, the method returns two values. The second one stays in Ray, as this object."""
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
-    """Store an object in Ray."""
+class Forward:
+    """Forward the steps of an actor on another node. Replied to when the engine can send the first one."""
 
-    number: int
-    value: Any
+    actor: int
+    """It has the methods `deliver` and `collect` of `RemoteSteps`."""
+    path: str
+    """Of the channel."""
+    segment: SegmentName
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
-    """Forget an object, or an actor, which Ray then ends."""
+class Nodes:
+    """Replied to with the result of `ray.nodes`."""
 
-    number: int
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Have Ray end an actor."""
+
+    actor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Disconnect from Ray, and end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """Stands for a stored object among the arguments of an actor."""
-
-    number: int
+    """Disconnect from Ray, and end. Not replied to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """From the driver: the result of a message."""
+    """From the driver."""
 
     number: int
     value: Any = None
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """From the driver, every second."""
-
-
-Request = Create | Call | Put | Drop | Close
+Request = Create | Call | Forward | Nodes | End | Close
+"""To the driver, as a pair: the number of the reply, and the request."""

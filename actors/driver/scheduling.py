@@ -8,6 +8,9 @@ from typing import Any
 
 from guided.pools.options import LOCAL, NodePlacement
 
+Nodes = Sequence[Mapping[str, Any]]
+"""As `ray.nodes()` returns them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
@@ -17,18 +20,37 @@ class Scheduling:
     cpus: float = 0.0
     """CPUs that Ray reserves for it."""
     index: int = 0
-    """Number of the actor. Actors are placed on the fitting nodes in turn."""
+    """Number of the mask actor, or -1 for the compile actor. Actors are placed on the fitting nodes in turn."""
 
-    def choose(self, nodes: Sequence[Mapping[str, Any]], here: str) -> tuple[str | None, dict[str, Any]]:
+    @property
+    def bundle(self) -> int:
+        """The bundle of a placement group for the actor: after those of the engine and of the compile actor."""
+        return 2 + self.index
+
+    def choose(self, nodes: Nodes, here: str) -> tuple[str | None, dict[str, Any]]:
         """Return the id of the node for the actor, and options of `ray.remote`. Without an id, Ray spreads the actors.
 
         Args:
-            nodes: those of `ray.nodes()`.
             here: the id of this process's node.
 
         Raises:
             ValueError: no node of the cluster fits.
         """
+        where = self.placement
+        fitting = self.candidates(nodes, here)
+        options: dict[str, Any] = {"num_cpus": self.cpus}
+        if where.amount:
+            return None, {**options, "resources": {where.name: where.amount}}
+        # Ray places actors that take nothing anywhere, with its "SPREAD" strategy and with a soft affinity too (Ray
+        # 2.60, measured). If the node is gone by now, the actor is not started, and the next one gets another node.
+        if self.cpus and where.kind == "label":
+            return None, {**options, "label_selector": {where.name: where.value}}
+        if self.cpus and where.kind == "spread":
+            return None, options
+        return str(fitting[self.index % len(fitting)]["NodeID"]), options
+
+    def candidates(self, nodes: Nodes, here: str) -> list[Mapping[str, Any]]:
+        """Return the nodes on which there is room for the actor, whatever runs there now. Raises as `choose`."""
         where = self.placement
         alive = sorted((node for node in nodes if node["Alive"]), key=lambda node: str(node["NodeID"]))
         found = [node for node in alive if self._is_candidate(node, here)]
@@ -43,16 +65,7 @@ class Scheduling:
                 f"an actor needs {self.cpus:g} CPUs on one node, and of the nodes of placement {where.text!r} none has "
                 f"more than {most:g}: lower actor_cpus and compile_cpus"
             )
-        options: dict[str, Any] = {"num_cpus": self.cpus}
-        if where.amount:
-            return None, {**options, "resources": {where.name: where.amount}}
-        # Ray places actors that take nothing anywhere, with its "SPREAD" strategy and with a soft affinity too (Ray
-        # 2.60, measured). If the node is gone by now, the actor is not started, and the next one gets another node.
-        if self.cpus and where.kind == "label":
-            return None, {**options, "label_selector": {where.name: where.value}}
-        if self.cpus and where.kind == "spread":
-            return None, options
-        return str(fitting[self.index % len(fitting)]["NodeID"]), options
+        return fitting
 
     def _is_candidate(self, node: Mapping[str, Any], here: str) -> bool:
         where = self.placement
@@ -64,7 +77,39 @@ class Scheduling:
         return where.kind == "spread" or node.get("Labels", {}).get(where.name) == where.value
 
 
-def _offers(nodes: Sequence[Mapping[str, Any]]) -> str:
+def check_room(mask_actor: Scheduling, compile_actor: Scheduling, number: int, nodes: Nodes, here: str) -> None:
+    """Check that the nodes of the cluster have room for a pool, whatever runs there now.
+
+    Args:
+        mask_actor: how each of the `number` mask actors is placed.
+        here: the id of this process's node.
+
+    Raises:
+        ValueError: they have not; says what there is, and which options lower what the pool takes.
+    """
+    where = mask_actor.placement
+    if where.kind == "group":  # it has been reserved already
+        return
+    found = mask_actor.candidates(nodes, here)
+    compile_actor.candidates(nodes, here)
+    cpus = sorted((node["Resources"].get("CPU", 0.0) for node in found), reverse=True)
+    rest = [cpus[0] - compile_actor.cpus, *cpus[1:]]
+    if mask_actor.cpus and sum(each // mask_actor.cpus for each in rest) < number:
+        wanted = number * mask_actor.cpus + compile_actor.cpus
+        raise ValueError(
+            f"the pool reserves {wanted:g} CPUs, {mask_actor.cpus:g} for each of {number} mask actors and "
+            f"{compile_actor.cpus:g} for compilation; the nodes of placement {where.text!r} have {sum(cpus):g}: lower "
+            "num_actors, actor_cpus or compile_cpus"
+        )
+    amounts = [node["Resources"].get(where.name, 0.0) for node in found]
+    if where.amount and sum(each // where.amount for each in amounts) < number:
+        raise ValueError(
+            f"{number} mask actors take {where.amount:g} of {where.name} each, and the nodes have {sum(amounts):g}: "
+            "lower num_actors, or the amount in placement"
+        )
+
+
+def _offers(nodes: Nodes) -> str:
     """Say which resources and labels there are, without those that Ray sets itself."""
     resources = {
         f"{name}:{amount:g}"

@@ -2,36 +2,60 @@
 
 Used from the engine's thread, except `announce` and `interrupt`. Supervisors announce workers that come and go. This
 takes effect at the next call, or at once if `collect` waits.
+
+A sequence is opened on the worker with the fewest open sequences, and stays there until it ends or the worker does.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import os
+import select
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import zmq
 from numpy.typing import NDArray
 
 from actors.steps.connection import SequenceState, StepOutputs, StepPart, WorkerConnection, send_all
-from actors.steps.placement import Placement, Recovery, WorkerDown, WorkerRetiring, WorkerUp
-from actors.steps.protocol import FREE, SLOW_SECONDS
-from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable
-from guided.pools.protocol import Grammar, ReadyMasks, StepMasks, forced_runs
+from guided.backends import BACKENDS
+from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
+from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
 from guided.sequence import GuidedSequence
 
 _LOOK_SECONDS = 0.001
 """Poll interval while waiting for masks: a worker that finishes just before `wake` is set sends no message."""
 _PLACE_SECONDS = 0.02
-"""Interval between attempts to place sequences that no worker can take, for example because none has the grammar."""
-_GIVE_UP_FACTOR = 1.5
-"""The supervisor ends a worker that exceeds the mask limit. If it does not, the sequence fails after this multiple of
-the limit."""
+"""Poll interval while a sequence waits for a worker."""
+_LEAST_DEATHS = 2
+"""A grammar is not rejected before this many workers have died with its first mask: one may be killed by anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUp:
+    """Sequences may be opened on an incarnation."""
+
+    worker: WorkerConnection
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDown:
+    """An incarnation is over."""
+
+    worker: WorkerConnection
+    error: GuidedError
+    """For the sequences that are lost."""
+    cause: EndCause = "died"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarsUnused:
+    """Grammars were evicted from the pool's cache."""
+
+    keys: Collection[str]
 
 
 class _Step:
@@ -39,95 +63,80 @@ class _Step:
 
     def __init__(self, sequences: Sequence[GuidedSequence]) -> None:
         self.sequences = sequences
-        self.began = time.monotonic()
-        self.states: list[SequenceState | None] = []
-        """By row."""
-        self.places: NDArray[np.intp] = np.empty((2, 0), np.intp)
-        """`[2, rows]`: incarnation of the sequence's worker, and its slot there. `FREE` if it had none when the step
-        began."""
         self.parts: list[StepPart] = []
-        self.unplaced: dict[int, SequenceState] = {}
-        """Rows of sequences that wait for a worker."""
+        self.waiting: dict[int, SequenceState] = {}
+        """Rows of sequences that no worker can take now."""
         self.failed: dict[int, GuidedError] = {}
         self.all_ready = False
         """Set by `collect`."""
 
     def look(self) -> int:
         """Compare the versions; return how many rows are undecided."""
-        return len(self.unplaced) + sum([part.look() for part in self.parts])
+        undecided = len(self.waiting)
+        for part in self.parts:
+            if part.look():
+                for row, state in part.missing().items():
+                    if state.error is None:
+                        undecided += 1
+                    else:
+                        self.failed[row] = state.error
+        return undecided
+
+    def take(self, part: StepPart) -> None:
+        """Take the rows without a mask out of a part, whose worker has ended."""
+        part.look()
+        for row, state in part.missing().items():
+            if state.error is None:
+                self.waiting[row] = state
+            else:
+                self.failed[row] = state.error
+        part.keep_ready()
 
     def undecided(self) -> dict[int, SequenceState]:
         """Return the undecided rows, as of the last `look`."""
-        rows = dict(self.unplaced)
+        rows = dict(self.waiting)
         for part in self.parts:
-            if part.missing:
-                rows.update(part.states(~part.ready))
+            rows |= {row: state for row, state in part.missing().items() if state.error is None}
         return rows
-
-    def take_out(self, states: Collection[SequenceState]) -> dict[int, SequenceState]:
-        """Remove the undecided rows of `states` from their parts; return them."""
-        taken: dict[int, SequenceState] = {}
-        for part in self.parts:
-            if part.look():
-                found = {row: state for row, state in part.states(~part.ready).items() if state in states}
-                if found:
-                    part.remove(np.isin(part.rows, list(found)))
-                    taken.update(found)
-        return taken
 
 
 class Dispatcher:
     """Sequences on workers, and the steps between them. Implements the step methods of `MaskPool`.
 
     Args:
-        mask_limit: seconds that a mask may take before the supervisor ends the actor.
         pool_wait: seconds that a sequence waits for a worker before it fails with `PoolUnavailable`.
-        max_replays: see `Recovery`.
-        rejection_of: returns the error of a rejected grammar by its key; None if it is not rejected.
+        max_replays: how often a sequence is opened again after a worker died while it filled the sequence's mask.
         forced_tokens: workers look ahead where a mask allows only one token.
     """
 
-    def __init__(
-        self,
-        mask_limit: float,
-        pool_wait: float,
-        max_replays: int,
-        rejection_of: Callable[[str], GuidedError | None] = lambda key: None,
-        forced_tokens: bool = False,
-    ) -> None:
+    def __init__(self, pool_wait: float, max_replays: int, forced_tokens: bool = False) -> None:
         self._forced_tokens = forced_tokens
-        self._give_up_seconds = _GIVE_UP_FACTOR * mask_limit
         self._pool_wait = pool_wait
         self._max_replays = max_replays
-        self._rejection_of = rejection_of
-        self._placement = Placement()
-        self._workers = self._placement.workers
+        self._workers: list[WorkerConnection] = []
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step(())
         self._late: set[SequenceState] = set()
         """Sequences with a late mask, until a later step collects it or they are freed."""
-        self._failed: set[SequenceState] = set()
-        """Sequences with an `error`, until they are freed."""
         self._changed: set[SequenceState] = set()
-        """Sequences with `changed_from`."""
+        """Sequences that were edited, moved or failed since the last step."""
         self._budgeted: set[SequenceState] = set()
         """Sequences with a budget."""
-        self.replays = 0
-        """Sequences that outlived their worker and are opened on another one, since the start."""
         self._lost: dict[int, GuidedError] = {}
         """Errors for `failures`, by sequence id."""
-        self._tried_placing = 0.0
-        """`time.monotonic()` of the last attempt to place waiting sequences."""
-        self._events: deque[WorkerUp | WorkerRetiring | WorkerDown] = deque()
+        self._deaths: Counter[str] = Counter()
+        """Number of workers that died with the first mask of a sequence, by the grammar's key."""
+        self.replays = 0
+        """Sequences that outlived their worker and are opened on another one, since the start."""
+        self._events: deque[WorkerUp | WorkerDown | GrammarsUnused] = deque()
         self._interrupted = False
-        self._closed = False
-        self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)  # not before the last thread that writes to it is done
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(self._wake, select.POLLIN)
 
-    def announce(self, event: WorkerUp | WorkerRetiring | WorkerDown) -> None:
-        """Report that a worker came or went. From any thread."""
+    def announce(self, event: WorkerUp | WorkerDown | GrammarsUnused) -> None:
+        """Report that a worker came or went, or that grammars are not used any more. From any thread."""
         self._events.append(event)
         os.eventfd_write(self._wake, 1)
 
@@ -140,8 +149,7 @@ class Dispatcher:
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         """See `MaskPool.open`."""
-        state = SequenceState(sequence, grammar.key, sequence.parent_id, seconds=grammar.mask_seconds)
-        self._sequences[sequence.sequence_id] = state
+        state = self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar)
         if sequence.budget is not None:
             self._budgeted.add(state)
 
@@ -151,15 +159,13 @@ class Dispatcher:
             self._lost.pop(sequence_id, None)
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
-                self._forget(state)
-                self._placement.withdraw(state)
+                for states in (self._late, self._changed, self._budgeted):
+                    states.discard(state)
+                if state.worker is not None:
+                    state.worker.free(state)
+                state.error = state.error or BackendError("the sequence was freed before its mask was collected")
         if not self._sequences:  # there may be no next step to send the messages with
             send_all(self._workers)
-
-    def _forget(self, state: SequenceState) -> None:
-        late, placement = self._late, self._placement
-        for states in (late, self._failed, self._changed, self._budgeted, placement.suspects, placement.stragglers):
-            states.discard(state)
 
     def rollback(self, sequence_id: int, length: int) -> None:
         """See `MaskPool.rollback`."""
@@ -178,20 +184,19 @@ class Dispatcher:
         """Return the ids of the open sequences of each worker that is up, by the worker's pid."""
         self._handle_events()
         return {
-            worker.location.pid: {state.sequence_id for state in worker.sequences.values()} for worker in self._workers
+            worker.pid: {state.sequence.sequence_id for state in worker.sequences.values()} for worker in self._workers
         }
 
     # a step: out
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
         """See `MaskPool.submit`."""
-        if self._events or self._placement.needs_attention:
-            self._maintain()
+        self._handle_events()
         previous = self._step
         same = sequences is previous.sequences and type(sequences) is tuple
-        if same and previous.all_ready and not self._changed and not self._placement.moved:
+        if same and previous.all_ready and not self._changed:
             step = self._step = _Step(sequences)
-            step.states, step.places, step.parts = previous.states, previous.places, previous.parts
+            step.parts = previous.parts
         else:
             step, new_tokens = self._assign(sequences), None
         if new_tokens is not None:
@@ -203,292 +208,157 @@ class Dispatcher:
                 part.send_outputs(outputs)
         send_all(self._workers)
 
-    def _maintain(self) -> None:
-        """Handle what happened since the last step, before sequences are placed."""
-        self._handle_events()
-        if self._placement.needs_rebalancing:
-            self._placement.rebalance()
-        for state in self._placement.stragglers:
-            if state not in self._late:
-                self._placement.move_to_lane(state)
-        if self._placement.suspects:
-            self._placement.clear_suspects()
-            self._place_waiting(time.monotonic())  # now the workers are idle: one may be emptied for a suspect
-
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
-        previous, step = self._step, _Step(sequences)
-        rows = self._take_over(previous, step)
-        self._step = step
-        for row in rows:
-            state = step.states[row] = self._sequences.get(sequences[row].sequence_id)
-            if state is not None:
-                state.row = row
-                if state.worker is None and state.error is None:
-                    self._place(state, step.began)
-        # A suspect that is isolated displaces other sequences.
-        displaced = [state.row for state in self._placement.moved if state in step.states]
-        for row in dict.fromkeys(rows + displaced):
-            self._set_row(step, row)
-        for state in self._changed:
-            if state.worker is not None and state.changed_from is not None:
-                state.worker.edit(state, state.changed_from)
-            state.changed_from = None
+        step = self._step = _Step(sequences)
+        for changed in self._changed:
+            if changed.worker is not None and changed.changed_from is not None:
+                changed.worker.edit(changed, changed.changed_from)
+            changed.changed_from = None
         self._changed.clear()
-        for worker in self._workers:
-            of_worker = np.flatnonzero(step.places[0] == worker.incarnation)
-            if len(of_worker):
-                step.parts.append(StepPart(worker, of_worker, step.places[1, of_worker], step.states))
-        return step
-
-    def _take_over(self, previous: _Step, step: _Step) -> list[int]:
-        """Copy the rows that hold the same sequence, in the same place, as in the previous step; return the others."""
-        same = np.fromiter(map(operator.is_, step.sequences, previous.sequences), np.bool_)
-        rows, more = len(same), len(step.sequences) - len(same)
-        moved, self._placement.moved = self._placement.moved, set()
-        for row in (*previous.failed, *[state.row for state in moved | self._failed]):
-            if row < rows:
-                same[row] = False
-        step.states = previous.states[:rows] + [None] * more
-        step.places = previous.places[:, :rows].copy()
-        if more:
-            step.places = np.concatenate((step.places, np.full((2, more), FREE)), axis=1)
-        others: list[int] = np.flatnonzero(~same).tolist()
-        return [*others, *range(rows, rows + more)]
-
-    def _set_row(self, step: _Step, row: int) -> None:
-        """Note where a row's sequence is open, or why it is not."""
-        state = step.states[row]
-        step.places[:, row] = FREE
-        if state is None:
-            step.failed[row] = BackendError(f"sequence {step.sequences[row].sequence_id} is not open")
-        elif state.error is not None:
-            step.failed[row], step.states[row] = state.error, None
-        elif state.worker is None:
-            step.unplaced[row] = state
-            self._placement.moved.add(state)
-        else:
-            step.places[:, row] = state.worker.incarnation, state.slot
-
-    def _fail_unplaced(self, step: _Step) -> None:
-        """Fail the unplaced rows of sequences with an error."""
-        for row, state in list(step.unplaced.items()):
+        rows: dict[WorkerConnection, tuple[list[int], list[SequenceState]]] = {}
+        for row, sequence in enumerate(sequences):
+            state = self._sequences.get(sequence.sequence_id)
+            if state is None:
+                step.failed[row] = BackendError(f"sequence {sequence.sequence_id} is not open")
+                continue
+            if state.worker is None and state.error is None:
+                self._place(state)
             if state.error is not None:
                 step.failed[row] = state.error
-                del step.unplaced[row]
+            elif state.worker is None:
+                step.waiting[row] = state
+            else:
+                of_worker = rows.setdefault(state.worker, ([], []))
+                of_worker[0].append(row)
+                of_worker[1].append(state)
+        step.parts = [StepPart(worker, *of_worker) for worker, of_worker in rows.items()]
+        return step
 
-    def _place(self, state: SequenceState, now: float) -> WorkerConnection | None:
-        """Open a sequence on a worker and return the worker. If none can take it, return None, and fail the sequence if
-        its grammar is rejected or it has waited for `pool_wait` seconds."""
-        if self._closed:
-            self._lose(state, PoolUnavailable("the pool is shut down"))
-            return None
-        parent = self._sequences.get(state.parent_id) if state.parent_id is not None else None
-        if self._placement.place(state, parent, now):
-            return state.worker
-        state.waiting_since = state.waiting_since or now
-        error = self._rejection_of(state.grammar)
-        if error is None and now - state.waiting_since >= self._pool_wait:
-            error = PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s")
-        if error is not None:
-            self._lose(state, error)
-        return None
+    def _place(self, state: SequenceState) -> None:
+        """Open a sequence on its parent's worker, or on the one with the fewest sequences, if one can take it now.
+
+        Fails a sequence that has waited for too long, or has a grammar that has ended workers.
+        """
+        if self._interrupted:
+            self._fail(state, PoolUnavailable("the pool is shut down"))
+            return
+        if self._deaths[state.grammar.key] >= max(_LEAST_DEATHS, self._max_replays + 1):
+            error = WorkerDied("this constraint ended several mask workers with its first mask: it is rejected")
+            error.retryable = False
+            self._fail(state, error)
+            return
+        parent = self._sequences.get(state.sequence.parent_id) if state.sequence.parent_id is not None else None
+        worker = parent.worker if parent is not None else None
+        if worker is None or not worker.has_slot():
+            able = [each for each in self._workers if each.has_slot()]
+            if not able:
+                state.waiting_since = state.waiting_since or time.monotonic()
+                if self._has_waited(state):
+                    text = f"no mask worker could take the sequence for {self._pool_wait:g} s"
+                    self._fail(state, PoolUnavailable(text))
+                return
+            worker = min(able, key=lambda each: (self._mixes(each, state), len(each.sequences)))
+        worker.open(state, parent)
+
+    def _has_waited(self, state: SequenceState) -> bool:
+        """Return whether a sequence has waited for a worker for too long."""
+        return bool(state.waiting_since) and time.monotonic() - state.waiting_since >= self._pool_wait
+
+    def _mixes(self, worker: WorkerConnection, state: SequenceState) -> bool:
+        """Return whether a backend that holds the interpreter lock would share the worker with another one.
+
+        While it computes a mask, no other thread of the worker runs. So its sequences go to the last worker, and the
+        others avoid that worker as long as it has such sequences.
+        """
+        if _holds_lock(state):
+            return len(self._workers) > 1 and worker is not self._workers[-1]
+        return worker is self._workers[-1] and any(map(_holds_lock, worker.sequences.values()))
 
     # a step: back
 
-    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+    def collect(self, deadline: float | None = None) -> StepMasks:
         """See `MaskPool.collect`."""
         step = self._step
-        for worker in self._workers:
-            if not worker.shared:
-                self._receive(worker)
         if step.look():
-            started = time.monotonic()
-            limit = self._give_up_seconds if timeout is None else timeout
-            self._wait_for_step(step, (step.began if timeout is None else started) + limit, patience)
-            self._sort_undecided(step, waited_for_all=timeout is None)
-        return self._masks(step)
-
-    def _wait_for_step(self, step: _Step, deadline: float, patience: float | None) -> None:
-        """Wait until every row is decided or `deadline` is over. After `patience` seconds one decided row suffices."""
-        began = time.monotonic()
-        enough = deadline if patience is None else began + patience
-        half = math.inf if patience is None else began + patience / 2
-        for worker in list(self._workers):
-            self._receive(worker)
-        while True:
-            for worker in self._workers:
-                worker.request_wakeup()
-            undecided = step.look()
-            now = time.monotonic()
-            left = (enough if undecided < len(step.sequences) else deadline) - now
-            if not undecided or self._interrupted or left <= 0 or (patience is not None and self._is_futile(step)):
-                break
-            if now >= half:  # early enough to fill rows that wait behind a slow one elsewhere, in time
-                half = math.inf
-                self._clear_stuck_workers()
-            self._wait(min(left, _LOOK_SECONDS))
-        if undecided and patience is not None:
-            self._clear_stuck_workers()
-
-    def _is_futile(self, step: _Step) -> bool:
-        """Return whether only stragglers are missing: they would miss the deadline anyway."""
-        if not self._placement.stragglers:
-            return False
-        undecided = step.undecided()
-        return len(undecided) < len(step.sequences) and self._placement.stragglers.issuperset(undecided.values())
-
-    def _sort_undecided(self, step: _Step, waited_for_all: bool) -> None:
-        """Note the undecided rows as late; fail those that have exceeded the time limit."""
-        step.look()
-        for row, state in step.undecided().items():
-            if self._sequences.get(state.sequence_id) is not state:
-                step.failed[row] = BackendError("the sequence was freed before its mask was collected")
-            elif waited_for_all and self._is_overdue(state, step.began):
-                step.failed[row] = self._give_up(state)
-            else:
-                state.late_since = state.late_since or step.began
-                self._late.add(state)
-
-    def _masks(self, step: _Step) -> StepMasks:
-        """Return the step's result, and update the counters and the typical mask time."""
+            self._wait_for_step(step, math.inf if deadline is None else time.monotonic() + deadline)
         found = StepMasks(failed=step.failed, seconds=sum([worker.take_seconds() for worker in self._workers]))
         ready_rows = 0
         for part in step.parts:
-            slots, rows = part.slots, part.rows
-            if part.missing:
-                slots, rows = slots[part.ready], rows[part.ready]
+            slots, rows = part.slots[part.ready], part.rows[part.ready]
             found.ready.append(ReadyMasks(part.table.mask, slots, rows, part.table.seconds))
             if self._forced_tokens:
                 found.forced |= forced_runs(part.table.forced[slots], rows)
             ready_rows += len(rows)
-        if self._late or self._placement.stragglers:
-            self._note_ready(step)
+            if self._late:
+                self._late.difference_update(part.ready_states())
         for state in self._budgeted:
             state.note_steered()
-        if ready_rows:
-            typical = found.seconds / ready_rows
-            if typical > SLOW_SECONDS:  # slow masks dominate the mean
-                typical = float(np.median(np.concatenate([part.seconds[part.slots] for part in found.ready])))
-            self._placement.note_typical(typical)
         step.all_ready = ready_rows == len(step.sequences)
         if not step.all_ready:
-            found.late = sorted(row for row in step.undecided() if row not in step.failed)
+            undecided = step.undecided()
+            found.late = sorted(undecided)
+            self._late.update(undecided.values())
         return found
 
-    def _note_ready(self, step: _Step) -> None:
-        """Note the ready rows of sequences that were late, and of stragglers."""
-        for part in step.parts:
-            ready = part.states(part.ready)
-            seconds = dict(zip(part.rows.tolist(), part.table.seconds[part.slots].tolist(), strict=True))
-            for row, state in ready.items():
-                if state in self._late:
-                    self._settle(state)
-                if state in self._placement.stragglers:
-                    self._placement.note_straggler(state, seconds[row])
-                elif self._placement.stragglers:
-                    self._placement.note_slow(state, seconds[row])
-
-    def settled(self, timeout: float = 0.0) -> list[int]:
-        """See `MaskPool.settled`."""
-        if not self._late:
-            return []
-        last = time.monotonic() + timeout
-        self._handle_events()
-        for worker in list(self._workers):
-            self._receive(worker)
-        self._clear_stuck_workers()
+    def _wait_for_step(self, step: _Step, deadline: float) -> None:
+        """Wait until every row is decided, or until `deadline`, a `time.monotonic()`."""
         while True:
             for worker in self._workers:
                 worker.request_wakeup()
+                self._receive(worker)
+            self._handle_events()
+            if step.waiting:
+                self._place_waiting(step)
+            undecided = step.look()
             now = time.monotonic()
-            self._place_waiting(now)
-            found = [state for state in self._late if self._is_settled(state)]
-            if found or self._interrupted or now >= last:
-                return sorted(state.sequence_id for state in found)
-            self._wait(min(last - now, _PLACE_SECONDS))
-
-    def _is_overdue(self, state: SequenceState, since: float) -> bool:
-        """Return whether a worker has exceeded the time limit for a mask that was requested at `since`.
-
-        The time that the sequence waited for a worker does not count.
-        """
-        seconds = time.monotonic() - max(since, state.opened_at)
-        return state.worker is not None and seconds >= self._give_up_seconds
-
-    def _give_up(self, state: SequenceState) -> GuidedError:
-        """Fail a sequence that has waited too long. The error is retryable unless the worker is busy with its mask."""
-        error = MaskTimeout(f"no mask within {self._give_up_seconds:g} s")
-        error.retryable = state.worker is None or state.worker.busy_with() is not state
-        self._lose(state, error)
-        return error
-
-    def _is_settled(self, state: SequenceState) -> bool:
-        if state.error is None and self._is_overdue(state, state.late_since):
-            self._give_up(state)
-        return state.error is not None or state.is_ready
-
-    def _settle(self, state: SequenceState) -> None:
-        state.late_since = 0.0
-        self._late.discard(state)
-
-    # while waiting
+            if not undecided or self._interrupted or now >= deadline:
+                return
+            limit = _PLACE_SECONDS if undecided == len(step.waiting) else _LOOK_SECONDS
+            self._wait(min(limit, deadline - now))
 
     def _wait(self, seconds: float) -> None:
-        """Wait for answers or events, and handle them."""
-        sockets = {socket for socket, _ in self._poller.poll(math.ceil(seconds * 1000))}
-        now = time.monotonic()
-        for worker in list(self._workers):
-            if worker.socket in sockets or not worker.shared:  # `receive` also measures its silence
-                self._receive(worker)
-        if self._wake in sockets:
-            os.eventfd_read(self._wake)
-            self._handle_events()
-        if now - self._tried_placing > _PLACE_SECONDS:
-            self._place_waiting(now)
+        """Wait for an answer or an event."""
+        for fd, happened in self._poller.poll(math.ceil(1000 * seconds)):
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+            elif happened & select.POLLHUP:  # its supervisor is about to announce its end
+                time.sleep(_LOOK_SECONDS)
+
+    def _place_waiting(self, step: _Step) -> None:
+        """Open the sequences that wait for a worker, as far as workers can take them."""
+        for row, state in list(step.waiting.items()):
+            if state.worker is None and state.error is None:
+                self._place(state)
+            if state.error is not None:
+                step.failed[row] = state.error
+            elif state.worker is not None:
+                step.parts.append(StepPart(state.worker, [row], [state]))
+            else:
+                continue
+            del step.waiting[row]
+        send_all(self._workers)
+
+    def decided(self) -> list[int]:
+        """See `MaskPool.decided`."""
+        if not self._late:
+            return []
+        self._handle_events()
+        for worker in self._workers:
+            self._receive(worker)
+        has_slot = any(worker.has_slot() for worker in self._workers)
+        return sorted(
+            state.sequence.sequence_id
+            for state in self._late
+            if state.error is not None
+            or state.is_ready
+            or (state.worker is None and (has_slot or self._has_waited(state)))
+        )
 
     def _receive(self, worker: WorkerConnection) -> None:
         for state, error in worker.receive():
-            self._fail(state, error)
-            for row in self._step.take_out({state}):
-                self._step.failed[row] = error
-
-    def _place_waiting(self, now: float) -> None:
-        """Open the sequences that wait for a worker, as far as workers can take them."""
-        self._tried_placing = now
-        step = self._step
-        late = [state for state in self._late if state.worker is None and state.error is None]
-        if not step.unplaced and not late:
-            return
-        if self._placement.suspects:
-            self._placement.clear_suspects()
-        for row, state in list(step.unplaced.items()):
-            worker = None if state.error is not None else state.worker or self._place(state, now)
-            if worker is not None:
-                step.parts.append(StepPart(worker, np.array([row]), np.array([state.slot]), step.states))
-                del step.unplaced[row]
-        self._fail_unplaced(step)
-        for state in late:
-            if state.error is None and state.worker is None:
-                self._place(state, now)
-        send_all(self._workers)
-
-    def _clear_stuck_workers(self) -> None:
-        """Move rows that wait behind a slow one. Called if rows are late, or half of the deadline is over."""
-        moved = self._placement.clear_stuck_workers(time.monotonic())
-        if moved:
-            self._displace(moved)
-            self._step.look()
-
-    def _displace(self, states: Iterable[SequenceState]) -> None:
-        """Place sequences that have left their worker again, if their mask is being waited for."""
-        now = time.monotonic()
-        self._step.unplaced.update(self._step.take_out(set(states)))
-        wanted = self._late.union(self._step.unplaced.values())
-        for state in states:
-            if state in wanted:
-                state.waiting_since = now
-        self._place_waiting(now)
+            state.error = state.error or error
+            self._changed.add(state)
 
     # workers that come and go
 
@@ -497,59 +367,78 @@ class Dispatcher:
             event = self._events.popleft()
             if isinstance(event, WorkerUp):
                 event.worker.look_ahead = self._forced_tokens
-                self._placement.add(event.worker)
-                self._poller.register(event.worker.socket, zmq.POLLIN)
-            elif isinstance(event, WorkerRetiring):
-                self._placement.needs_rebalancing = True
+                self._workers.append(event.worker)
+                self._poller.register(event.worker.channel.fd, select.POLLIN)
+            elif isinstance(event, GrammarsUnused):
+                for worker in self._workers:
+                    worker.unload(event.keys)
+                for key in event.keys:
+                    self._deaths.pop(key, None)
             elif event.worker in self._workers:
                 self._end(event)
 
     def _end(self, down: WorkerDown) -> None:
-        """Handle the end of a worker: its sequences fail, or are placed again (`Recovery`)."""
-        worker, step = down.worker, self._step
+        """Handle the end of a worker: its sequences fail, or are opened on another one when they are next wanted."""
+        worker = down.worker
         self._receive(worker)  # what it answered before its end still counts
-        self._poller.unregister(worker.socket)
-        recovery = Recovery(down, self._max_replays)
-        states = self._placement.remove(worker)
-        taken = step.take_out(states)
-        kept: list[SequenceState] = []
-        for state in states:
-            if self._closed or recovery.is_lost(state):
-                self._lose(state, recovery.error(state))
-            else:
-                kept.append(state)
-                if state.suspect:
-                    self._placement.suspects.add(state)
+        self._poller.unregister(worker.channel.fd)
+        self._workers.remove(worker)
+        marked = worker.suspects() if down.cause == "died" else worker.marked()[:1]
+        for state in marked:
+            state.deaths += down.cause == "died"
+            if not state.has_answered:
+                self._deaths[state.grammar.key] += 1
+        lost = [state for state in worker.sequences.values() if self._is_lost(state, down, marked)]
+        for state in lost:
+            self._fail(state, _error_of(state, down.error, marked))
+        for part in self._step.parts:
+            if part.worker is worker:
+                self._step.take(part)
+        for state in worker.sequences.values():
+            self.replays += state.error is None
             state.leave()
-        for row, state in taken.items():
-            if state.error is not None:
-                step.failed[row] = state.error
-            else:
-                step.unplaced[row] = state
-        for part in step.parts:  # rows of sequences that were freed since they were submitted
-            if part.worker is worker and part.look():
-                step.failed.update(dict.fromkeys(part.rows[~part.ready].tolist(), down.error))
-                part.remove(~part.ready)
-        self.replays += len(kept)
+            self._changed.add(state)
         worker.sequences.clear()
         worker.close()
-        self._displace(kept)
 
-    def _lose(self, state: SequenceState, error: GuidedError) -> None:
-        """Fail a sequence for another reason than a worker's answer. `failures` reports it."""
-        self._fail(state, error)
-        self._lost[state.sequence_id] = state.error or error
+    def _is_lost(self, state: SequenceState, down: WorkerDown, marked: Sequence[SequenceState]) -> bool:
+        """Return whether a sequence ends with its worker.
+
+        If the supervisor ended the worker because of a mask (time, memory), the sequence that was being filled longest
+        ends, and the others are opened again. If the worker died: with `max_replays=0` every sequence with an open
+        matcher ends; with `max_replays=n` the sequences are opened again, and one that was being filled at the death of
+        n + 1 workers ends.
+        """
+        if down.cause != "died":
+            return state in marked
+        if not self._max_replays:
+            return state.has_answered or state in marked
+        return state.deaths > self._max_replays
 
     def _fail(self, state: SequenceState, error: GuidedError) -> None:
+        """Fail a sequence for another reason than a worker's answer. `failures` reports it."""
         state.error = state.error or error
-        self._failed.add(state)
+        self._lost[state.sequence.sequence_id] = state.error
+        self._changed.add(state)
 
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
         self._handle_events()
-        self._closed = True
         error = PoolUnavailable("the pool is shut down")
-        for worker in list(self._workers):
-            self._end(WorkerDown(worker, error))
         for state in self._sequences.values():
             self._fail(state, error)
+        for worker in list(self._workers):
+            self._end(WorkerDown(worker, error))
+
+
+def _error_of(state: SequenceState, error: GuidedError, marked: Sequence[SequenceState]) -> GuidedError:
+    """Return the error of a sequence that is lost. It is not retryable if its own mask ended the worker."""
+    if isinstance(error, WorkerDied) and state in marked:
+        error = WorkerDied(f"{error.message} while it computed this request's mask")
+        error.retryable = False
+    return error
+
+
+def _holds_lock(state: SequenceState) -> bool:
+    adapter = BACKENDS.get(state.grammar.backend)
+    return adapter is not None and adapter.holds_interpreter_lock

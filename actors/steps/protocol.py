@@ -1,10 +1,9 @@
 """The step protocol: the slot table that the engine and one worker share, and the messages between them.
 
-A sequence that is open on a worker holds a slot there, one line of the table. In shared memory each column has one
-writer:
+A sequence that is open on a worker holds a slot there, one line of the table. Each column has one writer:
 
     tokens[slot, :]   engine   output tokens since the last mask, at most `MAX_NEW_TOKENS`
-    target[slot]      engine   the version of the output that a mask is wanted for
+    target[slot]      engine   the version of the output that a mask is wanted for; negative once the slot was freed
     ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
     mask[slot, :]     worker   the token bitmask
     forced[slot, :]   worker   the tokens from here on that have no alternative, -1 behind the last
@@ -14,16 +13,15 @@ writer:
 
 A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
 the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
-version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`.
+version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`. Once the worker has handled
+everything it was sent, `ready` equals `target` in all slots but the failed ones.
 
-On one machine the table is shared memory: a memfd, which the actor opens through `/proc/<pid>/fd`, so that it vanishes
-with its owner. (Python 3.11's `multiprocessing.shared_memory` does not: the resource tracker of a killed actor unlinks
-the engine's segment.) Otherwise both sides have a table of their own, and messages carry the changed lines.
+The table is a memfd, which the worker opens through `/proc/<pid>/fd`, so that it vanishes with its owner. (Python
+3.11's `multiprocessing.shared_memory` does not: the resource tracker of a killed actor unlinks the engine's segment.)
 
 In the usual step the engine writes `tokens` and `target` of the batch's slots and sends one `Fill` with the slot
-numbers; after the forward pass it compares `ready` with `target`. Everything else (open, edit, free, a failure) is a
-message in the same socket, handled in order. A slot is used again only after the worker has handled its `Free`
-(`ready[slot] == freed(target[slot])`), or the worker's process is gone.
+numbers; after the forward pass it compares `ready` with `target`. Everything else is a message in the same socket,
+handled in order. A slot is used again only after the worker has handled its `Free`, or the worker's process is gone.
 """
 
 from __future__ import annotations
@@ -53,36 +51,55 @@ EDIT = 1 << 32
 FREE = -1
 """`ready` of a slot that no sequence has held yet."""
 OK, FAILED, STEERED = 0, 1, 2
-IDLE = -1
-"""`busy` of a worker that fills no row."""
+IDLE, IMPORTING, UNKNOWN = -1, -2, -3
+"""`busy` of a thread that fills no row, of one that imports a grammar library, which takes seconds, and of an actor on
+another node that has not said yet what it fills."""
+THREADS = 2
+"""Threads of a worker that fill rows."""
 SLOW_SECONDS = 0.001
 """If the last mask of a row took longer than this, the row is filled after quicker rows."""
 _NONCE_BYTES = 32
-_MARK_OFFSET, _MARK = 64, np.dtype([("since", "f8"), ("seconds", "f8"), ("busy", "i4"), ("wake", "i4")])
+_MARK_OFFSET = 64
+_MARK = np.dtype(
+    [("since", "f8", THREADS), ("busy", "i4", THREADS), ("seconds", "f8"), ("filled", "i8"), ("wake", "i4")]
+)
 _COLUMNS_OFFSET = 128
 
 
 class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
-    """Fill the masks after the tokens in the table. Arrays travel as bytes in native order."""
+    """Fill the masks after the tokens in the table."""
 
     slots: bytes
-    """int32 `[n]`."""
-    target: bytes = b""
-    """int64 `[n]`, if the table is not shared."""
-    tokens: bytes = b""
-    """int32 `[n, MAX_NEW_TOKENS]`, if the table is not shared."""
+    """int32 `[n]`, in native byte order."""
     look_ahead: bool = False
     """Fill `forced` too."""
 
 
-class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
+class Load(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
+    """Load a compiled grammar when a sequence of it is first filled. Sent before the first `Open` with its key."""
+
+    key: str
+    backend: str
+    constraint: bytes
+    """The constraint, encoded with msgpack."""
+    dumped: bytes
+    """The serialized grammar."""
+
+
+class Unload(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
+    """Drop grammars that are not used any more."""
+
+    keys: list[str]
+
+
+class Open(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
     """Open a sequence in a free slot, and fill its mask."""
 
     slot: int
     version: int
     """The version of the output, with a new edit count."""
     grammar: str
-    """Key of an installed grammar."""
+    """Key of the grammar."""
     parent: int | None
     """Slot of the matcher to copy."""
     tokens: list[int]
@@ -95,7 +112,7 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """Estimate for this mask: slow rows are filled last."""
 
 
-class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
+class Edit(msgspec.Struct, array_like=True, tag=4, gc=False, frozen=True):
     """Replace the output of a slot's sequence from position `start` on, and fill the mask."""
 
     slot: int
@@ -104,13 +121,14 @@ class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
     tokens: list[int]
 
 
-class Free(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
-    """Close the matchers in these slots; acknowledged by `ready[slot] = freed(version)`."""
+class Free(msgspec.Struct, array_like=True, tag=5, gc=False, frozen=True):
+    """Close the matcher in a slot; acknowledged by `ready[slot] = version`, which is negative."""
 
-    slots: list[int]
+    slot: int
+    version: int
 
 
-Request = Fill | Open | Edit | Free
+Request = Fill | Load | Unload | Open | Edit | Free
 """From the engine; a frame is a list of them."""
 
 
@@ -123,25 +141,7 @@ class Failed(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
 
 
 class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
-    """The lines that have changed, if the table is not shared; else empty, and only wakes the engine up."""
-
-    slots: bytes = b""
-    """int32 `[n]`."""
-    ready: bytes = b""
-    """int64 `[n]`: a version, or negative if the slot was freed."""
-    seconds: bytes = b""
-    """float32 `[n]`."""
-    changed: bytes = b""
-    """int32 `[m]`: positions of the words that differ from the masks sent before, in the flattened array `[k, words]`
-    of the k slots with a version in `ready`, in order."""
-    mask: bytes = b""
-    """int32 `[m]`: the words at the positions `changed`."""
-    forced: bytes = b""
-    """int32 `[n, MAX_FORCED_TOKENS]`."""
-    steered: bytes = b""
-    """int32 `[m]`: which of the slots are `STEERED`."""
-    total: float = 0.0
-    """`seconds` of the worker's mark."""
+    """Wakes the engine: the worker has filled what it can fill now."""
 
 
 Answer = Failed | Filled
@@ -171,16 +171,9 @@ class SlotTable:
     seconds: NDArray[np.float32]
     status: NDArray[np.int32]
     mark: NDArray[np.void]
-    """`[1]`. `busy`: the slot that the worker is filling, or `IDLE`; the suspect if the worker dies or hangs. `since`:
-    the `time.monotonic()` at which it began. `wake`: the engine waits; the worker sends a message when it is done.
-    `seconds`: wall time of all masks so far, including the time for which the thread had no core."""
-
-    @classmethod
-    def private(cls, slots: int, words: int) -> SlotTable:
-        """Return a table in this process's own memory."""
-        table = cls.over(bytearray(_size(slots, words)), slots, words)
-        table.clear()
-        return table
+    """`[1]`. `busy`: for each thread of the worker the slot that it fills, `IDLE` or `IMPORTING`. `since`: the
+    `time.monotonic()` at which it began. `filled`: number of masks so far; `seconds`: their wall time. `wake`: the
+    engine waits; the worker sends a message when it is done."""
 
     @classmethod
     def over(cls, memory: mmap.mmap | bytearray, slots: int, words: int) -> SlotTable:
@@ -199,7 +192,7 @@ class SlotTable:
 
     def clear(self) -> None:
         """Mark every slot as free and the worker as idle."""
-        self.target[:] = 0
+        self.target[:] = FREE
         self.ready[:] = FREE
         self.forced[:] = -1
         self.mark["busy"] = IDLE
@@ -220,14 +213,11 @@ def _mask_offset(slots: int) -> int:
     return -(-(_COLUMNS_OFFSET + columns) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def freed(version: Any) -> Any:
-    """Return the value of `ready` that acknowledges the `Free` of a slot.
-
-    It differs for each sequence that held the slot. With one value for all, a sequence that is freed before its first
-    mask would seem to be freed while the worker still fills it.
+def freed(version: int) -> int:
+    """Return the version of a slot that is freed: negative, and another one for each sequence that held the slot.
 
     Args:
-        version: the slot's last version, or an array of versions.
+        version: the slot's last version.
     """
     return ~(version // EDIT)
 
@@ -256,7 +246,7 @@ class Segment:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            self.table = SlotTable.private(0, self.name.words)
+            self.table = SlotTable.over(bytearray(_size(0, self.name.words)), 0, self.name.words)
             with contextlib.suppress(BufferError):  # an array still refers to it: it is unmapped with the last one
                 self._map.close()
 

@@ -1,6 +1,8 @@
-"""StepServer: the actor's side of the step channel. It handles requests and fills the slot table.
+"""StepServer: the worker's side of the step channel. It handles requests and fills the slot table, on two threads.
 
-It runs on a thread of its own, so that a step never waits for a call through Ray.
+The first thread reads requests and fills rows. While it is stuck in one row, the second one does both in its place, for
+the rows that are expected to be quick: llguidance and xgrammar release the interpreter lock in native code. Two threads
+never work on the same grammar, because the matchers of a grammar may share state.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,259 +25,305 @@ from actors.steps.protocol import (
     EDIT,
     FAILED,
     IDLE,
+    IMPORTING,
     MAX_NEW_TOKENS,
     OK,
     POSITION,
     SLOW_SECONDS,
     STEERED,
     Answer,
+    Edit,
     Failed,
     Fill,
     Filled,
     Free,
+    Load,
     Open,
     Request,
     SlotTable,
-    freed,
+    Unload,
     in_fill_order,
 )
+from guided.backends import Backends
+from guided.backends.native import guard
+from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, to_wire
 from guided.worker import MaskWorker
 
-_SEND_SECONDS = 0.001
-"""Without shared memory: how long finished masks are held back, to be sent together with others of the step."""
+FIRST: Final = 0
+SECOND: Final = 1
+"""The threads, by their place in the mark."""
+_STUCK_SECONDS = 0.002
+"""The first thread is stuck if it has filled no row for this long."""
 _Wanted = tuple[int, list[int], bool]
 """Version of a mask, its new tokens, and whether to look ahead for forced ones."""
+_decode = Decoder(Constraint).decode
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """An open sequence. What the engine has sent is applied by the thread that fills the row."""
+
+    grammar: str
+    request_id: str
+    edit: int
+    """The edit count of its output."""
+    opening: Open | None
+    edits: list[Edit] = field(default_factory=list)
+    freed: int | None = None
+    """Version of its `Free`, which came while the row was being filled."""
+
+
+class _Row(NamedTuple):
+    """A row that a thread fills."""
+
+    slot: int
+    request_id: str
+    opening: Open | None
+    edits: list[Edit]
+    target: int
+    tokens: list[int]
+    look_ahead: bool
 
 
 class StepServer:
     """Serves one incarnation's step channel until the connection is lost.
 
     Args:
-        worker: used by this server's thread; grammars may be installed from other threads.
+        worker: used by this server's threads only.
+        backends: load the grammars.
         end: connected to the engine.
-        table: shared with the engine, or this process's own.
-        shared: `table` is shared. If not, the server sends the lines that change.
+        table: shared with the engine.
         give_up: called when the connection is lost; ends the process.
     """
 
     def __init__(
-        self, worker: MaskWorker, end: WorkerEnd, table: SlotTable, shared: bool, give_up: Callable[[], object]
+        self, worker: MaskWorker, backends: Backends, end: WorkerEnd, table: SlotTable, give_up: Callable[[], object]
     ) -> None:
         self._worker = worker
+        self._backends = backends
         self._end = end
         self._table = table
         self._give_up = give_up
-        self._edits: dict[int, int] = {}
-        """The edit count of each open slot."""
-        self._request_ids: dict[int, str] = {}
-        """The request of each open slot."""
-        self._unfilled: dict[int, _Wanted] = {}
-        """The requested masks, by slot, in the order in which they are computed."""
-        self._since, self._busy, self._wake, self._seconds = (
-            table.mark[name] for name in ("since", "busy", "wake", "seconds")
-        )
-        self._sender = None if shared else _LineSender(table, self._send)
+        self._busy, self._since = table.mark["busy"][0], table.mark["since"][0]
+        self._wake, self._filled, self._seconds = (table.mark[name] for name in ("wake", "filled", "seconds"))
+        self._lock = threading.Lock()
+        """For the following, and for reading from `end` except where the first thread waits for a frame."""
+        self._row_ended = threading.Condition(self._lock)
+        self._slots: dict[int, _Slot] = {}
+        self._wanted: dict[int, _Wanted] = {}
+        """The requested masks by slot, in the order in which they are filled."""
+        self._unloaded: dict[str, Load] = {}
+        """Grammars of which no sequence was filled yet."""
+        self._filling: list[int | None] = [None, None]
+        """The slot that each thread fills."""
+        self._rows = 0
+        """Rows that the first thread has begun to fill."""
+        self._works = threading.Event()
+        """The first thread fills rows."""
         self._decode = Decoder(list[Request]).decode
         self._sending = threading.Lock()
 
     def start(self) -> None:
         """Serve, on daemon threads."""
-        threading.Thread(target=self._run, args=(self._serve,), name="step-server", daemon=True).start()
-        if self._sender is not None:
-            threading.Thread(target=self._run, args=(self._sender.run,), name="line-sender", daemon=True).start()
+        for loop in (self._serve, self._relieve):
+            threading.Thread(target=self._run, args=(loop,), name=loop.__name__, daemon=True).start()
 
     def _run(self, loop: Callable[[], None]) -> None:
-        try:
-            loop()
-        except ConnectionError as error:
-            _log.info("the step server ends: %s", error)
-            self._give_up()
-        except Exception:  # a bug: the engine would wait for an actor that stays up without answering
-            _log.exception("the step server ends")
-            self._give_up()
-
-    def _serve(self) -> None:
         # A thread of this class does not take the CPU from the engine's thread when it is woken up (sched(7)).
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        while True:
-            self._receive(wait=True)
-            while self._unfilled:
-                slot = next(iter(self._unfilled))
-                if self._table.seconds[slot] > SLOW_SECONDS and self._receive(wait=False):
-                    continue  # quicker rows may have been asked for meanwhile
-                self._fill(slot, *self._unfilled.pop(slot))
-            self._mark(IDLE)
-            self._announce()
-
-    def _receive(self, *, wait: bool) -> bool:
-        """Handle the next frame. Returns whether there was one."""
-        frame = self._end.receive(wait=wait)
-        if frame is None:
-            return False
         try:
-            requests: list[Request] = self._decode(frame)
-        except msgspec.MsgspecError as error:
-            _log.error("dropped a frame of %d bytes that holds no requests: %s", len(frame), error)
-            return True
-        for request in requests:
-            self._handle(request)
-        if len(self._unfilled) > 1:
-            slots = np.array(list(self._unfilled), np.int32)
-            if (order := in_fill_order(slots, self._table)) is not slots:
-                self._unfilled = {slot: self._unfilled[slot] for slot in order.tolist()}
+            loop()
+        except OSError as error:
+            _log.info("the step server ends: %s", error)
+        except Exception:  # a bug: the engine would wait for a worker that stays up without answering
+            _log.exception("the step server ends")
+        self._give_up()
+
+    # the threads
+
+    def _serve(self) -> None:
+        """Body of the first thread."""
+        while True:
+            frame = self._end.receive()
+            with self._lock:
+                self._handle_frame(frame)
+            self._works.set()
+            while self._fill_next(FIRST):
+                pass
+            self._works.clear()
+            self._wake_engine()
+
+    def _relieve(self) -> None:
+        """Body of the second thread."""
+        while True:
+            self._works.wait()
+            begun = self._rows
+            time.sleep(_STUCK_SECONDS)
+            while self._rows == begun and self._works.is_set():  # the first thread is stuck
+                if not self._fill_next(SECOND):
+                    self._wake_engine()
+                    self._end.wait(_STUCK_SECONDS)
+
+    def _fill_next(self, thread: int) -> bool:
+        """Fill the next row that a thread may fill. Returns whether there may be another one for it."""
+        with self._lock:
+            slot = self._next(thread)
+            if slot is None:
+                waits = thread == FIRST and bool(self._wanted)  # for the grammar that the second thread uses
+                if waits:
+                    self._row_ended.wait(_STUCK_SECONDS)
+                return waits
+            state = self._slots[slot]
+            target, tokens, look_ahead = self._wanted.pop(slot)
+            row = _Row(slot, state.request_id, state.opening, state.edits, target, tokens, look_ahead)
+            state.opening, state.edits = None, []
+            self._filling[thread] = slot
+            self._rows += thread == FIRST
+        self._fill(thread, row)
+        with self._lock:
+            self._filling[thread] = None
+            if state.freed is not None:
+                self._free(slot, state.freed)
+            if thread == SECOND:
+                self._row_ended.notify()
         return True
 
+    def _next(self, thread: int) -> int | None:
+        """Choose the next row. The second thread takes quick ones only; each avoids the grammar that the other uses."""
+        other = self._filling[1 - thread]
+        avoided = None if other is None else self._slots[other].grammar
+        if other is not None or self._is_slow(next(iter(self._wanted), None)):
+            # Quicker rows may have been asked for meanwhile. The first thread does not wait for a frame now.
+            while (frame := self._end.receive(wait=False)) is not None:
+                self._handle_frame(frame)
+        for slot in self._wanted:
+            if thread == SECOND and self._is_slow(slot):
+                break
+            if avoided is None or self._slots[slot].grammar != avoided:
+                return slot
+        return None
+
+    def _is_slow(self, slot: int | None) -> bool:
+        return slot is not None and bool(self._table.seconds[slot] > SLOW_SECONDS)
+
+    # requests
+
+    def _handle_frame(self, frame: bytes | None) -> None:
+        try:
+            requests: list[Request] = self._decode(frame or b"")
+        except msgspec.MsgspecError as error:
+            _log.error("dropped a frame of %d bytes that holds no requests: %s", len(frame or b""), error)
+            return
+        for request in requests:
+            self._handle(request)
+        if len(self._wanted) > 1:
+            slots = np.array(list(self._wanted), np.int32)
+            if (order := in_fill_order(slots, self._table)) is not slots:
+                self._wanted = {slot: self._wanted[slot] for slot in order.tolist()}
+
     def _handle(self, request: Request) -> None:
-        if isinstance(request, Fill):
-            self._want(self._slots_to_fill(request), request.look_ahead)
-        elif isinstance(request, Free):
-            self._free(request.slots)
-        else:
-            self._edits[request.slot] = request.version // EDIT
-            if isinstance(request, Open):
-                self._request_ids[request.slot] = request.request_id
+        match request:
+            case Fill():
+                self._want(np.frombuffer(request.slots, np.int32), request.look_ahead)
+            case Edit():
+                state = self._slots[request.slot]
+                state.edits.append(request)
+                state.edit = request.version // EDIT
+                self._wanted[request.slot] = request.version, [], False
+            case Open():
+                self._slots[request.slot] = _Slot(request.grammar, request.request_id, request.version // EDIT, request)
                 self._table.seconds[request.slot] = request.seconds
-                self._mark(request.slot)  # native code copies the parent's matcher: it may hang
-                self._worker.open(request.slot, request.grammar, request.parent, request.tokens, request.budget)
-            else:
-                self._worker.edit(request.slot, request.start, request.tokens)
-            slot = np.array([request.slot], np.int32)
-            if self._sender is not None:
-                self._table.target[slot] = request.version
-            self._want(slot)
+                self._wanted[request.slot] = request.version, [], False
+            case Free():
+                self._wanted.pop(request.slot, None)
+                if request.slot in self._filling:
+                    self._slots[request.slot].freed = request.version
+                else:
+                    self._free(request.slot, request.version)
+            case Load():
+                self._unloaded[request.key] = request
+            case Unload():
+                for key in request.keys:
+                    self._unloaded.pop(key, None)
+                    self._worker.uninstall(key)
 
-    def _slots_to_fill(self, request: Fill) -> NDArray[np.int32]:
-        """Return the slots to fill; take over their columns if they came with the message."""
-        slots = np.frombuffer(request.slots, np.int32)
-        if self._sender is not None:
-            self._table.target[slots] = np.frombuffer(request.target, np.int64)
-            self._table.tokens[slots] = np.frombuffer(request.tokens, np.int32).reshape(-1, MAX_NEW_TOKENS)
-        return slots
-
-    def _want(self, slots: NDArray[np.int32], look_ahead: bool = False) -> None:
-        """Note the masks that are to be computed."""
+    def _want(self, slots: NDArray[np.int32], look_ahead: bool) -> None:
+        """Note the masks that are to be filled."""
         table = self._table
         for slot, target, tokens in zip(
             slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
         ):
-            if target // EDIT == self._edits.get(slot):  # if not, the engine has edited the output, and `Edit` follows
-                self._unfilled[slot] = target, tokens, look_ahead
+            state = self._slots.get(slot)
+            if state is not None and target // EDIT == state.edit:  # if not, `Edit` or `Free` follows
+                self._wanted[slot] = target, tokens, look_ahead
 
-    def _fill(self, slot: int, target: int, tokens: list[int], look_ahead: bool) -> None:
-        table = self._table
+    def _free(self, slot: int, version: int) -> None:
+        self._worker.free([slot])
+        self._slots.pop(slot, None)
+        self._table.status[slot] = OK
+        self._table.seconds[slot] = 0.0
+        self._table.ready[slot] = version
+
+    # one row
+
+    def _fill(self, thread: int, row: _Row) -> None:
+        table, slot = self._table, row.slot
         started, cpu_started = time.monotonic(), time.thread_time()
-        self._mark(slot, started)
-        error = self._fill_slot(slot, target & POSITION, tokens)
+        self._since[thread] = started
+        self._busy[thread] = slot
+        try:
+            if row.opening is not None:
+                self._open(thread, row.opening)
+            for edit in row.edits:
+                self._worker.edit(slot, edit.start, edit.tokens)
+            error = self._advance(slot, row.target & POSITION, row.tokens)
+        except GuidedError as raised:
+            error = raised
         table.forced[slot] = -1
-        if look_ahead and error is None:
+        if row.look_ahead and error is None:
             self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
         table.seconds[slot] = time.thread_time() - cpu_started
-        self._seconds[0] += time.monotonic() - started
         if error is None:
             if slot in self._worker.steered:
                 table.status[slot] = STEERED
-            table.ready[slot] = target
-            if self._sender is not None:
-                self._sender.add(slot)
+            table.ready[slot] = row.target
         else:
             table.status[slot] = FAILED
-            _log.warning("request %s (slot %d) failed: %s: %s", self._request_ids[slot], slot, error.code, error)
-            self._send(Failed(slot, target, to_wire(error)))
+            _log.warning("request %s (slot %d) failed: %s: %s", row.request_id, slot, error.code, error)
+            self._send(Failed(slot, row.target, to_wire(error)))
+        self._busy[thread] = IDLE
+        self._seconds[0] += time.monotonic() - started
+        self._filled[0] += 1
 
-    def _announce(self) -> None:
-        """Send what is left of a frame's lines, or wake the engine if it waits."""
-        if self._sender is not None:
-            self._sender.flush()
-        elif self._wake[0]:
-            self._wake[0] = 0
-            self._send(Filled())
+    def _open(self, thread: int, opening: Open) -> None:
+        """Open a matcher. For a grammar's first one: load the grammar, and its library if none has needed it before."""
+        load = self._unloaded.get(opening.grammar)
+        if load is not None:
+            with guard(load.backend):
+                self._busy[thread] = IMPORTING
+                backend = self._backends[load.backend]
+                self._since[thread] = time.monotonic()
+                self._busy[thread] = opening.slot
+                self._worker.install(load.key, backend.load(_decode(load.constraint), load.dumped))
+            self._unloaded.pop(load.key, None)
+        self._worker.open(opening.slot, opening.grammar, opening.parent, opening.tokens, opening.budget)
 
-    def _fill_slot(self, slot: int, position: int, tokens: list[int]) -> GuidedError | None:
+    def _advance(self, slot: int, position: int, tokens: list[int]) -> GuidedError | None:
         new = position - self._worker.length(slot)
         if not 0 <= new <= MAX_NEW_TOKENS:
             return BackendError(f"the worker knows {position - new} output tokens of slot {slot}, not {position}")
         return self._worker.fill(slot, tokens[:new], self._table.mask[slot])
 
-    def _free(self, slots: list[int]) -> None:
-        self._worker.free(slots)
-        for slot in slots:
-            self._request_ids.pop(slot, None)
-            self._unfilled.pop(slot, None)
-        self._table.status[slots] = OK
-        self._table.seconds[slots] = 0.0
-        self._table.ready[slots] = [freed(EDIT * self._edits.pop(slot, 0)) for slot in slots]
-        if self._sender is not None:
-            for slot in slots:
-                self._sender.add(slot)
+    # answers
 
-    def _mark(self, slot: int, now: float | None = None) -> None:
-        """Note which slot is being filled, and since when."""
-        self._since[0] = time.monotonic() if now is None else now
-        self._busy[0] = slot
+    def _wake_engine(self) -> None:
+        if self._wake[0]:
+            self._wake[0] = 0
+            self._send(Filled())
 
     def _send(self, answer: Answer) -> None:
-        """Send an answer. Raises if the engine does not read, or is gone."""
+        """Send an answer. Raises `OSError` if the engine does not read, or is gone."""
         with self._sending:
             self._end.send(encode(answer))
-
-
-class _LineSender:
-    """Sends changed lines of a table that is not shared: a few at a time, so that finished masks do not wait long for
-    a slow one."""
-
-    def __init__(self, table: SlotTable, send: Callable[[Answer], None]) -> None:
-        self._table = table
-        self._sent = np.zeros(table.mask.shape, np.int32)
-        """The masks that the engine has."""
-        self._send = send
-        self._slots: list[int] = []
-        self._oldest = 0.0
-        self._lock = threading.Lock()
-        self._pending = threading.Event()
-
-    def add(self, slot: int) -> None:
-        """Send a line that has changed, within about `_SEND_SECONDS`."""
-        with self._lock:
-            if not self._slots:
-                self._oldest = time.monotonic()
-                self._pending.set()
-            self._slots.append(slot)
-            if time.monotonic() - self._oldest > _SEND_SECONDS:
-                self._flush()
-
-    def flush(self) -> None:
-        """Send what is waiting."""
-        with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._pending.clear()
-        if self._slots:
-            slots, self._slots = np.array(self._slots, np.int32), []
-            ready = self._table.ready[slots]
-            filled = slots[ready >= 0]
-            masks = self._table.mask[filled]
-            changed = np.flatnonzero(masks != self._sent[filled]).astype(np.int32)
-            self._sent[filled] = masks
-            steered = slots[self._table.status[slots] == STEERED]
-            self._send(
-                Filled(
-                    slots=slots.tobytes(),
-                    ready=ready.tobytes(),
-                    seconds=self._table.seconds[slots].tobytes(),
-                    changed=changed.tobytes(),
-                    mask=masks.reshape(-1)[changed].tobytes(),
-                    forced=self._table.forced[slots].tobytes(),
-                    steered=steered.tobytes(),
-                    total=float(self._table.mark["seconds"][0]),
-                )
-            )
-
-    def run(self) -> None:
-        """Send while the server's thread is busy with a slow mask (if the grammar library releases the GIL)."""
-        while True:
-            self._pending.wait()
-            time.sleep(_SEND_SECONDS)
-            self.flush()

@@ -1,48 +1,29 @@
-"""MaskActor: the Ray actor that a mask worker runs in. Rare calls go through Ray, the messages of a step never do."""
+"""MaskActor: the Ray actor that a mask worker runs in. A step goes through Ray only to an actor on another node."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-import threading
-from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import ray
-import zmq
-from msgspec.msgpack import Decoder
 
-from actors.channel import Address, connect
+from actors.channel import WorkerEnd
 from actors.processes import ProcessLocation, enter_session, exit_with_owner, limit_memory, memory_limit
-from actors.steps.protocol import SegmentName, SlotTable, attach
+from actors.steps.protocol import SegmentName, attach
+from actors.steps.remote import RemoteSteps
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
-from guided.constraint import Constraint
 from guided.process_memory import FreeMemory
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
-IN_ORDER = "grammars"
-"""The concurrency group of the calls that run one after the other, in the order in which they were made."""
 _SWITCH_SECONDS = 0.0005
-_LOADING_NICENESS = 5
-"""Added to the process's own. Loading a large grammar takes half a second of a core: the masks have precedence."""
-_decode = Decoder(Constraint).decode
-_Method = TypeVar("_Method")
-
-
-def _in_order(method: _Method) -> _Method:
-    decorated: _Method = ray.method(concurrency_group=IN_ORDER)(method)
-    return decorated
-
-
-def _lower_priority() -> None:
-    """Lower the priority of this thread, once."""
-    priority = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _LOADING_NICENESS
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
+_ANSWERS = "answers"
+"""The concurrency group of the call that waits for masks."""
 
 
 class MaskActor:
@@ -53,7 +34,7 @@ class MaskActor:
         memory: limit of this process's memory in bytes.
     """
 
-    RAY_OPTIONS: ClassVar = {"max_restarts": 0, "max_concurrency": 2, "concurrency_groups": {IN_ORDER: 1}}
+    RAY_OPTIONS: ClassVar = {"max_restarts": 0, "max_concurrency": 1, "concurrency_groups": {_ANSWERS: 1}}
 
     def __init__(self, owner: ProcessLocation, vocabulary: Vocabulary, memory: int) -> None:
         is_beside_owner = exit_with_owner(owner)
@@ -67,44 +48,41 @@ class MaskActor:
         # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.
         self._backends[next(iter(BACKENDS))]
         self._worker = MaskWorker(vocabulary)
-        self._installed: set[str] = set()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._incarnation: int | None = None
+        self._is_serving = False
+        self._remote: RemoteSteps | None = None
         FreeMemory().watch()
 
     def location(self) -> ProcessLocation:
         """Return where this actor runs; also shows that it is alive."""
         return ProcessLocation.of_this_actor()
 
-    def attach(self, incarnation: int, address: Address, segment: SegmentName, shared: bool) -> bool:
-        """Connect to the engine and start to serve steps.
-
-        Args:
-            shared: write rows into the engine's shared memory `segment`. If not, rows are sent over the connection.
+    def attach(self, path: str, segment: SegmentName) -> bool:
+        """Connect to the engine at `path` and start to serve steps.
 
         Returns:
-            False if the shared memory cannot be reached from here; nothing was started then.
+            False if the engine's shared memory cannot be reached from here; nothing was started then.
         """
-        if self._incarnation == incarnation:
+        if self._is_serving:
             return True
-        table = attach(segment) if shared else SlotTable.private(segment.slots, segment.words)
+        table = attach(segment)
         if table is None:
             return False
-        StepServer(self._worker, connect(self._context, address), table, shared, partial(os._exit, 1)).start()
-        self._incarnation = incarnation
+        end = WorkerEnd.connect(path)
+        StepServer(self._worker, self._backends, end, table, partial(os._exit, 1)).start()
+        self._is_serving = True
         return True
 
-    @_in_order
-    def install(self, key: str, backend: str, dumped: bytes, constraint: bytes) -> None:
-        """Load a compiled grammar and make it available to the step loop, which goes on meanwhile."""
-        if key not in self._installed:
-            _lower_priority()
-            self._worker.install(key, self._backends[backend].load(_decode(constraint), dumped))
-            self._installed.add(key)
+    def serve_remotely(self, slots: int, words: int) -> None:
+        """Start to serve steps by `deliver` and `collect`, for an engine on another node."""
+        self._remote = self._remote or RemoteSteps(self._worker, self._backends, slots, words, partial(os._exit, 1))
 
-    @_in_order
-    def uninstall(self, keys: Sequence[str]) -> None:
-        """Drop grammars that are not used any more; open matchers keep what they need."""
-        for key in keys:
-            self._installed.discard(key)
-            self._worker.uninstall(key)
+    def deliver(self, frame: bytes, slots: bytes, target: bytes, tokens: bytes) -> None:
+        """See `RemoteSteps.deliver`."""
+        assert self._remote is not None
+        self._remote.deliver(frame, slots, target, tokens)
+
+    @ray.method(concurrency_group=_ANSWERS)  # type: ignore[untyped-decorator]
+    def collect(self) -> bytes:
+        """See `RemoteSteps.collect`. It waits, so it has a thread of its own."""
+        assert self._remote is not None
+        return self._remote.collect()

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from actors.processes import ProcessReading, machine_bytes, memory_limit, soft_limit
+from actors.processes import ProcessReading, machine_bytes, memory_limit
 
 MIB = 1 << 20
 
@@ -77,8 +77,3 @@ def test_a_stopped_process_is_seen_to_be() -> None:
 )
 def test_no_limit_is_more_than_the_machine_has(wanted: int | None, hard: int) -> None:
     assert memory_limit(wanted) == hard
-
-
-def test_an_actor_is_replaced_half_way_from_what_it_took_when_it_was_new() -> None:
-    assert soft_limit(1000, 200) == 600
-    assert soft_limit(1000, 2000) == 2000

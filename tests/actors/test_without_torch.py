@@ -14,6 +14,7 @@ from byte_vocabulary import BYTES
 from actors import RayPool
 from guided.backends import BACKENDS
 from guided.constraint import Constraint
+from guided.sequence import GuidedSequence
 
 _MASKS = """
     import sys
@@ -25,7 +26,7 @@ _MASKS = """
     from guided.backends import Backends
     from guided.constraint import Constraint
 
-    backends, wanted = Backends(BYTES), Constraint.regex("[ab]c")
+    backends, wanted = Backends(BYTES), Constraint.choice(["ac", "bc"])
     for name in ("xgrammar", "lm-format-enforcer"):
         row = np.zeros(WORDS, np.int32)
         backends[name].load(wanted, backends[name].compile(wanted).dump()).matcher().fill_bitmask(row)
@@ -60,8 +61,11 @@ def test_a_library_that_needs_more_has_the_real_ones() -> None:
 def test_neither_an_actor_nor_a_compile_process_has_it(local_ray: None) -> None:
     pool = RayPool(BYTES, num_actors=1)
     try:
-        for name in BACKENDS:
-            pool.compile(Constraint.regex("[ab]c"), (name,)).result(120)
+        for number, name in enumerate(BACKENDS):
+            sequence = GuidedSequence("request", number, [])
+            pool.open(sequence, pool.compile(Constraint.choice(["ac", "bc"]), (name,)).result(120))
+            pool.submit([sequence])
+            assert not pool.collect().failed
         (actor,) = [worker.pid for worker in pool.status().workers]
         for pid in (actor, *pool.compile_pids()):
             maps = Path(f"/proc/{pid}/maps").read_text()

@@ -44,19 +44,19 @@ class Host(StepDriver):
     def begin(self, sequences: list[int]) -> None:
         self.submit(*((sequence, self.texts[sequence]) for sequence in sequences))
 
-    def finish(self, sequences: list[int], timeout: float = WAIT) -> dict[int, Outcome]:
+    def finish(self, sequences: list[int], deadline: float | None = None) -> dict[int, Outcome]:
         """Return the outcomes of a step that `begin` began. Each ready sequence gets another digit."""
-        found = dict(zip(sequences, self.collect(timeout), strict=True))
+        found = dict(zip(sequences, self.collect(deadline), strict=True))
         for index, (sequence, outcome) in enumerate(found.items()):
             if outcome != "late" and isinstance(outcome, str):
                 assert outcome == MASK
                 self.texts[sequence] += str(index % 10)
         return found
 
-    def run(self, sequences: list[int], timeout: float = WAIT) -> dict[int, Outcome]:
+    def run(self, sequences: list[int], deadline: float | None = None) -> dict[int, Outcome]:
         """Run a step with one row per sequence, with its whole text."""
         self.begin(sequences)
-        return self.finish(sequences, timeout)
+        return self.finish(sequences, deadline)
 
     def all_up(self, but: tuple[int, ...] = ()) -> bool:
         workers = self.pool.status().workers
@@ -117,28 +117,6 @@ def test_a_killed_actor_ends_its_sequences_and_no_others_and_is_replaced(host: H
     assert host.pool.placement()[restarted.pid or 0] == set(new)
 
 
-def test_a_grammar_that_died_with_all_actors_is_there_again_before_it_is_used(host: Host) -> None:
-    constraint, backends = Constraint.regex("[a-c]+"), ("xgrammar",)
-    host.pool.release(host.pool.compile(constraint, backends).result(WAIT))
-    victims = tuple(worker.pid for worker in host.pool.status().workers if worker.pid is not None)
-    for victim in victims:
-        os.kill(victim, signal.SIGKILL)
-    until(lambda: not any(worker.state == "up" for worker in host.pool.status().workers))
-    again = host.pool.compile(constraint, backends)
-    assert not again.done()
-    assert host.pool.compile(constraint, backends) is again
-    assert host.pool.status().compiling == 1
-    grammar = again.result(WAIT)
-    sequence = next(_ids)
-    host.open(sequence, grammar=grammar)
-    assert host.step((sequence, "a")) == [".abc"]
-    assert host.pool.status().compiling == 0
-    host.pool.free([sequence])
-    host.pool.release(grammar)
-    host.pool.release(grammar)
-    host.pool.compile(constraint, backends).result(0)  # now there is nothing to wait for
-
-
 def test_an_idle_actors_death_is_reported_between_steps(host: Host) -> None:
     sequences = host.add(2)
     host.run(sequences)
@@ -174,7 +152,7 @@ def test_a_frozen_actor_changes_no_mask_of_another_sequence(host: Host) -> None:
     kept = sorted(set(sequences) - stuck)
     freeze(frozen)
     try:
-        rows = host.run(sequences, timeout=0.5)
+        rows = host.run(sequences, deadline=0.5)
         assert {sequence for sequence, row in rows.items() if row == "late"} == stuck
         assert set(host.run(kept).values()) == {MASK}
     finally:

@@ -60,6 +60,7 @@ FOOLED = {
     "silent-ignore-8": ('"a/b"', ['"a b"', '"<a>"']),
     "silent-ignore-10": ("1", ['"a"']),
     "xgr-suite-schema-11": ("{}", ['{"a": 1}']),
+    "xgr-suite-regex-6": ("", ["a", "abc"]),
 }
 """Inputs that must be rejected unless the backend enforces them: (outputs that satisfy them, outputs that don't)."""
 

@@ -24,10 +24,9 @@ engine = AsyncLLM(
 )
 LARGE = ["%040d" % number for number in range(8000)]  # Ray takes this through shared memory
 LONG = "[a-z ]{500,}"
-# The raylet ends when one of its agents does.
-FAULTS = [("ray::DashboardAgen", signal.SIGKILL)]
+FAULTS = [("raylet", signal.SIGKILL)]
 if os.environ.get("GUIDED_SLOW_TESTS"):
-    FAULTS += [("raylet", signal.SIGTERM), ("raylet", signal.SIGKILL), ("ray::RuntimeEnvAge", signal.SIGKILL)]
+    FAULTS += [("raylet", signal.SIGTERM), ("cat", signal.SIGKILL)]  # the raylet ends when one of its agents does
 
 async def until(true):
     deadline = time.monotonic() + 120
@@ -146,7 +145,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
             assert time.monotonic() - started < 20
             print("trouble:", pool.status().trouble, flush=True)
             assert pool.status().trouble is not None
-    until(lambda: driven.step([lost], timeout=0.1) is not None and lost in driven.errors)
+    until(lambda: driven.step([lost], deadline=0.1) is not None and lost in driven.errors)
     assert type(driven.errors[lost]) is WorkerDied
     well = lambda: pool.status().trouble is None and driven.all_up()
     until(well, 120)
@@ -226,7 +225,7 @@ def test_rays_own_processes_gone() -> None:
     assert said.splitlines()[-1] == "done", said
 
 
-LOST_GRAMMAR = """
+LOST_NODE = """
 import os, tempfile
 from ray.cluster_utils import Cluster
 from byte_vocabulary import BYTES, tokens
@@ -242,18 +241,17 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     lost = cluster.add_node(**for_masks)
     given = {"placement": "guided_mask", "actor_cpus": 0.25, "compile_cpus": 0.25, "max_replays": 1, "pool_wait": 120}
     pool = RayPool(BYTES, num_actors=1, address=cluster.address, **given)
-    # So large that Ray stores it on the node of the compile actor: results of less than 100 KB are with the driver.
     grammar = pool.compile(Constraint.regex("[a-z]{1500}"), ("outlines",)).result(60)
     output = tokens("a")
     sequence = GuidedSequence("request", 1, output)
     pool.open(sequence, grammar)
     pool.submit([sequence])
-    assert pool.collect(60).ready
+    assert pool.collect().ready
     cluster.remove_node(lost, allow_graceful=False)
     cluster.add_node(**for_masks)
     output += tokens("b")
     pool.submit([sequence])
-    found = pool.collect(120)
+    found = pool.collect()
     print(found.failed, found.late, "done")
     pool.shutdown()
     cluster.shutdown()
@@ -270,5 +268,5 @@ def test_an_actors_node_gone() -> None:
     assert "done" in said
 
 
-def test_a_grammar_that_was_stored_on_a_lost_node_is_compiled_again() -> None:
-    assert run(LOST_GRAMMAR).splitlines()[-1] == "{} [] done"
+def test_with_replays_a_lost_node_costs_no_row() -> None:
+    assert run(LOST_NODE).splitlines()[-1] == "{} [] done"

@@ -41,7 +41,6 @@ from engine.server.errors import (
 from guided.backends import BACKENDS
 from guided.errors import (
     BackendError,
-    BackendSuspended,
     CompileQueueFull,
     CompileTimeout,
     ConstraintNotMet,
@@ -77,7 +76,6 @@ ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     WorkerDied: (500, "worker_died", True),
     PostProcessorFailed: (500, "post_processor_failed", False),
     PoolUnavailable: (503, "pool_unavailable", True),
-    BackendSuspended: (503, "backend_suspended", True),
     CompileQueueFull: (429, "compile_queue_full", True),
     Unauthorized: (401, "invalid_api_key", False),
     ModelNotFound: (404, "model_not_found", False),
@@ -273,9 +271,9 @@ class TestClientsThatGo:
     def test_while_it_waits_in_the_queue(self, server: Hosted, stream: bool) -> None:
         server.pool.delay = lambda sequence, position: (
             10**9
-        )  # no mask is ever ready: the sequences are parked and keep their slots
+        )  # no mask is ever ready: the sequences are late and keep their slots
         first = server.connect(regex=LONG, n=8, stream=stream)
-        wait_until(lambda: server.engine.health().stats.parked == 8)
+        wait_until(lambda: server.engine.health().stats.late == 8)
         waiting = server.connect(max_tokens=5, stream=stream)
         wait_until(lambda: server.engine.health().num_waiting == 1)
         waiting.close()
@@ -289,7 +287,7 @@ class TestClientsThatGo:
         server.pool.delay = lambda sequence, at: 10**9 if at == position else 0
         gone = server.metric("guided_request_aborts_total", reason="disconnected")
         client = server.connect(regex=LONG, n=2, stream=stream)
-        wait_until(lambda: server.engine.health().stats.parked == 2)
+        wait_until(lambda: server.engine.health().stats.late == 2)
         client.close()
         server.wait_empty()
         assert server.metric("guided_request_aborts_total", reason="disconnected") == gone + 1
@@ -298,7 +296,7 @@ class TestClientsThatGo:
     def test_a_client_that_resets_its_connection(self, server: Hosted) -> None:
         server.pool.delay = lambda sequence, at: 10**9 if at == 4 else 0
         client = server.connect(regex=LONG, stream=True)
-        wait_until(lambda: server.engine.health().stats.parked == 1)
+        wait_until(lambda: server.engine.health().stats.late == 1)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()
         server.wait_empty()

@@ -28,15 +28,14 @@ LLGUIDANCE = ("llguidance",)
 WAIT = 60.0
 
 
-@pytest.fixture(scope="module", params=["inline", "ray", "ray over tcp"])
+@pytest.fixture(scope="module", params=["inline", "ray"])
 def pool(request: pytest.FixtureRequest) -> Iterator[MaskPool]:
     pool: MaskPool
     if request.param == "inline":
         pool = InlinePool(BYTES, forced_tokens=True)
     else:
         request.getfixturevalue("local_ray")
-        transport = "auto" if request.param == "ray" else "tcp"
-        pool = RayPool(BYTES, num_actors=2, transport=transport, forced_tokens=True)
+        pool = RayPool(BYTES, num_actors=2, forced_tokens=True)
     yield pool
     pool.shutdown()
     pool.shutdown()

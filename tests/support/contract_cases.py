@@ -39,6 +39,7 @@ NESTED = {
     "additionalProperties": False,
 }
 LARK = 'start: "SELECT " column ("," " " column)* " FROM " NAME\ncolumn: NAME | "*"\nNAME: /[a-z]+/\n'
+GROUPS = 'start: item ("," item)*\nitem: /[0-9]+/ | "(" start ")"\n'
 GBNF = 'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"\n'
 
 
@@ -69,7 +70,7 @@ THOUGHTS = {
                 "tags": [
                     {"begin": "<a>", "content": {"type": "regex", "pattern": "[a-z]+"}, "end": "</a>"},
                     {"begin": "<ab>", "content": {"type": "choice", "choice": ["x", "xy"]}, "end": ["</ab>", "</b>"]},
-                    {"begin": "[", "content": {"type": "grammar", "grammar": GBNF}, "end": "]"},
+                    {"begin": "[", "content": {"type": "grammar", "grammar": GROUPS}, "end": "]"},
                 ],
             },
             {"type": "optional", "content": {"type": "const_string", "value": "!"}},
@@ -223,9 +224,11 @@ def stop(vocabulary: Vocabulary) -> int:
 
 
 def walk(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, limit: int) -> bytes | None:
-    """Generate random allowed tokens until a stop token; None after `limit` tokens."""
+    """Generate random allowed tokens until a stop token; None after `limit` tokens, or if a checked one is violated."""
     text = b""
     for _ in range(limit):
+        if matcher.violation() is not None:
+            return None
         accepting = matcher.is_accepting()
         allowed = mask(matcher, vocabulary)
         assert accepting or len(allowed), text

@@ -64,11 +64,11 @@ class DrivenPool:
             self.pool.open(self._sequences[each], grammar)
         return ids
 
-    def step(self, sequences: Iterable[int], timeout: float = WAIT) -> set[int]:
+    def step(self, sequences: Iterable[int], deadline: float | None = None) -> set[int]:
         """Run a step with the sequences that have not failed. Returns the sequences that got a mask."""
         asked = [each for each in sequences if each not in self.errors]
         self.pool.submit([self._sequences[each] for each in asked])
-        found = self.pool.collect(timeout)
+        found = self.pool.collect(deadline)
         found.copy_to(self._bitmask)
         self.errors |= {asked[row]: error for row, error in found.failed.items()}
         ready = [row for part in found.ready for row in part.rows.tolist()]
@@ -82,7 +82,7 @@ class DrivenPool:
         deadline = time.monotonic() + WAIT
         while short := [each for each, aim in aims.items() if each not in self.errors and len(self.tokens[each]) < aim]:
             assert time.monotonic() < deadline, "no masks come"
-            self.step(short, timeout=5.0)
+            self.step(short, deadline=5.0)
 
     def pid_of(self, sequence: int) -> int:
         """Return the pid of the actor that a sequence is open on."""

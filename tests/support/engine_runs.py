@@ -36,7 +36,7 @@ def generate(
         for output in engine.step():
             last[output.request_id] = output
     assert engine.blocks.num_free == engine.blocks.num_blocks, "all blocks are back"
-    assert not engine.stats.parked
+    assert not engine.stats.late
     return last
 
 

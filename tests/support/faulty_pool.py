@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
@@ -20,18 +19,20 @@ from guided.vocabulary import Vocabulary
 class FaultyPool:
     """A pool that fails rows, or makes them late, as told.
 
-    `fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often `settled` is called
+    `fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often `decided` is called
     before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures of
     `compile` stay open until `finish_compiles`.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.inner: MaskPool = InlinePool(vocabulary)
+    def __init__(self, vocabulary: Vocabulary, forced_tokens: bool = False) -> None:
+        self.inner: MaskPool = InlinePool(vocabulary, forced_tokens=forced_tokens)
         self.vocabulary = vocabulary
         self.fails: Callable[[int, int], bool] = lambda sequence_id, position: False
         self.delay: Callable[[int, int], int] = lambda sequence_id, position: 0
-        self.late: dict[int, tuple[int, int]] = {}
-        """By sequence: the position of its late mask, and the number of `settled` calls until it is ready."""
+        self.late: dict[int, int] = {}
+        """By late sequence: the number of `decided` calls until its mask is ready."""
+        self._asked: dict[int, int] = {}
+        """By sequence: the position of the last mask that was asked for."""
         self.hold_compiles = False
         self.opened: list[int] = []
         self.parents: list[int | None] = []
@@ -77,6 +78,7 @@ class FaultyPool:
         self.freed.update(sequence_ids)
         for sequence_id in sequence_ids:
             self.late.pop(sequence_id, None)
+            self._asked.pop(sequence_id, None)
         self.inner.free(sequence_ids)
 
     def rollback(self, sequence_id: int, length: int) -> None:
@@ -86,35 +88,30 @@ class FaultyPool:
         self._step = sequences
         self.inner.submit(sequences, new_tokens)
 
-    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
-        step = self.inner.collect(timeout, patience)
+    def collect(self, deadline: float | None = None) -> StepMasks:
+        step = self.inner.collect(deadline)
         late: list[int] = []
         for row, sequence in enumerate(self._step):
             position = len(sequence.output_token_ids)
             if self.fails(sequence.sequence_id, position):
                 step.failed[row] = BackendError("told to fail")
-            elif row not in step.failed and self._is_late(sequence.sequence_id, position, timeout is None):
+            elif row not in step.failed and self._is_late(sequence.sequence_id, position, deadline is None):
                 late.append(row)
         return without_rows(step, late)
 
     def _is_late(self, sequence_id: int, position: int, waits: bool) -> bool:
-        if waits:
+        if self._asked.get(sequence_id) != position:
+            self._asked[sequence_id] = position
+            self.late[sequence_id] = self.delay(sequence_id, position)
+        if waits or self.late.get(sequence_id, 0) <= 0:
+            self.late.pop(sequence_id, None)
             return False
-        asked, looks = self.late.get(sequence_id, (-1, 0))
-        if asked != position:
-            looks = self.delay(sequence_id, position)
-            self.late[sequence_id] = position, looks
-        return looks > 0
+        return True
 
-    def settled(self, timeout: float = 0.0) -> list[int]:
-        waiting = [each for each, (_, looks) in self.late.items() if looks > 0]
-        for sequence_id in waiting:
-            position, looks = self.late[sequence_id]
-            self.late[sequence_id] = position, looks - 1
-        found = [each for each in waiting if self.late[each][1] <= 0]
-        if not found:
-            time.sleep(timeout)
-        return found
+    def decided(self) -> list[int]:
+        for sequence_id in self.late:
+            self.late[sequence_id] -= 1
+        return [sequence_id for sequence_id, looks in self.late.items() if looks <= 0]
 
     def lose(self, sequence_id: int) -> None:
         self._lost[sequence_id] = WorkerDied("told to die")
@@ -137,4 +134,5 @@ def without_rows(step: StepMasks, late: Collection[int]) -> StepMasks:
     for part in masked:
         keep = np.array([row not in late and row not in step.failed for row in part.rows.tolist()], bool)
         kept.append(ReadyMasks(part.masks, part.slots[keep], part.rows[keep], part.seconds))
-    return StepMasks(kept, [*step.late, *late], step.failed, step.seconds)
+    forced = {row: run for row, run in step.forced.items() if row not in late and row not in step.failed}
+    return StepMasks(kept, [*step.late, *late], step.failed, step.seconds, forced)

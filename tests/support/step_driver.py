@@ -22,7 +22,7 @@ class Steps(Protocol):
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None: ...
     def submit(self, sequences: list[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None: ...
-    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks: ...
+    def collect(self, deadline: float | None = None) -> StepMasks: ...
 
 
 def grammar_named(key: str) -> Grammar:
@@ -54,12 +54,12 @@ class StepDriver:
         self._submitted = [number for number, _ in outputs]
         self.steps.submit([self.sequences[number] for number in self._submitted])
 
-    def collect(self, timeout: float | None = WAIT, patience: float | None = None) -> list[Outcome]:
-        return outcomes(self.steps.collect(timeout, patience), len(self._submitted))
+    def collect(self, deadline: float | None = None) -> list[Outcome]:
+        return outcomes(self.steps.collect(deadline), len(self._submitted))
 
-    def step(self, *outputs: tuple[int, str], timeout: float | None = WAIT) -> list[Outcome]:
+    def step(self, *outputs: tuple[int, str], deadline: float | None = None) -> list[Outcome]:
         self.submit(*outputs)
-        return self.collect(timeout)
+        return self.collect(deadline)
 
 
 def outcomes(found: StepMasks, count: int) -> list[Outcome]:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import zmq
 from byte_vocabulary import BYTES, tokens
 from numpy.typing import NDArray
 from scripted_grammar import ScriptedGrammar, ScriptedMatcher
 
-from actors.channel import Address, connect
+from actors.channel import WorkerEnd
 from actors.steps.protocol import SegmentName, attach
 from actors.steps.server import StepServer
+from guided.backends import Backends
 from guided.worker import MaskWorker
 
 TEXTS = ["abc", "abd", "xyz"]
@@ -46,7 +46,7 @@ class _StuckMatcher(ScriptedMatcher):
         return super().fill_bitmask(row)
 
 
-def serve(address: Address, name: SegmentName, reached: str, go_on: str) -> None:
+def serve(path: str, name: SegmentName, reached: str, go_on: str) -> None:
     """Serve the grammars "fast" and "stuck" as a mask actor does, without Ray."""
     table = attach(name)
     assert table is not None
@@ -54,8 +54,7 @@ def serve(address: Address, name: SegmentName, reached: str, go_on: str) -> None
     sentences = [tokens(text) for text in TEXTS]
     worker.install("fast", ScriptedGrammar(sentences))
     worker.install("stuck", StuckGrammar(sentences, Path(reached), Path(go_on)))
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     over = threading.Event()
-    StepServer(worker, connect(context, address), table, True, over.set).start()
+    StepServer(worker, Backends(BYTES), WorkerEnd.connect(path), table, over.set).start()
     over.wait()
     os._exit(0)

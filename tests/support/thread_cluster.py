@@ -12,11 +12,9 @@ from slow_grammar import SlowGrammar
 from step_driver import WAIT, StepDriver
 from thread_actor import ThreadActor
 
-from actors.channel import Transport
-from actors.steps import Dispatcher
 from actors.steps.connection import WorkerConnection
-from actors.steps.placement import WorkerDown, WorkerUp
-from guided.errors import GuidedError, MaskTimeout, WorkerDied
+from actors.steps.dispatcher import Dispatcher, WorkerDown, WorkerUp
+from guided.errors import MaskTimeout, WorkerDied
 
 ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
 
@@ -24,20 +22,18 @@ ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
 class Cluster(StepDriver):
     """A dispatcher with actors that know the grammars `fast` and `slow`."""
 
-    def __init__(self, transport: Transport, number: int = 2, slots: int = 8, shared: bool = True, **options: Any):
-        self.transport = transport
-        self.rejected: dict[str, GuidedError] = {}
-        defaults = {"mask_limit": 20.0, "pool_wait": 30.0, "max_replays": 0}
-        self.dispatcher = Dispatcher(**{**defaults, **options}, rejection_of=self.rejected.get)
+    def __init__(self, directory: str, number: int = 2, slots: int = 8, **options: Any) -> None:
+        self.directory = directory
+        self.dispatcher = Dispatcher(**{"pool_wait": 30.0, "max_replays": 0, **options})
         super().__init__(self.dispatcher)
         self.slow = SlowGrammar(ABC, slow_at=1)
         self.actors: list[ThreadActor] = []
-        for index in range(number):
-            self.join(index, slots, shared)
+        for _ in range(number):
+            self.join(slots)
 
-    def join(self, index: int, slots: int = 8, shared: bool = True) -> ThreadActor:
+    def join(self, slots: int = 8) -> ThreadActor:
         grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
-        actor = ThreadActor(self.transport, grammars, slots=slots, shared=shared, index=index)
+        actor = ThreadActor(self.directory, grammars, slots=slots, index=len(self.actors))
         self.actors.append(actor)
         self.dispatcher.announce(WorkerUp(actor.connection))
         return actor
@@ -60,7 +56,7 @@ class Cluster(StepDriver):
 
 
 def ids(worker: WorkerConnection) -> set[int]:
-    return {state.sequence_id for state in worker.sequences.values()}
+    return {state.sequence.sequence_id for state in worker.sequences.values()}
 
 
 def until(true: Callable[[], bool]) -> None:

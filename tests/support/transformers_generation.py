@@ -26,7 +26,7 @@ SCHEMA = {
 }
 DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 WORDS = ["yes", "no", "perhaps", "not at all"]
-SUM = 'root ::= [1-9] (" + " [1-9]){1,3}'
+SUM = 'start: /[1-9]/ (" + " /[1-9]/){1,3}'
 CONSTRAINTS = [
     Constraint.json_schema(SCHEMA, whitespace=""),
     Constraint.regex(DATE),

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from byte_vocabulary import BYTES
 
 from actors.cluster import Cluster
-from actors.driver.client import ActorDied, ActorFailed, Driver, RemoteObject
+from actors.driver.client import ActorDied, ActorFailed, Driver
 
 WAIT = 60.0
 SAMPLE = "sample_actor:SampleActor"
@@ -40,25 +39,24 @@ def test_calls_are_made_in_order_and_fail_as_the_actor_does(driver: Driver) -> N
         actor.call("tell", 4).result(WAIT)
 
 
-def test_objects_stay_in_ray_while_they_are_referenced(driver: Driver) -> None:
-    vocabulary = driver.stored(BYTES)
-    assert driver.stored(BYTES) is vocabulary
-    actor = driver.create(SAMPLE, vocabulary).result(WAIT)
-    size, kept = actor.call_and_keep("size_and_bytes", 300_000)
-    assert size.result(WAIT) == 300_000
-    assert actor.call("tell", kept).result(WAIT) == [BYTES, b"x" * 300_000]
-    dropped = RemoteObject(kept.number)
-    del kept
-    actor.call("tell", "next").result(WAIT)
-    with pytest.raises(ActorFailed, match=str(dropped.number)):
-        actor.call("tell", dropped).result(WAIT)
-
-
 def test_an_actor_is_ended(driver: Driver) -> None:
     actor = driver.create(SAMPLE).result(WAIT)
     actor.end()
     with pytest.raises(ActorDied):
         actor.call("tell", 1).result(WAIT)
+
+
+def test_an_actor_without_a_reference_is_ended(driver: Driver) -> None:
+    actor = driver.create(SAMPLE).result(WAIT)
+    process = psutil.Process(actor.call("pid").result(WAIT))
+    del actor
+    driver.nodes().result(WAIT)
+    process.wait(WAIT)
+
+
+def test_nodes(driver: Driver) -> None:
+    (node,) = driver.nodes().result(WAIT)
+    assert node["Alive"]
 
 
 def test_an_actor_that_cannot_be_started(driver: Driver) -> None:

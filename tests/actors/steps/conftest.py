@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import pytest
 from thread_cluster import Cluster
 
-from actors.channel import Transport
-
 
 @pytest.fixture
-def cluster(transport: Transport) -> Iterator[Cluster]:
-    cluster = Cluster(transport)
+def cluster(directory: str) -> Iterator[Cluster]:
+    cluster = Cluster(directory)
     yield cluster
     cluster.close()

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from actors.steps.protocol import IDLE, MAX_NEW_TOKENS, Segment, SlotTable, attach
+from actors.steps.protocol import IDLE, MAX_NEW_TOKENS, Segment, attach
 
 
 def test_what_another_process_writes_is_read_here_and_outlives_it() -> None:
@@ -27,7 +27,7 @@ def test_what_another_process_writes_is_read_here_and_outlives_it() -> None:
     other = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(segment.name), check=False)
     assert other.returncode == -signal.SIGKILL
     assert segment.table.mask.tolist() == [[0, 0, 0], [0, 0, 0], [1, 2, 3], [0, 0, 0]]
-    assert (segment.table.mark["busy"][0], segment.table.ready[2], segment.table.seconds[2]) == (2, 9, 0.5)
+    assert (segment.table.mark["busy"][0, 0], segment.table.ready[2], segment.table.seconds[2]) == (2, 9, 0.5)
     again = attach(segment.name)
     assert again is not None
     assert again.mask[2].tolist() == [1, 2, 3]
@@ -54,7 +54,7 @@ def test_after_close_a_worker_that_has_it_mapped_changes_no_other_table() -> Non
     segment, other = Segment(2, 2), Segment(2, 2)
     worker = attach(segment.name)
     assert worker is not None
-    assert worker.mark["busy"].tolist() == [IDLE]
+    assert worker.mark["busy"].tolist() == [[IDLE, IDLE]]
     segment.close()
     segment.close()
     worker.mask[:] = -1
@@ -64,11 +64,11 @@ def test_after_close_a_worker_that_has_it_mapped_changes_no_other_table() -> Non
 
 
 def test_the_columns_do_not_overlap() -> None:
-    table = SlotTable.private(5, 3)
+    table = Segment(5, 3).table
     columns = ("target", "ready", "seconds", "status", "tokens", "mask")
     for value, name in enumerate(columns, 1):
         getattr(table, name)[:] = value
     for value, name in enumerate(columns, 1):
         assert (getattr(table, name) == value).all()
     assert table.tokens.shape == (5, MAX_NEW_TOKENS)
-    assert table.mark["busy"][0] == IDLE
+    assert table.mark["busy"].tolist() == [[IDLE, IDLE]]

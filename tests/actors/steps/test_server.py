@@ -1,21 +1,21 @@
-"""The step server inside an actor: what it accepts, what it drops, when it answers."""
+"""The step server inside an actor: what it accepts, what it drops, when it answers, which of its threads does what."""
 
 from __future__ import annotations
 
+import select
+import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
-import zmq
-from byte_vocabulary import WORDS, allowed, tokens
+from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from msgspec.msgpack import Decoder, encode
 from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor
 
-from actors.channel import Transport, WorkerEnd
 from actors.steps.protocol import (
     EDIT,
     FAILED,
@@ -28,271 +28,250 @@ from actors.steps.protocol import (
     Fill,
     Filled,
     Free,
+    Load,
     Open,
     Request,
+    Unload,
     freed,
 )
+from guided.backends import Backends
+from guided.compilation import compile_with
+from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, from_wire
 
 FAST = ScriptedGrammar([tokens("ab"), tokens("ac"), tokens("xyz")])
 
 
-class _Frames:
-    """Counts frames, so that a server that looks for one waits until what was sent has arrived.
-
-    Over TCP a frame arrives some time after `send` returns.
-    """
-
-    def __init__(self) -> None:
-        self.sent = 0
-        self.received = 0
-
-    def received_by(self, end: WorkerEnd) -> WorkerEnd:
-        self._end = end
-        return self
-
-    def receive(self, *, wait: bool = True) -> bytes | None:
-        frame = self._end.receive(wait=wait or self.sent > self.received)
-        self.received += frame is not None
-        return frame
-
-    def send(self, message: bytes) -> None:
-        self._end.send(message)
-
-    def close(self) -> None:
-        self._end.close()
-
-
 class Peer:
-    """The engine's side, by hand. The server finds a frame as soon as it is sent."""
+    """The engine's side, by hand."""
 
-    def __init__(self, transport: Transport, shared: bool = True, **grammars: ScriptedGrammar) -> None:
-        self.frames = _Frames()
-        self.actor = ThreadActor(transport, {"g": FAST, **grammars}, shared=shared, wrap=self.frames.received_by)
+    def __init__(self, directory: str, **grammars: ScriptedGrammar) -> None:
+        self.actor = ThreadActor(directory, {"g": FAST, **grammars})
         self.channel = self.actor.pair.channel
         self.table = self.actor.pair.segment.table
-        self.shared = shared
 
     def send(self, *requests: Request) -> None:
         self.channel.send(encode(list(requests)))
-        self.frames.sent += 1
 
-    def fill(self, *slots: int) -> Fill:
-        """A request to fill slots. Their columns are written."""
-        packed = np.array(slots, np.int32)
-        if self.shared:
-            return Fill(packed.tobytes())
-        return Fill(packed.tobytes(), self.table.target[packed].tobytes(), self.table.tokens[packed].tobytes())
-
-    def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1) -> Open:
+    def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1, seconds: float = 0.0) -> Open:
         """A request to open a sequence; writes its target."""
         self.table.target[slot] = version = edit * EDIT + len(text)
-        return Open(slot, version, grammar, None, tokens(text))
+        return Open(slot, version, grammar, None, tokens(text), seconds=seconds)
+
+    def fill(self, slot: int, text: str) -> Fill:
+        """A request to fill a slot after one more token; writes its columns."""
+        self.table.target[slot] += 1
+        self.table.tokens[slot, 0] = tokens(text)[0]
+        return Fill(np.array([slot], np.int32).tobytes())
+
+    def free(self, slot: int) -> Free:
+        self.table.target[slot] = freed(int(self.table.target[slot]))
+        return Free(slot, int(self.table.target[slot]))
 
     def answer(self, seconds: float = 10.0) -> Answer | None:
-        poller = zmq.Poller()
-        poller.register(self.channel.socket, zmq.POLLIN)
-        if not poller.poll(int(seconds * 1000)):
+        if not select.select([self.channel.fd], [], [], seconds)[0]:
             return None
         frame = self.channel.receive()
         assert frame is not None
         found: Answer = Decoder(Answer).decode(frame)  # type: ignore[arg-type]
         return found
 
-    def wait(self, slot: int) -> None:
-        """Wait until a slot's mask is ready."""
+    def wait(self, slot: int) -> str:
+        """Wait until a slot's mask is ready; return what it allows."""
         deadline = time.monotonic() + 10
         while self.table.ready[slot] != self.table.target[slot]:
             assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return allowed(self.table.mask[slot])
 
-    def close(self) -> None:
-        self.actor.connection.close()
+
+@pytest.fixture
+def slow() -> Iterator[SlowGrammar]:
+    """Its mask after one token comes when it is released."""
+    grammar = SlowGrammar([tokens("abc"), tokens("xyz")], slow_at=1)
+    yield grammar
+    grammar.release.set()
 
 
-def test_masks_are_written_into_the_table_and_marked_there(transport: Transport) -> None:
-    peer = Peer(transport)
+@pytest.fixture
+def peer(directory: str, slow: SlowGrammar) -> Iterator[Peer]:
+    peer = Peer(directory, slow=slow)
+    yield peer
+    slow.release.set()
+    peer.actor.connection.close()
+
+
+def test_masks_are_written_into_the_table(peer: Peer) -> None:
     table = peer.table
     peer.send(peer.open(3), peer.open(0, "a"))
-    for slot, expected in ((3, "ax"), (0, "bc")):
-        peer.wait(slot)
-        assert allowed(table.mask[slot]) == expected
-        assert table.seconds[slot] > 0
+    assert peer.wait(3) == "ax"
+    assert peer.wait(0) == "bc"
+    assert (table.seconds[[0, 3]] > 0).all()
     assert peer.answer(0.05) is None, "the engine does not wait, so it is not woken"
-    assert table.mark["busy"][0] == IDLE
-    table.tokens[0, :1] = tokens("b")
-    table.target[0] += 1
-    table.mark["wake"][0] = 1
-    peer.send(peer.fill(0))
+    assert table.mark["busy"].tolist() == [[IDLE, IDLE]]
+    assert table.mark["filled"] == 2
+    table.mark["wake"] = 1
+    peer.send(peer.fill(0, "b"))
     assert peer.answer() == Filled(), "the engine waits: it is woken when all is done"
-    assert allowed(table.mask[0]) == "."
+    assert peer.wait(0) == "."
     assert table.ready[[1, 2, 4]].tolist() == [FREE] * 3
-    peer.close()
 
 
-def test_a_failed_row_is_reported_and_its_slot_is_marked(transport: Transport) -> None:
-    peer = Peer(transport)
-    peer.send(peer.open(3, "q"))
+def test_a_failed_row_is_reported_and_logged(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    peer.send(msgspec.structs.replace(peer.open(3, "q"), request_id="request-7"))
     answer = peer.answer()
     assert isinstance(answer, Failed)
     assert (answer.slot, answer.version) == (3, peer.table.target[3])
     assert isinstance(from_wire(answer.error), TokenRejected)
     assert peer.table.status[3] == FAILED
-    peer.send(Free([3]), peer.open(3, edit=2))
-    peer.wait(3)
-    assert peer.table.status[3] == OK
-    assert allowed(peer.table.mask[3]) == "ax"
-    peer.close()
-
-
-def test_a_failed_row_is_logged_with_its_request(transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
-    peer = Peer(transport)
-    peer.send(msgspec.structs.replace(peer.open(3, "q"), request_id="request-7"))
-    assert isinstance(peer.answer(), Failed)
     assert "request request-7 (slot 3) failed: token_rejected" in caplog.text
-    peer.close()
+    peer.send(peer.free(3), peer.open(3, edit=2))
+    assert peer.wait(3) == "ax"
+    assert peer.table.status[3] == OK
 
 
-def test_a_request_that_an_edit_has_overtaken_is_skipped(transport: Transport) -> None:
-    slow = SlowGrammar([tokens("abc"), tokens("xyz")], slow_at=0)
-    peer = Peer(transport, slow=slow)
-    peer.send(peer.open(0, grammar="slow"), peer.open(1))
-    assert slow.reached.wait(10)
-    peer.table.target[1] = 2 * EDIT + 1  # while slot 1 still waits behind slot 0
-    peer.send(Edit(1, 2 * EDIT + 1, 0, tokens("x")))
-    slow.release.set()
-    peer.wait(1)
-    assert allowed(peer.table.mask[1]) == "y"
-    peer.close()
-
-
-def test_a_sequence_that_was_slow_on_another_worker_is_filled_last(transport: Transport) -> None:
-    slow = SlowGrammar([tokens("abc"), tokens("xyz")], slow_at=0)
-    peer = Peer(transport, slow=slow)
-    peer.send(msgspec.structs.replace(peer.open(0, grammar="slow"), seconds=0.5), peer.open(1))
-    assert slow.reached.wait(10)
-    assert peer.table.ready[1] == peer.table.target[1]
-    slow.release.set()
-    peer.close()
-
-
-def test_a_position_that_does_not_fit_the_known_output_is_a_failure(transport: Transport) -> None:
-    peer = Peer(transport)
+def test_a_position_that_does_not_fit_is_a_failure(peer: Peer) -> None:
     peer.send(peer.open(0))
     peer.wait(0)
-    peer.table.target[0] += 100
-    peer.send(peer.fill(0))
+    peer.table.target[0] += 99
+    peer.send(peer.fill(0, "a"))
     answer = peer.answer()
     assert isinstance(answer, Failed)
     assert isinstance(from_wire(answer.error), BackendError)
-    peer.close()
 
 
-def test_freed_slots_are_acknowledged(transport: Transport) -> None:
-    peer = Peer(transport)
+def test_freed_slots_are_acknowledged(peer: Peer) -> None:
     peer.send(peer.open(2))
     peer.wait(2)
-    peer.send(Free([2, 5]))
-    deadline = time.monotonic() + 10
-    while peer.table.ready[2] != freed(peer.table.target[2]):
-        assert time.monotonic() < deadline
+    peer.send(peer.free(2))
+    peer.wait(2)
     assert peer.actor.worker.num_open == 0
-    peer.close()
 
 
-def test_without_shared_memory_changed_lines_are_sent(transport: Transport) -> None:
-    peer = Peer(transport, shared=False)
-    peer.send(peer.open(3), peer.open(4, "q"))
-    found: list[Any] = [peer.answer(), peer.answer()]
-    (failed,) = [each for each in found if isinstance(each, Failed)]
-    (lines,) = [each for each in found if isinstance(each, Filled)]
-    assert failed.slot == 4
-    assert np.frombuffer(lines.slots, np.int32).tolist() == [3]
-    assert np.frombuffer(lines.ready, np.int64).tolist() == [peer.table.target[3]]
-    mask = np.zeros(WORDS, np.int32)
-    mask[np.frombuffer(lines.changed, np.int32)] = np.frombuffer(lines.mask, np.int32)
-    assert allowed(mask) == "ax"
-    assert not peer.table.mask.any()
-    peer.send(Free([3]))
-    answer = peer.answer()
-    assert isinstance(answer, Filled)
-    assert np.frombuffer(answer.ready, np.int64).tolist() == [freed(EDIT)]
-    assert answer.mask == b""
-    peer.close()
-
-
-@pytest.mark.parametrize(("text", "expected"), [("", "ax"), ("x", "y"), ("xy", "z")])
-def test_without_shared_memory_only_changed_words_of_a_mask_are_sent(
-    transport: Transport, text: str, expected: str
-) -> None:
-    peer = Peer(transport, shared=False)
-    peer.send(peer.open(3))
-    first = peer.answer()
-    assert isinstance(first, Filled)
-    peer.send(Edit(3, 2 * EDIT + len(text), 0, tokens(text)))
-    lines = peer.answer()
-    assert isinstance(lines, Filled)
-    before, mask = np.zeros(WORDS, np.int32), np.zeros(WORDS, np.int32)
-    before[np.frombuffer(first.changed, np.int32)] = np.frombuffer(first.mask, np.int32)
-    for sent in (first, lines):
-        mask[np.frombuffer(sent.changed, np.int32)] = np.frombuffer(sent.mask, np.int32)
-    assert allowed(mask) == expected
-    assert np.frombuffer(lines.changed, np.int32).tolist() == np.flatnonzero(mask != before).tolist()
-    peer.close()
-
-
-@pytest.mark.parametrize(
-    "garbage", [b"", b"\xc1", b"hello", encode([1, 2]), encode([[9, 1]]), encode([["a", 1, [], []]])]
-)
-def test_a_garbled_frame_is_dropped_and_the_next_one_served(transport: Transport, garbage: bytes) -> None:
-    peer = Peer(transport)
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"hello", encode([1, 2]), encode([[9, 1]]), encode([[3, "a", []]])])
+def test_a_garbled_frame_is_dropped(peer: Peer, garbage: bytes) -> None:
     peer.channel.send(garbage)
     peer.send(peer.open(0))
     peer.wait(0)
     assert peer.table.mask.shape == (8, WORDS)
-    peer.close()
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["memory", "tcp"])
-def test_finished_masks_do_not_wait_for_a_slow_one(transport: Transport, shared: bool) -> None:
-    slow = SlowGrammar([tokens("abc")], slow_at=0)
-    peer = Peer(transport, shared, slow=slow)
-    peer.send(peer.open(0), peer.open(1, grammar="slow"), peer.open(2))
+def test_a_grammar_is_loaded_with_its_first_sequence(peer: Peer) -> None:
+    constraint = Constraint.choice(["ab", "cd"])
+    compiled = compile_with(Backends(BYTES), constraint, "llguidance")
+    peer.send(Load("key", "llguidance", encode(constraint), compiled.grammar.dump()), peer.open(0, "c", "key"))
+    assert peer.wait(0) == "d"
+    peer.send(peer.open(1, "a", "key"))
+    assert peer.wait(1) == "b"
+    peer.send(Unload(["key"]), peer.open(2, "a", "key"))
+    assert isinstance(peer.answer(), Failed)
+
+
+def test_a_grammar_that_cannot_be_loaded_fails_its_row(peer: Peer) -> None:
+    peer.send(
+        Load("key", "llguidance", encode(Constraint.choice(["a"])), b"garbage"), peer.open(0, "", "key"), peer.open(1)
+    )
+    answer = peer.answer()
+    assert isinstance(answer, Failed)
+    assert answer.slot == 0
+    assert peer.wait(1) == "ax"
+
+
+# two threads
+
+
+def stick(peer: Peer, slow: SlowGrammar, slot: int = 0) -> None:
+    """Have the first thread stuck in a row."""
+    peer.send(peer.open(slot, grammar="slow"))
+    peer.wait(slot)
+    peer.send(peer.fill(slot, "a"))
     assert slow.reached.wait(10)
-    if shared:
-        assert (peer.table.ready != FREE).tolist()[:3] == [True, False, False]
-        assert peer.table.mark["busy"][0] == 1, "the mark names the slot that is being filled"
-        assert peer.table.mark["since"][0] > 0
-        slow.release.set()
-        peer.wait(2)
-    else:
-        first = peer.answer()
-        assert isinstance(first, Filled)
-        assert np.frombuffer(first.slots, np.int32).tolist() == [0]
-        slow.release.set()
-        rest: list[int] = []
-        while len(rest) < 2:
-            lines = peer.answer()
-            assert isinstance(lines, Filled)
-            rest += np.frombuffer(lines.slots, np.int32).tolist()
-        assert rest == [1, 2]
-    peer.close()
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["memory", "tcp"])
-def test_rows_that_were_slow_come_after_those_that_are_asked_for_meanwhile(transport: Transport, shared: bool) -> None:
+def test_quick_rows_do_not_wait_for_a_slow_one(peer: Peer, slow: SlowGrammar) -> None:
+    stick(peer, slow)
+    assert peer.table.mark["busy"][0, 0] == 0, "the mark names the slot of each thread"
+    peer.send(peer.open(1), peer.open(2, "a"))
+    assert peer.wait(1) == "ax"
+    assert peer.wait(2) == "bc"
+    for text, mask in (("a", "bc"), ("b", ".")):
+        peer.table.mark["wake"] = 1
+        peer.send(peer.fill(1, text))
+        assert peer.wait(1) == mask
+        assert peer.answer() == Filled(), "woken while the slow row is still missing"
+    slow.release.set()
+    assert peer.wait(0) == "b"
+
+
+def test_a_slow_row_waits_for_the_first_thread(peer: Peer, slow: SlowGrammar) -> None:
+    stick(peer, slow)
+    peer.send(peer.open(1, seconds=0.5), peer.open(2))
+    assert peer.wait(2) == "ax"
+    time.sleep(0.05)
+    assert peer.table.ready[1] == FREE
+    slow.release.set()
+    assert peer.wait(1) == "ax"
+
+
+def test_two_threads_never_work_on_one_grammar(peer: Peer, slow: SlowGrammar) -> None:
+    stick(peer, slow)
+    peer.send(peer.open(1, grammar="slow"), peer.open(2))
+    assert peer.wait(2) == "ax"
+    time.sleep(0.05)
+    assert peer.table.ready[1] == FREE
+    slow.release.set()
+    assert peer.wait(1) == "ax"
+
+
+def test_a_fork_of_a_sequence_that_is_being_filled_waits(peer: Peer, slow: SlowGrammar) -> None:
+    stick(peer, slow)
+    fork = peer.open(1, "a", grammar="slow")
+    peer.send(msgspec.structs.replace(fork, parent=0))
+    time.sleep(0.05)
+    assert peer.table.ready[1] == FREE
+    slow.release.set()
+    assert peer.wait(1) == "b"
+    peer.send(peer.fill(0, "b"))
+    assert peer.wait(0) == "c"
+
+
+def test_an_edit_of_a_row_that_is_being_filled_follows_it(peer: Peer, slow: SlowGrammar) -> None:
+    stick(peer, slow)
+    peer.table.target[0] = version = 2 * EDIT + 2
+    peer.send(Edit(0, version, 0, tokens("xy")))
+    time.sleep(0.05)
+    slow.release.set()
+    assert peer.wait(0) == "z"
+
+
+def test_a_slot_is_free_only_after_its_row_was_filled(peer: Peer, slow: SlowGrammar) -> None:
+    stick(peer, slow)
+    peer.send(peer.free(0), peer.open(1))
+    assert peer.wait(1) == "ax"
+    time.sleep(0.05)
+    assert peer.table.ready[0] != peer.table.target[0]
+    slow.release.set()
+    peer.wait(0)
+    assert peer.actor.worker.num_open == 1
+
+
+def test_rows_of_a_grammar_that_the_second_thread_holds_are_not_forgotten(directory: str) -> None:
     first, second = (SlowGrammar([tokens("abc")], slow_at=1) for _ in range(2))
-    peer = Peer(transport, shared, first=first, second=second)
-    peer.send(peer.open(0, grammar="first"), peer.open(1, grammar="second"), peer.open(2))
-    table, deadline = peer.actor.table, time.monotonic() + 10
-    while table.ready[2] != EDIT:
-        assert time.monotonic() < deadline
-    table.seconds[:2] = 0.5
-    for slot in range(3):
-        peer.table.target[slot], peer.table.tokens[slot, 0] = EDIT + 1, tokens("a")[0]
-        peer.send(peer.fill(slot))
-        assert first.reached.wait(10)
-    first.release.set()
+    peer = Peer(directory, slow=first, second=second)
+    stick(peer, first)
+    peer.send(peer.open(1, grammar="second"), peer.open(2, grammar="second"))
+    peer.wait(1), peer.wait(2)
+    peer.send(peer.fill(1, "a"))
     assert second.reached.wait(10)
-    assert table.ready[:3].tolist() == [EDIT + 1, EDIT, EDIT + 1]
-    second.release.set()
-    peer.close()
+    peer.send(peer.fill(2, "a"))
+    first.release.set()
+    peer.wait(0)
+    threading.Timer(0.05, second.release.set).start()
+    assert peer.wait(1) == peer.wait(2) == "b"
+    peer.actor.connection.close()
+
+
+def test_the_server_ends_with_its_connection(peer: Peer, slow: SlowGrammar) -> None:
+    stick(peer, slow)
+    peer.actor.connection.close()
+    assert peer.actor.ended.wait(10), "noticed by the second thread"
