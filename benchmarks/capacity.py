@@ -5,7 +5,7 @@
 Measures masks and compilations of real schemas along real documents in this process: the computing time of every mask,
 and the bytes that it takes in several encodings. Then simulates the steps of an engine with these masks, in the order
 of the documents, and counts what a fleet of such engines needs. A sequence stays on its actor, and every row of a step
-waits for the slowest actor (parking would let late rows go, so the exposed time is an upper bound).
+waits for the slowest actor (an engine goes on without late rows, so the exposed time is an upper bound).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADER_BYTES = 64
 _EXPOSED_SHARE = 0.05
 """There are enough actors if masks prolong the mean step by no more than this."""
 _CALLS_PER_SECOND = 1000.0
-"""Calls of actors that one connection to Ray makes (`benchmarks.channel`: 1.0 ms each)."""
+"""Calls of actors that one connection to Ray makes, at 1.0 ms each."""
 _RAY_ACTORS = 10_000
 """Actors of a cluster in Ray's own scalability tests."""
 _STEPS = 1000

@@ -169,7 +169,7 @@ class Measurement:
                 process.ask({"do": "run", "steps": _WARM_UP, "seconds": share})
                 answer = process.ask({"do": "run", "steps": turn, "seconds": share})
                 for name, values in answer.items():
-                    getattr(samples[candidate.label], name).extend(values)
+                    getattr(samples[candidate.label], name, []).extend(values)  # an earlier version has other names
                 bar.update(turn)
         for _, process in self._running:
             process.ask({"do": "end"})

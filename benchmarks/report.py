@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.paths import ROOT
 
-LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enforcer", "ray", "pyzmq", "transformers")
+LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enforcer", "ray", "transformers")
 
 
 def fail(message: str) -> NoReturn:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ConfigDict, create_model
 
 from engine.server.options import OPTIONS, ServeOptions
+from guided.pools.options import NodePlacement
 
 RESOURCES = {"num_cpus": 1.0, "num_gpus": 0.0}
 """What Ray reserves for a replica, unless the arguments say otherwise. A replica sees no GPUs but those."""
@@ -21,6 +22,39 @@ Arguments = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **_
 Missing are options for which Ray Serve has its own settings (host, port, ray_address, and those of connections) and
 `api_key`, because Ray keeps the arguments and shows them in its dashboard.
 """
+
+
+_LEAST_CPUS = 0.001
+"""Ray refuses a bundle that reserves nothing."""
+
+
+def placement_group(resources: Mapping[str, float], options: ServeOptions) -> dict[str, Any]:
+    """Return the settings of a deployment that reserve what a replica and its pool take, in one placement group.
+
+    Otherwise the pools of two replicas could each take some of the CPUs that both need, and none would start. The
+    bundles are in the order of `Scheduling.bundle`: replica, compile actor, mask actors.
+    """
+    if options.pool != "ray":
+        return {}
+    where = NodePlacement.parse(options.ray.placement)
+    replica = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+    compile_cpus, actor_cpus = (
+        1.0 if each is None else each for each in (options.ray.compile_cpus, options.ray.actor_cpus)
+    )
+    mask_actor = {"CPU": actor_cpus, **({where.name: where.amount} if where.amount else {})}
+    bundles = [replica, {"CPU": compile_cpus}, *[mask_actor] * options.ray.actors]
+    settings: dict[str, Any] = {
+        "placement_group_bundles": [_not_empty(each) for each in bundles],
+        "placement_group_strategy": {"local": "STRICT_PACK", "spread": "SPREAD"}.get(where.kind, "PACK"),
+    }
+    if where.kind == "label":
+        selector = {where.name: where.value}
+        settings["placement_group_bundle_label_selector"] = [{}, *[selector] * (len(bundles) - 1)]
+    return settings
+
+
+def _not_empty(bundle: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in bundle.items() if amount} or {"CPU": _LEAST_CPUS}
 
 
 def read_arguments(given: Mapping[str, Any]) -> tuple[dict[str, float], ServeOptions]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 
-from deploy.arguments import read_arguments
+from deploy.arguments import placement_group, read_arguments
 from deploy.ray_metrics import export_to_ray
 from engine.server.app import create_app
 from engine.server.context import ServerContext
@@ -35,7 +37,7 @@ class GuidedServer:
 
     def __init__(self, options: ServeOptions) -> None:
         log_to_stderr(options.log_level, options.log_format)
-        options = take_api_key(options)
+        options = _in_group(take_api_key(options))
         if not options.server.api_keys:
             logger.warning("requests need no API key: set api_key_file, or GUIDED_API_KEY in Ray's environment")
         self._tracing = Tracing.from_environment()
@@ -66,6 +68,14 @@ class GuidedServer:
             self._engine.shutdown()
 
 
+def _in_group(options: ServeOptions) -> ServeOptions:
+    """Place the pool's actors in the placement group of this replica."""
+    group = ray.util.get_current_placement_group()
+    if group is None:
+        return options
+    return replace(options, ray=replace(options.ray, placement=f"group:{group.id.hex()}"))
+
+
 def app(given: dict[str, Any]) -> serve.Application:
     """Build the application for `serve run deploy.serve_app:app`. `given` has fields of `Arguments`, or their text."""
     resources, options = read_arguments(given)
@@ -75,6 +85,7 @@ def app(given: dict[str, Any]) -> serve.Application:
         health_check_period_s=5,
         graceful_shutdown_timeout_s=options.grace_seconds,
         ray_actor_options=resources,
+        **placement_group(resources, options),
         # The application answers 429 in OpenAI's shape at its own limits, at most at twice `max_requests`. Ray Serve's
         # limit must be higher.
         max_ongoing_requests=3 * options.server.max_requests,

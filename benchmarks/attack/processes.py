@@ -16,7 +16,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import zmq
 
 from benchmarks.attack.case import Setup, Target, case
 from benchmarks.attack.connections import KEY, WITH_KEY
@@ -118,32 +117,21 @@ def _listening(process: psutil.Process) -> list[tuple[str, int]]:
     return []
 
 
-async def _scan(target: Target) -> None:
+@case("7")
+async def port_scan(target: Target) -> None:
     """Connect to every port on which the server's own process listens, HTTP excepted, with what strangers send."""
     ports = [each for each in _listening(psutil.Process(target.server.process.pid)) if each[1] != target.address[1]]
     target.notes.append(f"ports of the server's process besides HTTP: {len(ports)}")
     before = await _restarts(target)
-    wrong = zmq.curve_keypair()
-    context = zmq.Context()
-    try:
-        for _ in range(5):
-            for host, port in ports:
-                host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-                for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", secrets.token_bytes(1000)):
-                    with contextlib.suppress(OSError):
-                        _, writer = await asyncio.open_connection(host, port)
-                        writer.write(garbage)
-                        await asyncio.sleep(0.02)
-                        writer.transport.abort()
-                stranger = context.socket(zmq.PAIR)
-                stranger.linger = 0
-                stranger.curve_publickey, stranger.curve_secretkey = wrong
-                stranger.curve_serverkey = zmq.curve_keypair()[0]
-                stranger.connect(f"tcp://{host}:{port}")
-                await asyncio.sleep(0.1)
-                stranger.close()
-    finally:
-        context.destroy(linger=0)
+    for _ in range(5):
+        for host, port in ports:
+            host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+            for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", secrets.token_bytes(1000)):
+                with contextlib.suppress(OSError):
+                    _, writer = await asyncio.open_connection(host, port)
+                    writer.write(garbage)
+                    await asyncio.sleep(0.02)
+                    writer.transport.abort()
     await asyncio.sleep(2)
     restarts = await _restarts(target) - before
     target.expect(restarts == 0, f"{restarts} restarts of actors")
@@ -152,18 +140,6 @@ async def _scan(target: Target) -> None:
 async def _restarts(target: Target) -> int:
     pool = (await target.http.get("/health")).json()["pool"]
     return sum(actor["restarts"] for actor in pool["actors"])
-
-
-@case("7")
-async def port_scan(target: Target) -> None:
-    """Strangers on the ports of the server's process, with the local transport."""
-    await _scan(target)
-
-
-@case("7", setup=Setup(arguments=("--transport", "tcp")))
-async def port_scan_tcp(target: Target) -> None:
-    """Strangers on the ports of the server's process, with --transport tcp."""
-    await _scan(target)
 
 
 @case("14", setup=WITH_KEY)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.arguments import read_arguments
+from deploy.arguments import placement_group, read_arguments
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,6 @@ def test_a_replica_with_gpus_does_not_fall_back_to_the_cpu(given: dict[str, Any]
         ({"num_gpus": 1, "device": "cpu"}, "num_gpus reserves GPUs, and device is 'cpu'"),
         ({"device": "cuda"}, "a replica sees only the GPUs that it reserves"),
         ({"api_key": "secret"}, "api_key"),
-        ({"channel_ports": "9-8"}, "channel_ports is '9-8'"),
         ({"num_actor": 3}, "num_actor"),
     ],
 )
@@ -36,3 +35,30 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> Non
     with pytest.raises(ValueError, match=says) as raised:
         read_arguments(given)
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "bundles", "others"),
+    [
+        ({"num_actors": 2}, [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}, {"CPU": 1}], {"strategy": "STRICT_PACK"}),
+        (
+            {"num_gpus": 1, "num_actors": 1, "placement": "guided_mask:2", "compile_cpus": 0, "actor_cpus": 0.5},
+            [{"CPU": 1, "GPU": 1}, {"CPU": 0.001}, {"CPU": 0.5, "guided_mask": 2}],
+            {"strategy": "PACK"},
+        ),
+        (
+            {"num_actors": 1, "placement": "pool=masks"},
+            [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}],
+            {"strategy": "PACK", "bundle_label_selector": [{}, {"pool": "masks"}, {"pool": "masks"}]},
+        ),
+    ],
+)
+def test_a_replica_reserves_what_its_pool_takes(
+    given: dict[str, Any], bundles: list[dict[str, float]], others: dict[str, Any]
+) -> None:
+    settings = placement_group(*read_arguments(given))
+    assert settings == {f"placement_group_{name}": value for name, value in {"bundles": bundles, **others}.items()}
+
+
+def test_without_actors_nothing_is_reserved_for_them() -> None:
+    assert placement_group(*read_arguments({"pool": "inline"})) == {}

@@ -79,7 +79,7 @@ def test_a_query_uses_metrics_and_labels_that_exist(
 def test_the_dashboard_is_complete() -> None:
     shown = " ".join(QUERIES)
     for name in (
-        *("mask_exposed_seconds", "mask_hidden_seconds", "mask_parkings", "request_failures", "mask_actor_ends"),
+        *("mask_exposed_seconds", "mask_hidden_seconds", "mask_late_rows", "request_failures", "mask_actor_ends"),
         *("grammar_compiling", "grammar_cache_hits", "time_to_first_token", "inter_token_latency", "generation_tokens"),
         *("grammar_wait_seconds_count", "mask_replays"),
     ):

@@ -34,6 +34,16 @@ sys.stdin.read()
 """
 
 
+STATUS = """
+import sys, ray
+from ray import serve
+ray.init(address=sys.argv[1], log_to_driver=False)
+(application,) = serve.status().applications.values()
+(deployment,) = application.deployments.values()
+print("status", deployment.replica_states, deployment.message)
+"""
+
+
 @pytest.fixture(scope="module")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """A Ray cluster of its own, in a process of its own: its address, and the URL of its metrics."""
@@ -68,6 +78,7 @@ def url(ray_cluster: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
     assert (config["http_options"]["host"], config["http_options"]["port"]) == ("127.0.0.1", 8000)
     config["http_options"]["port"] = port
     config["applications"][0]["args"]["num_actors"] = 1
+    config["applications"][0]["deployments"][0]["num_replicas"] = 2  # there are CPUs for one
     directory = tmp_path_factory.mktemp("serve")
     (directory / "serve.yaml").write_text(yaml.safe_dump(config))
     log = directory / "log"
@@ -113,6 +124,19 @@ def test_the_pool_is_in_the_cluster_that_serve_runs_on(url: str) -> None:
     assert (health["status"], health["pool"]["name"]) == ("ok", "ray")
     assert [actor["state"] for actor in health["pool"]["actors"]] == ["up"]
     assert health["pool"]["actors"][0]["pid"] != 0
+
+
+def test_a_replica_without_cpus_for_its_pool_waits_and_takes_none(ray_cluster: tuple[str, str], url: str) -> None:
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+
+    def says() -> str:
+        command = [sys.executable, "-c", STATUS, ray_cluster[0]]
+        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    wait_until(lambda: "Resources required for each replica" in says(), 120)
+    said = says()
+    assert "'RUNNING': 1" in said
+    assert """[{"CPU": 1.0}, {"CPU": 0.25}, {"CPU": 0.25}]""" in said
 
 
 def test_guided_answers(url: str) -> None:

@@ -175,5 +175,4 @@ def test_the_pool_is_in_the_metrics(drop_in: Server) -> None:
         assert time.monotonic() < until, text
         time.sleep(0.5)
     assert "guided_mask_actors 2.0" in text
-    assert 'guided_backend_up{backend="llguidance"} 1.0' in text
     assert "vllm:num_requests_running" in text
