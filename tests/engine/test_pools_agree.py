@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors import RayPool
+from actors import CompileLimits, RayPool
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -59,7 +59,7 @@ def requests() -> dict[str, tuple[str, SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def ray_pool(tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(tiny_model.vocabulary, num_actors=2)
+    pool = RayPool(tiny_model.vocabulary, num_actors=2, compile_limits=CompileLimits(seconds=60.0))
     yield pool
     pool.shutdown()
 

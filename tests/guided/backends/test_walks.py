@@ -83,7 +83,6 @@ KNOWN: list[Any] = [
     ),
     {"type": "integer", "minimum": 2**53, "exclusiveMaximum": 2**53 + 2},
     {"type": "number", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
-    {"minimum": -(2**70), "maximum": -(2**70) + 1},
     {"const": 2**53 + 1},
     {"enum": [-(2**63), 2**64 - 1, 1e300]},
     {"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]},
@@ -208,7 +207,7 @@ def test_the_validation_reads_listed_numbers_as_doubles() -> None:
     assert problem("4.9406564584124654e-324", {"anyOf": [{"maximum": 0}]}) is not None
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "outlines"])
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_a_regex_may_match_nothing_but_the_empty_text(backends: Backends, backend: str) -> None:
     matcher = backends[backend].compile(Constraint.regex("(?:a|b){0}")).matcher()
     row = np.empty(words(backends.vocabulary.padded_vocab_size), dtype=np.int32)
