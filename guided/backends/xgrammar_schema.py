@@ -145,7 +145,8 @@ class _Lowering(SchemaLowering):
         properties |= {name: rest for name in required if name not in properties}
         patterns = self._patterns(schema, properties)
         allowed = {name: self.lower(value) for name, value in properties.items() if value is not False}
-        if patterns or len(allowed) < len(properties):
+        is_escaped = any(json.dumps(name, ensure_ascii=False)[1:-1] != name for name in properties)
+        if patterns or is_escaped or len(allowed) < len(properties):
             rest = False  # narrowed: xgrammar would allow any value under these names
         least = schema.get("minProperties", 0)
         if least > (len(allowed) if rest is False and not patterns else 1 + len(required)):

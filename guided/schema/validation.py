@@ -10,6 +10,7 @@ import jsonschema_rs
 
 from guided.errors import ConstraintNotMet, bounded
 from guided.schema.drafts import Draft
+from guided.schema.keywords import Schema
 from guided.schema.pointer import pointer
 
 PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
@@ -37,9 +38,10 @@ class Validator:
         ValueError: the library does not take the schema.
     """
 
-    def __init__(self, schema: dict[str, Any]) -> None:
-        document = {name: value for name, value in schema.items() if name != "$schema"}
-        make = Draft.of(schema).validator
+    def __init__(self, schema: Schema) -> None:
+        sent = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
+        document = {name: value for name, value in sent.items() if name != "$schema"}
+        make = Draft.of(sent).validator
         self._native = make(document, validate_formats=True, pattern_options=PATTERNS, offline=True)
 
     def violation(self, document: Any) -> ConstraintNotMet | None:
