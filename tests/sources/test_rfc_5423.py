@@ -66,7 +66,7 @@ def test_constraints_are_sampling_parameters(tiny_model: LoadedModel) -> None:
 def test_masks_of_a_batch_are_computed_by_ray_actors_meanwhile(
     tiny_model: LoadedModel, local_ray: None, backend: str
 ) -> None:
-    params = SamplingParams(choice=["12345678", "87654321"], backend=backend, max_tokens=12)
+    params = SamplingParams(choice=[f"{number:08}" for number in range(1000)], backend=backend, max_tokens=12)
     with LLM(tiny_model, "ray", pool_options={"num_actors": 2}) as llm:
         outputs = llm.generate([PROMPT] * 8, params, use_tqdm=False)
         assert all(re.fullmatch("[0-9]{8}", output.outputs[0].text) for output in outputs)
@@ -105,7 +105,7 @@ METHODS = [
     "apply",
     "sampled",
     "edits",
-    "decided",
+    "settled",
     "failures",
     "rollback",
     "free_sequence",
