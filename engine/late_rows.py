@@ -51,7 +51,7 @@ class LateRows:
         """Let sequences run again, a group's beams only together.
 
         Args:
-            decided: ids of sequences whose masks are ready, or failed.
+            decided: ids of the sequences that have their mask, or an error.
         """
         self._skipped = {one: late and one.seq_id not in decided for one, late in self._skipped.items() if one.is_late}
         self._run([one for one in self._skipped if not any(self._skipped.get(each, True) for each in _together(one))])

@@ -111,9 +111,7 @@ class Grammars:
     def release(self, grammar: Grammar) -> None:
         """See `MaskPool.release`. Returns at once."""
         with self._lock:
-            evicted = self._cache.release(grammar)
-        if evicted:
-            self._when_unused(evicted)
+            self._drop(self._cache.release(grammar))
 
     def backends(self) -> list[BackendStatus]:
         """Return how often each backend has crashed or exceeded a time limit."""
@@ -192,10 +190,8 @@ class Grammars:
             dumped=result.dumped,
         )
         with self._lock:
-            evicted = self._cache.admit(grammar, result.nbytes)
+            self._drop(self._cache.admit(grammar, result.nbytes))
             del self._pending[key]
-        if evicted:
-            self._when_unused(evicted)
         pending.future.set_result(grammar)
 
     def _check(self) -> None:
@@ -216,9 +212,7 @@ class Grammars:
     def _fail(self, key: CacheKey, error: GuidedError) -> None:
         with self._lock:
             future = self._pending.pop(key).future
-            evicted = self._cache.fail(key, error)
-        if evicted:
-            self._when_unused(evicted)
+            self._drop(self._cache.fail(key, error))
         future.set_exception(error)
 
     def _end_actor(self) -> None:
@@ -230,6 +224,11 @@ class Grammars:
                 process = ProcessHandle(location.pid if location.is_beside(self._node_id) else None)
             kill_actor(self._actor, process)
             self._actor = None
+
+    def _drop(self, keys: Collection[str]) -> None:
+        """Report evicted grammars. Within the lock, so that none is reported after it was compiled again."""
+        if keys:
+            self._when_unused(keys)
 
     def _start_actor(self) -> RemoteActor:
         driver, ray = self._cluster.driver()

@@ -83,7 +83,7 @@ class _Step:
         return undecided
 
     def take(self, part: StepPart) -> None:
-        """Take the rows without a mask out of a part, whose worker has ended."""
+        """Take the rows without a mask out of a part: its worker has ended."""
         part.look()
         for row, state in part.missing().items():
             if state.error is None:

@@ -76,7 +76,7 @@ class Supervisor:
         self._announce = announce
         self._state: WorkerState = "starting"
         self._incarnation = 0
-        """How many times the actor was started."""
+        """Number of times that Ray has started the actor."""
         self._seconds_up = 0.0
         """Seconds that the incarnation was up. Set when it has ended."""
         self._actor: RemoteActor | None = None
@@ -163,9 +163,9 @@ class Supervisor:
     def _live(self) -> None:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
-        self._incarnation += 1
         driver, ray = self._settings.cluster.driver()
         actor = self._actor = self._wait(self._create_actor(driver, ray), _START_SECONDS, "start an actor")
+        self._incarnation += 1
         process = ProcessHandle(None)
         try:
             location: ProcessLocation = self._wait(actor.call("location"), _START_SECONDS, "bring the actor up")

@@ -24,7 +24,6 @@ SLOW_SECONDS = (0.1, 2.0)
 MEMORY_HOGS: list[dict[str, Any]] = [
     {"regex": "[ab]*a[ab]{20}", "backend": "outlines"},  # an automaton of 2^21 states
     {"regex": "([a-z]{1,60} ){1,90}", "backend": "outlines"},
-    {"regex": "(x+x+)+y[ab]*a[ab]{18}", "backend": "lm-format-enforcer"},
     {"json_schema": {"type": "array", "items": {"enum": [f"{i:05}" * 9 for i in range(9000)]}}, "backend": "outlines"},
 ]
 """Constraints within all admission limits. Their compilation needs gigabytes or never ends."""

@@ -154,7 +154,7 @@ class CheckedMatcher(Matcher):
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         accepting = self._inner.fill_bitmask(row)
-        if not (accepting or self._ends_with_bracket()):
+        if not (accepting or (self._grammar.reader.reads_tag and self._ends_with_bracket())):
             return False
         violation = self.violation()
         if violation is not None and not self._readings[-1].states:

@@ -50,6 +50,8 @@ class ContentReader:
 
     def __init__(self, node: Node, validators: Mapping[str, Validator], vocabulary: Vocabulary) -> None:
         self._validators = validators
+        self.reads_tag = not isinstance(node, Content)
+        """Other text may follow a content. If not, the content ends with the output."""
         self.vocabulary = vocabulary
         self._names = {token: name.encode() for name, token in vocabulary.special_names.items()}
         self.start = Reading(-1, ((0, (node,)),))

@@ -203,19 +203,10 @@ def test_quick_rows_do_not_wait_for_a_slow_one(peer: Peer, slow: SlowGrammar) ->
     assert peer.wait(0) == "b"
 
 
-def test_a_slow_row_waits_for_the_first_thread(peer: Peer, slow: SlowGrammar) -> None:
+@pytest.mark.parametrize(("grammar", "seconds"), [("g", 0.5), ("slow", 0.0)], ids=["slow", "of the same grammar"])
+def test_rows_that_the_second_thread_leaves(peer: Peer, slow: SlowGrammar, grammar: str, seconds: float) -> None:
     stick(peer, slow)
-    peer.send(peer.open(1, seconds=0.5), peer.open(2))
-    assert peer.wait(2) == "ax"
-    time.sleep(0.05)
-    assert peer.table.ready[1] == FREE
-    slow.release.set()
-    assert peer.wait(1) == "ax"
-
-
-def test_two_threads_never_work_on_one_grammar(peer: Peer, slow: SlowGrammar) -> None:
-    stick(peer, slow)
-    peer.send(peer.open(1, grammar="slow"), peer.open(2))
+    peer.send(peer.open(1, grammar=grammar, seconds=seconds), peer.open(2))
     assert peer.wait(2) == "ax"
     time.sleep(0.05)
     assert peer.table.ready[1] == FREE
