@@ -1,8 +1,9 @@
 """StepServer: the worker's side of the step channel. It handles requests and fills the slot table, on two threads.
 
-The first thread reads requests and fills rows. While it is stuck in one row, the second one does both in its place, for
-the rows that are expected to be quick: llguidance and xgrammar release the interpreter lock in native code. Two threads
-never work on the same grammar, because the matchers of a grammar may share state.
+The first thread reads requests and fills rows. The second one fills those that need a grammar to be loaded first. While
+the first one is stuck in a row, the second one does both in its place, for the rows that are expected to be quick:
+llguidance and xgrammar release the interpreter lock in native code. Two threads never work on the same grammar, because
+the matchers of a grammar may share state.
 """
 
 from __future__ import annotations
@@ -159,17 +160,23 @@ class StepServer:
         """Body of the second thread."""
         while True:
             self._works.wait()
+            while self._unloaded and self._fill_next(SECOND):
+                self._wake_engine()
             begun = self._rows
             time.sleep(_STUCK_SECONDS)
             while self._rows == begun and self._works.is_set():  # the first thread is stuck
-                if not self._fill_next(SECOND):
+                if not self._fill_next(SECOND, stuck=True):
                     self._wake_engine()
                     self._end.wait(_STUCK_SECONDS)
 
-    def _fill_next(self, thread: int) -> bool:
-        """Fill the next row that a thread may fill. Returns whether there may be another one for it."""
+    def _fill_next(self, thread: int, *, stuck: bool = False) -> bool:
+        """Fill the next row that a thread may fill. Returns whether there may be another one for it.
+
+        Args:
+            stuck: the first thread is stuck.
+        """
         with self._lock:
-            slot = self._next(thread)
+            slot = self._next(thread, stuck)
             if slot is None:
                 waits = thread == FIRST and bool(self._wanted)  # for the grammar that the second thread uses
                 if waits:
@@ -190,8 +197,8 @@ class StepServer:
                 self._row_ended.notify()
         return True
 
-    def _next(self, thread: int) -> int | None:
-        """Choose the next row. The second thread takes quick ones only; each avoids the grammar that the other uses."""
+    def _next(self, thread: int, stuck: bool) -> int | None:
+        """Choose the next row. Each thread avoids the grammar that the other one uses."""
         other = self._filling[1 - thread]
         avoided = None if other is None else self._slots[other].grammar
         if other is not None or self._is_slow(next(iter(self._wanted), None)):
@@ -199,9 +206,12 @@ class StepServer:
             while (frame := self._end.receive(wait=False)) is not None:
                 self._handle_frame(frame)
         for slot in self._wanted:
-            if thread == SECOND and self._is_slow(slot):
-                break
-            if avoided is None or self._slots[slot].grammar != avoided:
+            state = self._slots[slot]
+            if state.grammar == avoided:
+                continue
+            if thread == FIRST or (stuck and not self._is_slow(slot)):
+                return slot
+            if state.opening is not None and state.grammar in self._unloaded:
                 return slot
         return None
 

@@ -203,6 +203,15 @@ def test_quick_rows_do_not_wait_for_a_slow_one(peer: Peer, slow: SlowGrammar) ->
     assert peer.wait(0) == "b"
 
 
+def test_a_grammar_is_loaded_while_the_first_thread_is_busy(peer: Peer, slow: SlowGrammar) -> None:
+    constraint = Constraint.choice(["ab", "cd"])
+    dumped = compile_with(Backends(BYTES), constraint, "llguidance").grammar.dump()
+    stick(peer, slow)
+    peer.send(Load("key", "llguidance", encode(constraint), dumped), peer.open(1, grammar="key", seconds=0.01))
+    assert peer.wait(1) == "ac"
+    assert peer.table.ready[0] != peer.table.target[0]
+
+
 @pytest.mark.parametrize(("grammar", "seconds"), [("g", 0.5), ("slow", 0.0)], ids=["slow", "of the same grammar"])
 def test_rows_that_the_second_thread_leaves(peer: Peer, slow: SlowGrammar, grammar: str, seconds: float) -> None:
     stick(peer, slow)
