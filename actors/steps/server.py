@@ -71,6 +71,8 @@ class _Slot:
     edit: int
     """The edit count of its output."""
     opening: Open | None
+    seconds: float
+    """What its last mask took, or the estimate for the first."""
     edits: list[Edit] = field(default_factory=list)
     freed: int | None = None
     """Version of its `Free`, which came while the row was being filled."""
@@ -80,7 +82,7 @@ class _Row(NamedTuple):
     """A row that a thread fills."""
 
     slot: int
-    request_id: str
+    state: _Slot
     opening: Open | None
     edits: list[Edit]
     target: int
@@ -160,7 +162,7 @@ class StepServer:
         """Body of the second thread."""
         while True:
             self._works.wait()
-            while self._unloaded and self._fill_next(SECOND):
+            while self._fill_next(SECOND):
                 self._wake_engine()
             begun = self._rows
             time.sleep(_STUCK_SECONDS)
@@ -168,6 +170,8 @@ class StepServer:
                 if not self._fill_next(SECOND, stuck=True):
                     self._wake_engine()
                     self._end.wait(_STUCK_SECONDS)
+            with self._lock:
+                self._finish(SECOND)
 
     def _fill_next(self, thread: int, *, stuck: bool = False) -> bool:
         """Fill the next row that a thread may fill. Returns whether there may be another one for it.
@@ -176,6 +180,7 @@ class StepServer:
             stuck: the first thread is stuck.
         """
         with self._lock:
+            self._finish(thread)
             slot = self._next(thread, stuck)
             if slot is None:
                 waits = thread == FIRST and bool(self._wanted)  # for the grammar that the second thread uses
@@ -183,40 +188,47 @@ class StepServer:
                     self._row_ended.wait(_STUCK_SECONDS)
                 return waits
             state = self._slots[slot]
-            target, tokens, look_ahead = self._wanted.pop(slot)
-            row = _Row(slot, state.request_id, state.opening, state.edits, target, tokens, look_ahead)
-            state.opening, state.edits = None, []
+            row = _Row(slot, state, state.opening, state.edits, *self._wanted.pop(slot))
+            if state.opening is not None or state.edits:
+                state.opening, state.edits = None, []
             self._filling[thread] = slot
-            self._rows += thread == FIRST
+            if thread == FIRST:
+                self._rows += 1
         self._fill(thread, row)
-        with self._lock:
-            self._filling[thread] = None
-            if state.freed is not None:
-                self._free(slot, state.freed)
-            if thread == SECOND:
-                self._row_ended.notify()
         return True
+
+    def _finish(self, thread: int) -> None:
+        """Note that a thread no longer fills its row. Handle a `Free` that came meanwhile."""
+        slot = self._filling[thread]
+        if slot is None:
+            return
+        self._filling[thread] = None
+        version = self._slots[slot].freed
+        if version is not None:
+            self._free(slot, version)
+        if thread == SECOND:
+            self._row_ended.notify()
 
     def _next(self, thread: int, stuck: bool) -> int | None:
         """Choose the next row. Each thread avoids the grammar that the other one uses."""
-        other = self._filling[1 - thread]
-        avoided = None if other is None else self._slots[other].grammar
-        if other is not None or self._is_slow(next(iter(self._wanted), None)):
+        if thread == SECOND and not (stuck or self._unloaded):
+            return None
+        slots, other = self._slots, self._filling[1 - thread]
+        first = next(iter(self._wanted), None)
+        if other is not None or (first is not None and slots[first].seconds > SLOW_SECONDS):
             # Quicker rows may have been asked for meanwhile. The first thread does not wait for a frame now.
             while (frame := self._end.receive(wait=False)) is not None:
                 self._handle_frame(frame)
+        avoided = None if other is None else slots[other].grammar
         for slot in self._wanted:
-            state = self._slots[slot]
+            state = slots[slot]
             if state.grammar == avoided:
                 continue
-            if thread == FIRST or (stuck and not self._is_slow(slot)):
+            if thread == FIRST or (stuck and state.seconds <= SLOW_SECONDS):
                 return slot
             if state.opening is not None and state.grammar in self._unloaded:
                 return slot
         return None
-
-    def _is_slow(self, slot: int | None) -> bool:
-        return slot is not None and bool(self._table.seconds[slot] > SLOW_SECONDS)
 
     # requests
 
@@ -243,7 +255,10 @@ class StepServer:
                 state.edit = request.version // EDIT
                 self._wanted[request.slot] = request.version, [], False
             case Open():
-                self._slots[request.slot] = _Slot(request.grammar, request.request_id, request.version // EDIT, request)
+                version, seconds = request.version, request.seconds
+                self._slots[request.slot] = _Slot(
+                    request.grammar, request.request_id, version // EDIT, request, seconds
+                )
                 self._table.seconds[request.slot] = request.seconds
                 self._wanted[request.slot] = request.version, [], False
             case Free():
@@ -294,14 +309,14 @@ class StepServer:
         table.forced[slot] = -1
         if row.look_ahead and error is None:
             self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
-        table.seconds[slot] = time.thread_time() - cpu_started
+        row.state.seconds = table.seconds[slot] = time.thread_time() - cpu_started
         if error is None:
             if slot in self._worker.steered:
                 table.status[slot] = STEERED
             table.ready[slot] = row.target
         else:
             table.status[slot] = FAILED
-            _log.warning("request %s (slot %d) failed: %s: %s", row.request_id, slot, error.code, error)
+            _log.warning("request %s (slot %d) failed: %s: %s", row.state.request_id, slot, error.code, error)
             self._send(Failed(slot, row.target, to_wire(error)))
         self._busy[thread] = IDLE
         self._seconds[0] += time.monotonic() - started
