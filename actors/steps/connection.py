@@ -22,6 +22,7 @@ from actors.steps.protocol import (
     MAX_NEW_TOKENS,
     POSITION,
     STEERED,
+    THREADS,
     UNKNOWN,
     Answer,
     Edit,
@@ -325,10 +326,14 @@ class WorkerConnection:
         return [(int(busy), now - since) for busy, since in zip(mark["busy"][0], mark["since"][0], strict=True)]
 
     def marked(self) -> list[SequenceState]:
-        """Return the sequences that the worker is filling, the one that has taken longest first."""
-        busy = sorted(self.busy_seconds(), key=lambda each: -each[1])
-        states = [self.sequences[slot] for slot, _ in busy if slot in self.sequences]
-        return [state for state in states if not state.is_ready]
+        """Return the sequences that the worker is filling, the one that is more likely to be stuck first.
+
+        A row that loads its grammar comes first, because this may hold the interpreter lock; then the longest one.
+        """
+        mark = self.table.mark[0]
+        threads = sorted(range(THREADS), key=lambda thread: (-mark["loads"][thread], mark["since"][thread]))
+        slots = [int(mark["busy"][thread]) for thread in threads]
+        return [self.sequences[slot] for slot in slots if slot in self.sequences and not self.sequences[slot].is_ready]
 
     def suspects(self) -> list[SequenceState]:
         """Return the sequences that the worker may have been filling when it died."""

@@ -125,7 +125,7 @@ class Dispatcher:
         self._lost: dict[int, GuidedError] = {}
         """Errors for `failures`, by sequence id."""
         self._deaths: Counter[str] = Counter()
-        """Number of workers that died with the first mask of a sequence, by the grammar's key."""
+        """Number of workers that died while they filled a first mask and no other row, by the grammar's key."""
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._events: deque[WorkerUp | WorkerDown | GrammarsUnused] = deque()
@@ -386,7 +386,7 @@ class Dispatcher:
         marked = worker.suspects() if down.cause == "died" else worker.marked()[:1]
         for state in marked:
             state.deaths += down.cause == "died"
-            if not state.has_answered:
+            if len(marked) == 1 and not state.has_answered:  # with two, it need not be the cause
                 self._deaths[state.grammar.key] += 1
         lost = [state for state in worker.sequences.values() if self._is_lost(state, down, marked)]
         for state in lost:
@@ -404,10 +404,10 @@ class Dispatcher:
     def _is_lost(self, state: SequenceState, down: WorkerDown, marked: Sequence[SequenceState]) -> bool:
         """Return whether a sequence ends with its worker.
 
-        If the supervisor ended the worker because of a mask (time, memory), the sequence that was being filled longest
-        ends, and the others are opened again. If the worker died: with `max_replays=0` every sequence with an open
-        matcher ends; with `max_replays=n` the sequences are opened again, and one that was being filled at the death of
-        n + 1 workers ends.
+        If the supervisor ended the worker because of a mask (time, memory), the first of `WorkerConnection.marked` ends,
+        and the others are opened again. If the worker died: with `max_replays=0` every sequence with an open matcher
+        ends; with `max_replays=n` the sequences are opened again, and one that was being filled at the death of n + 1
+        workers ends.
         """
         if down.cause != "died":
             return state in marked

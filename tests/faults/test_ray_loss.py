@@ -62,8 +62,12 @@ async def main():
             free = asyncio.create_task(ask(max_tokens=500, ignore_eos=True))
             bound = asyncio.create_task(ask(max_tokens=500, regex=LONG))
             await asyncio.sleep(0.5)
+            pids = [actor["pid"] for actor in (await health())["pool"]["actors"]]
+            async def all_ended():  # until then, a request may be opened on an actor that ends a moment later
+                return not any(map(psutil.pid_exists, pids))
             kill(name, number)
             await until(in_trouble)
+            await until(all_ended)
             print(name, "is gone:", (await health())["pool"]["trouble"], flush=True)
             # What needs a new actor waits for Ray, which is started again.
             await asyncio.gather(works(regex="[0-9]{4}"), works(regex="[x-z]{4}"), works(choice=LARGE))

@@ -105,7 +105,7 @@ METHODS = [
     "apply",
     "sampled",
     "edits",
-    "settled",
+    "decided",
     "failures",
     "rollback",
     "free_sequence",
