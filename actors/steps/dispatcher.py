@@ -404,10 +404,9 @@ class Dispatcher:
     def _is_lost(self, state: SequenceState, down: WorkerDown, marked: Sequence[SequenceState]) -> bool:
         """Return whether a sequence ends with its worker.
 
-        If the supervisor ended the worker because of a mask (time, memory), the first of `WorkerConnection.marked` ends,
-        and the others are opened again. If the worker died: with `max_replays=0` every sequence with an open matcher
-        ends; with `max_replays=n` the sequences are opened again, and one that was being filled at the death of n + 1
-        workers ends.
+        If its supervisor ended it because of a mask (time, memory), the first of `WorkerConnection.marked` ends.
+        If the worker died: with `max_replays=0` every sequence with an open matcher ends; with `max_replays=n` one that
+        was being filled at the death of n + 1 workers. The others are opened again.
         """
         if down.cause != "died":
             return state in marked
