@@ -92,7 +92,7 @@ class Forwarder:
         table.ready[slots] = np.frombuffer(lines.ready, np.int64)
         mark = np.frombuffer(lines.mark, table.mark.dtype)
         table.mark["since"] = time.monotonic() - mark["since"]
-        for name in ("busy", "loads", "seconds", "filled"):
+        for name in ("busy", "seconds", "filled"):
             table.mark[name] = mark[name]
 
 

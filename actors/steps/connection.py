@@ -1,7 +1,7 @@
 """WorkerConnection: the engine's side of one actor incarnation. It owns the incarnation's slots.
 
 It ends with the incarnation; the next one gets a new connection. Used from the engine's thread, except `has_work` and
-`busy_seconds`, which the actor's supervisor uses.
+`busy`, which the actor's supervisor uses.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from actors.channel import Channel
 from actors.steps.protocol import (
     FAILED,
     FREE,
+    IDLE,
     MAX_NEW_TOKENS,
     POSITION,
     STEERED,
-    THREADS,
     UNKNOWN,
     Answer,
     Edit,
@@ -319,27 +319,20 @@ class WorkerConnection:
         table = self.table
         return bool(((table.target != table.ready) & (table.status != FAILED)).any())
 
-    def busy_seconds(self) -> list[tuple[int, float]]:
-        """Return for each thread of the worker what it is busy with (`busy` of the mark), and for how many seconds.
-        From any thread."""
-        mark, now = self.table.mark, time.monotonic()
-        return [(int(busy), now - since) for busy, since in zip(mark["busy"][0], mark["since"][0], strict=True)]
+    def busy(self) -> list[tuple[int, float]]:
+        """Return what the worker's threads are busy with (`busy` of the mark), and for how many seconds. From any
+        thread."""
+        mark, now = self.table.mark[0], time.monotonic()
+        return [
+            (int(busy), now - since) for busy, since in zip(mark["busy"], mark["since"], strict=True) if busy != IDLE
+        ]
 
     def marked(self) -> list[SequenceState]:
-        """Return the sequences that the worker is filling, the one that is more likely to be stuck first.
-
-        A row that loads its grammar comes first, because this may hold the interpreter lock; then the longest one.
-        """
-        mark = self.table.mark[0]
-        threads = sorted(range(THREADS), key=lambda thread: (-mark["loads"][thread], mark["since"][thread]))
-        slots = [int(mark["busy"][thread]) for thread in threads]
-        return [self.sequences[slot] for slot in slots if slot in self.sequences and not self.sequences[slot].is_ready]
-
-    def suspects(self) -> list[SequenceState]:
-        """Return the sequences that the worker may have been filling when it died."""
-        if UNKNOWN in self.table.mark["busy"]:
-            return [state for state in self.sequences.values() if not state.is_ready]
-        return self.marked()
+        """Return the sequences that the worker was filling, or may have been filling, when it ended."""
+        busy = self.table.mark["busy"][0].tolist()
+        return [
+            state for slot, state in self.sequences.items() if (slot in busy or UNKNOWN in busy) and not state.is_ready
+        ]
 
     def close(self) -> None:
         """Close the connection and drop the memory. Idempotent."""

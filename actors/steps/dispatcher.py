@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.steps.connection import SequenceState, StepOutputs, StepPart, WorkerConnection, send_all
+from actors.steps.protocol import FREE
 from guided.backends import BACKENDS
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
 from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
@@ -49,6 +50,8 @@ class WorkerDown:
     error: GuidedError
     """For the sequences that are lost."""
     cause: EndCause = "died"
+    slot: int = FREE
+    """The slot of the row because of which its supervisor ended it, if it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +386,9 @@ class Dispatcher:
         self._receive(worker)  # what it answered before its end still counts
         self._poller.unregister(worker.channel.fd)
         self._workers.remove(worker)
-        marked = worker.suspects() if down.cause == "died" else worker.marked()[:1]
+        marked = worker.marked()
+        if down.cause != "died":
+            marked = [state for state in marked if state.slot == down.slot]
         for state in marked:
             state.deaths += down.cause == "died"
             if len(marked) == 1 and not state.has_answered:  # with two, it need not be the cause
@@ -404,7 +409,7 @@ class Dispatcher:
     def _is_lost(self, state: SequenceState, down: WorkerDown, marked: Sequence[SequenceState]) -> bool:
         """Return whether a sequence ends with its worker.
 
-        If its supervisor ended it because of a mask (time, memory), the first of `WorkerConnection.marked` ends.
+        If its supervisor ended it because of a mask (time, memory), the sequence of that mask ends.
         If the worker died: with `max_replays=0` every sequence with an open matcher ends; with `max_replays=n` one that
         was being filled at the death of n + 1 workers. The others are opened again.
         """

@@ -61,14 +61,7 @@ SLOW_SECONDS = 0.001
 _NONCE_BYTES = 32
 _MARK_OFFSET = 64
 _MARK = np.dtype(
-    [
-        ("since", "f8", THREADS),
-        ("busy", "i4", THREADS),
-        ("loads", "i4", THREADS),
-        ("seconds", "f8"),
-        ("filled", "i8"),
-        ("wake", "i4"),
-    ]
+    [("since", "f8", THREADS), ("busy", "i4", THREADS), ("seconds", "f8"), ("filled", "i8"), ("wake", "i4")]
 )
 _COLUMNS_OFFSET = 128
 
@@ -179,8 +172,8 @@ class SlotTable:
     status: NDArray[np.int32]
     mark: NDArray[np.void]
     """`[1]`. `busy`: for each thread of the worker the slot that it fills, `IDLE` or `IMPORTING`. `since`: the
-    `time.monotonic()` at which it began. `loads`: 1 while it loads the row's grammar. `filled`: number of masks so far.
-    `seconds`: their wall time. `wake`: the engine waits; the worker sends a message when it is done."""
+    `time.monotonic()` at which it began. `filled`: number of masks so far. `seconds`: their wall time. `wake`: the
+    engine waits; the worker sends a message when it is done."""
 
     @classmethod
     def over(cls, memory: mmap.mmap | bytearray, slots: int, words: int) -> SlotTable:

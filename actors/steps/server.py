@@ -109,7 +109,7 @@ class StepServer:
         self._end = end
         self._table = table
         self._give_up = give_up
-        self._busy, self._since, self._loads = (table.mark[name][0] for name in ("busy", "since", "loads"))
+        self._busy, self._since = table.mark["busy"][0], table.mark["since"][0]
         self._wake, self._filled, self._seconds = (table.mark[name] for name in ("wake", "filled", "seconds"))
         self._lock = threading.Lock()
         """For the following, and for reading from `end` except where the first thread waits for a frame."""
@@ -318,7 +318,7 @@ class StepServer:
             table.status[slot] = FAILED
             _log.warning("request %s (slot %d) failed: %s: %s", row.state.request_id, slot, error.code, error)
             self._send(Failed(slot, row.target, to_wire(error)))
-        self._busy[thread], self._loads[thread] = IDLE, 0
+        self._busy[thread] = IDLE
         self._seconds[0] += time.monotonic() - started
         self._filled[0] += 1
 
@@ -330,9 +330,8 @@ class StepServer:
                 self._busy[thread] = IMPORTING
                 backend = self._backends[load.backend]
                 self._since[thread] = time.monotonic()
-                self._busy[thread], self._loads[thread] = opening.slot, 1
+                self._busy[thread] = opening.slot
                 self._worker.install(load.key, backend.load(_decode(load.constraint), load.dumped))
-            self._loads[thread] = 0
             self._unloaded.pop(load.key, None)
         self._worker.open(opening.slot, opening.grammar, opening.parent, opening.tokens, opening.budget)
 

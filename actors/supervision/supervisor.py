@@ -239,7 +239,7 @@ class Supervisor:
         self._announce(WorkerUp(connection))
         self._first_try.set()
         try:
-            cause = self._watch(actor, process, connection)
+            cause, slot = self._watch(actor, process, connection)
         finally:
             self._up = None
             self._state = "restarting"
@@ -250,7 +250,7 @@ class Supervisor:
             error = self._failure(location.pid, cause)
             self._record_end(cause, error.message)
             process.kill()
-            self._announce(WorkerDown(connection, error, cause))
+            self._announce(WorkerDown(connection, error, cause, slot))
 
     def _record_end(self, cause: EndCause, message: str) -> None:
         self._causes[cause] += 1
@@ -268,8 +268,8 @@ class Supervisor:
             return BackendError(f"{worker} was killed: it took more than {self._settings.memory >> 20} MiB of memory")
         return WorkerDied(f"{worker} died")
 
-    def _watch(self, actor: RemoteActor, process: ProcessHandle, connection: WorkerConnection) -> EndCause:
-        """Wait until the incarnation ends or has to be ended. Returns why."""
+    def _watch(self, actor: RemoteActor, process: ProcessHandle, connection: WorkerConnection) -> tuple[EndCause, int]:
+        """Wait until the incarnation ends or has to be ended. Returns why, and the slot that is the reason."""
         progress = _Progress(connection, self._settings.options.mask_limit)
         poller = select.poll()
         poller.register(connection.channel.fd, 0)  # reports POLLHUP
@@ -277,13 +277,14 @@ class Supervisor:
             poller.register(fd, select.POLLIN)
         while not self._stopping.is_set():
             if poller.poll(_TICK_MS) or actor.is_lost:
-                return "died"
-            if progress.is_overdue():
-                return "hung"
+                return "died", IDLE
+            overdue = progress.overdue()
+            if overdue is not None:
+                return "hung", overdue
             reading = process.read()  # None on another node, where it watches its memory itself
             if reading is not None and reading.resident > self._settings.memory:
-                return "memory"
-        return "died"
+                return "memory", max([(seconds, slot) for slot, seconds in connection.busy()], default=(0.0, IDLE))[1]
+        return "died", IDLE
 
 
 class _Progress:
@@ -300,14 +301,19 @@ class _Progress:
         self._since = 0.0
         """`time.monotonic()` when the worker had last made progress, or nothing to do."""
 
-    def is_overdue(self) -> bool:
-        """Return whether a thread of the worker has exceeded the limit, or none has begun with what was asked for."""
+    def overdue(self) -> int | None:
+        """Return the slot of a row that has exceeded the limit; None if there is none.
+
+        Of two rows the one that began last: if a row holds the interpreter lock, no other one begins after it. `IDLE`:
+        the worker has not begun with what it was asked for.
+        """
         connection, now = self._connection, time.monotonic()
-        busy = [each for each in connection.busy_seconds() if each[0] != IDLE]
+        busy = connection.busy()
         filled = int(connection.table.mark["filled"][0])
         if busy or filled != self._filled or not connection.has_work():
             self._filled, self._since = filled, now
         limits = {IMPORTING: _IMPORT_SECONDS}
-        return any(seconds > limits.get(slot, self._mask_limit) for slot, seconds in busy) or (
-            now - self._since > self._mask_limit
-        )
+        overdue = [(seconds, slot) for slot, seconds in busy if seconds > limits.get(slot, self._mask_limit)]
+        if overdue:
+            return min(overdue)[1]
+        return IDLE if now - self._since > self._mask_limit else None

@@ -253,8 +253,9 @@ def test_a_frozen_compile_actor_is_replaced(pool: RayPool, monkeypatch: pytest.M
     template = psutil.Process(pool.compile_pids()[0]).parent()
     actor = template.parent() if template is not None else None
     assert actor is not None
-    monkeypatch.setattr("actors.compile.grammars._GRACE_SECONDS", -30.0)
     os.kill(actor.pid, signal.SIGSTOP)
-    assert type(pool.compile(new(), [NAME]).exception(WAIT)) is CompileTimeout
+    with monkeypatch.context() as patched:
+        patched.setattr("actors.compile.grammars._GRACE_SECONDS", -30.0)
+        assert type(pool.compile(new(), [NAME]).exception(WAIT)) is CompileTimeout
     assert pool.compile(new(), [NAME]).result(WAIT).backend == NAME
     until(lambda: not psutil.pid_exists(actor.pid))
