@@ -14,6 +14,7 @@ from thread_actor import ThreadActor
 
 from actors.steps.connection import WorkerConnection
 from actors.steps.dispatcher import Dispatcher, WorkerDown, WorkerUp
+from actors.steps.protocol import IDLE
 from guided.errors import MaskTimeout, WorkerDied
 
 ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
@@ -47,8 +48,13 @@ class Cluster(StepDriver):
         return index
 
     def end(self, index: int, hung: bool = False) -> None:
-        error = MaskTimeout(f"worker {index} hung") if hung else WorkerDied(f"worker {index} died")
-        self.dispatcher.announce(WorkerDown(self.actors[index].connection, error, "hung" if hung else "died"))
+        connection = self.actors[index].connection
+        if hung:
+            slot = min((slot for slot, _ in connection.busy()), default=IDLE)
+            down = WorkerDown(connection, MaskTimeout(f"worker {index} hung"), "hung", slot)
+        else:
+            down = WorkerDown(connection, WorkerDied(f"worker {index} died"))
+        self.dispatcher.announce(down)
 
     def close(self) -> None:
         self.slow.release.set()
