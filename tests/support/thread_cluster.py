@@ -23,8 +23,7 @@ ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
 class Cluster(StepDriver):
     """A dispatcher with actors that know the grammars `fast` and `slow`."""
 
-    def __init__(self, directory: str, number: int = 2, slots: int = 8, **options: Any) -> None:
-        self.directory = directory
+    def __init__(self, number: int = 2, slots: int = 8, **options: Any) -> None:
         self.dispatcher = Dispatcher(**{"pool_wait": 30.0, "max_replays": 0, **options})
         super().__init__(self.dispatcher)
         self.slow = SlowGrammar(ABC, slow_at=1)
@@ -34,7 +33,7 @@ class Cluster(StepDriver):
 
     def join(self, slots: int = 8) -> ThreadActor:
         grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
-        actor = ThreadActor(self.directory, grammars, slots=slots, index=len(self.actors))
+        actor = ThreadActor(grammars, slots=slots, index=len(self.actors))
         self.actors.append(actor)
         self.dispatcher.announce(WorkerUp(actor.connection))
         return actor
