@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ import httpx
 
 from benchmarks.chaos.answers import MUST_NOT, Choice, Verdict, ask, verdict_of
 from benchmarks.chaos.traffic import Request, repeated
+
+REFERENCES = 4
+"""How often each repeated request is sent before the first fault."""
 
 
 def client_for(url: str, connections: int) -> httpx.AsyncClient:
@@ -88,15 +92,22 @@ class Load:
 
 
 async def reference_outputs(http: httpx.AsyncClient, limit: float) -> dict[str, Choice]:
-    """Return the outputs of the repeated requests without faults, if they are valid: `Request.key` -> output."""
-    found: dict[str, Choice] = {}
+    """Return the outputs of the repeated requests without faults: `Request.key` -> output.
+
+    Each is asked for several times, in batches with others. Where the output changes, rounding decides between two
+    tokens, and it is left out.
+    """
+    found: dict[str, set[tuple[str, str | None]]] = {}
     slots = asyncio.Semaphore(8)
 
     async def record(request: Request) -> None:
         async with slots:
             answer = await ask(http, request, limit)
         if verdict_of(request, answer, {}).outcome == "valid":
-            found[request.key or ""] = answer.choices[0]
+            choice = answer.choices[0]
+            found.setdefault(request.key or "", set()).add((choice.text, choice.finish_reason))
 
-    await asyncio.gather(*map(record, repeated()))
-    return found
+    requests = repeated() * REFERENCES
+    random.Random(0).shuffle(requests)
+    await asyncio.gather(*map(record, requests))
+    return {key: Choice(*outputs.pop()) for key, outputs in found.items() if len(outputs) == 1}
