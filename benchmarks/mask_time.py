@@ -1,0 +1,109 @@
+"""Measure what a mask costs in a worker, and how much of it is the adapter's: `python -m benchmarks.mask_time`.
+
+Rows follow real documents on one CPU. At each step every row accepts its last token and fills its next mask, in turns:
+
+- `adapter`: `Matcher.accept_tokens` and `Matcher.fill_bitmask`;
+- `worker`: `MaskWorker.fill`, as an actor calls it.
+
+Prints microseconds per row, and the ratio of worker to adapter. Writes mask_time.{json,png}.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.peers.rows import Document
+from benchmarks.workload import DATA, Tokens, documents
+from guided.backends import Backends
+from guided.backends.base import CompiledGrammar
+from guided.bitmask import words
+from guided.compilation import compile_with
+from guided.constraint import Constraint
+from guided.errors import GuidedError
+from guided.vocabulary import Vocabulary
+from guided.worker import MaskWorker
+
+COLUMNS = {
+    "backend": "backend",
+    "rows": "rows",
+    "way": "way",
+    "row_mean": "us per row",
+    "row_p50": "p50",
+    "row_p99": "p99",
+    "ratio": "to adapter",
+}
+
+
+def compiled(drawn: Sequence[Document], backends: Backends, backend: str) -> list[tuple[CompiledGrammar, Document]]:
+    """Return the documents that a backend accepts, with their grammars."""
+    found = []
+    for document in drawn:
+        try:
+            grammar = compile_with(backends, Constraint.json_schema(document.schema), backend).grammar
+            grammar.matcher().accept_tokens(document.tokens)
+        except GuidedError:  # refused, or narrower than the document
+            continue
+        found.append((grammar, document))
+    return found or report.fail(f"{backend} compiles none of the documents")
+
+
+def measure(rows: Sequence[tuple[CompiledGrammar, Document]], vocabulary: Vocabulary) -> dict[str, list[float]]:
+    """Return the seconds per row of each step and way, until the shortest document ends."""
+    table = np.zeros((len(rows), words(vocabulary.padded_vocab_size)), dtype=np.int32)
+    matchers = [grammar.matcher() for grammar, _ in rows]
+    worker = MaskWorker(vocabulary)
+    for row, (grammar, document) in enumerate(rows):
+        worker.install(document.name, grammar)
+        worker.open(row, document.name)
+    taken: dict[str, list[float]] = {"adapter": [], "worker": []}
+    for step in range(min(len(document.tokens) for _, document in rows)):
+        new = [document.tokens[max(0, step - 1) : step] for _, document in rows]
+        for way in ("adapter", "worker") if step % 2 else ("worker", "adapter"):
+            started = time.perf_counter()
+            for row, mask in enumerate(table):
+                if way == "worker":
+                    worker.fill(row, new[row], mask)
+                else:
+                    matchers[row].accept_tokens(new[row])
+                    matchers[row].fill_bitmask(mask)
+            taken[way].append((time.perf_counter() - started) / len(rows))
+    return taken
+
+
+def main() -> None:
+    parser = report.start(__doc__)
+    parser.add_argument("--backend", nargs="+", default=["llguidance", "xgrammar"])
+    parser.add_argument("--rows", type=int, default=64, help="each with a schema of its own, if there are as many")
+    parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
+    options = parser.parse_args()
+    repeat = 2 if options.quick else 10
+    started_on = report.machine()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    tokens = Tokens.tekken()
+    backends = Backends(Vocabulary.from_tekken(tokens.path))
+    drawn = documents(options.data, tokens, options.rows, max_schema=1000)
+    lines: list[dict[str, Any]] = []
+    for backend in options.backend:
+        found = compiled(drawn, backends, backend)
+        rows = [found[row % len(found)] for row in range(options.rows)]
+        runs = [measure(rows, backends.vocabulary) for _ in range(repeat)]
+        taken = {way: [seconds for run in runs for seconds in run[way]] for way in runs[0]}
+        for way, seconds in taken.items():
+            spread = {f"row_{key}": value for key, value in report.percentiles(seconds, 1e6).items()}
+            ratio = round(float(np.mean(seconds) / np.mean(taken["adapter"])), 2)
+            lines.append({"backend": backend, "rows": options.rows, "way": way, **spread, "ratio": ratio})
+    report.print_table(lines, COLUMNS)
+    report.write_json(options.out / "mask_time.json", vars(options), lines, started_on)
+    title = f"{options.rows} rows of real documents, one CPU"
+    report.plot(options.out / "mask_time.png", title, lines, ("backend",), {"row_p50": "a mask, µs per row"})
+
+
+if __name__ == "__main__":
+    main()
