@@ -296,7 +296,6 @@ OPTIONS = (
         Option("ray.num_actors", "Mask actors. Default: by the number of CPUs."),
         Option("ray.placement", "Nodes of the actors: local, spread, a resource (NAME:AMOUNT) or label (NAME=VALUE)."),
         Option("ray.actor_cpus", "CPUs that Ray reserves per mask actor. Default: 1 on a cluster."),
-        Option("ray.compile_cpus", "CPUs that Ray reserves for the compile actor. Default: 1 on a cluster."),
         Option("ray.actor_memory_bytes", "MiB that a mask actor may take. Default: 2048.", "actor_memory_mib"),
         Option("ray.mask_limit", "Seconds that one mask may take before its request fails."),
         Option("ray.max_replays", "0: requests on a mask actor that dies fail. N: they move, N times at most."),
