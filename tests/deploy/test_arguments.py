@@ -42,8 +42,8 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> Non
     [
         ({"num_actors": 2}, [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}], {"strategy": "STRICT_PACK"}),
         (
-            {"num_gpus": 1, "num_actors": 1, "placement": "guided_mask:2", "actor_cpus": 0.5},
-            [{"CPU": 1, "GPU": 1}, {"CPU": 0.5, "guided_mask": 2}],
+            {"num_gpus": 1, "num_actors": 1, "placement": "guided_mask:2", "actor_cpus": 0},
+            [{"CPU": 1, "GPU": 1}, {"guided_mask": 2}],
             {"strategy": "PACK"},
         ),
         (
