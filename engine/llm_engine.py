@@ -19,7 +19,6 @@ from engine import drafter, edits
 from engine.admission import Admission, Prompt
 from engine.beams import Beams, show_result
 from engine.block_manager import BlockManager
-from engine.compile_turns import CompileTurns
 from engine.config import EngineConfig
 from engine.keywords import refuse_unknown, without_neutral
 from engine.kv_cache import CudaMemory, main_memory_share, plan_blocks
@@ -103,7 +102,6 @@ class LLMEngine:
         """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
         self._metadata: SamplingMetadata | None = None
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
-        self._turns = CompileTurns()
         self._changed: dict[SequenceGroup, None] = {}
         self._prepared: SamplingMetadata | None = None
         """The step that was prepared and not applied yet."""
@@ -136,8 +134,7 @@ class LLMEngine:
             group.show(self.model.vocabulary.stop_token_ids[0], self.processor.needs_samples)
         if constrained and not group.is_finished():
             group.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
-            if self._turns.enter(group):
-                self._compile(group)
+            self._compile(group)
         else:
             self._changed[group] = None
         if not group.is_finished():
@@ -176,15 +173,9 @@ class LLMEngine:
     def _compile(self, group: SequenceGroup) -> None:
         params = group.sampling_params
         assert params.constraint is not None
-        try:
-            if self.processor is None:
-                raise InternalError("this engine was built without a mask pool: it takes no constraints")
-            future = self.processor.initialize(group.request_id, params.constraint, params.backend)
-        except BaseException:
-            self._turns.leave(group)
-            raise
-        if future.done():
-            self._turns.leave(group)
+        if self.processor is None:
+            raise InternalError("this engine was built without a mask pool: it takes no constraints")
+        future = self.processor.initialize(group.request_id, params.constraint, params.backend)
 
         def done(compiled: Future[Grammar]) -> None:  # on a thread of the pool
             self._compiled.append((group, compiled))
@@ -206,7 +197,7 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now. If not, `awake` is set as soon as it would."""
-        return bool(self._changed or self._compiled or self._turns.has_next or self.scheduler.has_work)
+        return bool(self._changed or self._compiled or self.scheduler.has_work)
 
     # -- the step
 
@@ -293,11 +284,6 @@ class LLMEngine:
         """
         while self._compiled:
             self._finish_compilation(*self._compiled.popleft())
-        for group in self._turns.next():
-            try:
-                self._compile(group)
-            except Exception as raised:
-                self._fail(group, raised if isinstance(raised, GuidedError) else InternalError(bounded(repr(raised))))
         if self.processor is not None:
             for request_id, error in self.processor.failures().items():
                 if request_id in self.groups:
@@ -315,7 +301,6 @@ class LLMEngine:
         return batch
 
     def _finish_compilation(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
-        self._turns.leave(group)
         if group.is_finished():
             return
         try:
@@ -544,7 +529,6 @@ class LLMEngine:
         if group.step_seconds is not None:
             group.step_seconds = self.stats.of_steps.since(group.step_seconds)
         group.finished_time = time.monotonic()
-        self._turns.cancel(group)
         self.scheduler.remove(group)
         if self.groups.pop(group.request_id, None) is not None and self.processor is not None:
             self.processor.free(group.request_id)

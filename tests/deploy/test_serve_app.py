@@ -126,7 +126,7 @@ def test_the_pool_is_in_the_cluster_that_serve_runs_on(url: str) -> None:
     assert health["pool"]["actors"][0]["pid"] != 0
 
 
-def test_a_replica_without_cpus_for_its_pool_waits_and_takes_none(ray_cluster: tuple[str, str], url: str) -> None:
+def test_a_replica_without_cpus_for_its_pool_waits(ray_cluster: tuple[str, str], url: str) -> None:
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
 
     def says() -> str:
@@ -168,10 +168,6 @@ def test_the_api_key_of_the_environment_is_required(url: str) -> None:
 def test_hosts_are_checked_as_the_shipped_file_says(url: str) -> None:
     answer = httpx.get(f"{url}/version", headers={"host": "evil.example"}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
-
-
-def test_ready(url: str) -> None:
-    wait_until(lambda: httpx.get(f"{url}/health/ready", timeout=20).status_code == 200)
 
 
 def test_ray_exports_the_metrics_of_each_replica(url: str, ray_cluster: tuple[str, str]) -> None:

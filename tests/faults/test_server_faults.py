@@ -23,6 +23,7 @@ from serving import ServerProcess, serving, sse, wait_until
 
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel, load_model
+from engine.server import streaming
 from engine.server.errors import (
     BodyTooComplex,
     BodyTooLarge,
@@ -87,7 +88,7 @@ ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     MalformedRequest: (400, "malformed_request", False),
     RequestTimeout: (408, "request_timeout", True),
     TooManyConnections: (503, "too_many_connections", True),
-    QueueFull: (429, "queue_full", True),
+    QueueFull: (503, "queue_full", True),
     LogitsProcessorFailed: (500, "logits_processor_failed", False),
     ShuttingDown: (503, "shutting_down", True),
     ReplicaDied: (503, "replica_died", True),
@@ -148,7 +149,7 @@ class TestEveryError:
         failed.set_exception(kind("told to"))
         monkeypatch.setattr(server.pool, "compile", lambda constraint, backends: failed)
         status, code, retry = ERRORS[kind]
-        fault = "load" if status == 429 else "request" if status < 500 else "server"
+        fault = "load" if kind in (QueueFull, CompileQueueFull) else "request" if status < 500 else "server"
         counted = server.metric("guided_request_failures_total", code=code, fault=fault)
         not_compiled = server.metric("guided_grammar_failures_total", code=code, kind="regex")
         answer = server.post(regex="a", stream=stream)
@@ -166,11 +167,11 @@ class TestEveryError:
     def test_after_it_an_event_and_the_end(
         self, server: Hosted, kind: type[GuidedError], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        reported = threading.Event()
+        reported, before = threading.Event(), server.metric("guided_generation_tokens_total")
 
         def failures() -> dict[int, GuidedError]:
             open_now = [each for each in server.pool.opened if each not in server.pool.freed]
-            if reported.is_set() or not open_now or not server.metric("guided_generation_tokens_total"):
+            if reported.is_set() or not open_now or server.metric("guided_generation_tokens_total") == before:
                 return {}
             reported.set()
             return {open_now[0]: kind("told to")}
@@ -331,13 +332,16 @@ class TestClientsThatDontRead:
         assert texts == [choice["text"] for choice in whole["choices"]]
         assert len(events) < 4 * 400, "the missed output arrived in one chunk"
 
-    def test_are_given_up_after_a_while(self, model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
-        with hosted(model, stall_seconds=0.5) as server, caplog.at_level(logging.WARNING, "guided.server"):
+    def test_are_given_up_after_a_while(
+        self, model: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(streaming, "STALL_SECONDS", 2.0)
+        with hosted(model) as server, caplog.at_level(logging.WARNING, "guided.server"):
             client = server.connect(receive_buffer=4096, **self.MUCH)
             wait_until(lambda: server.metric("guided_request_aborts_total", reason="stalled") == 1, WAIT)
             server.wait_empty()
             assert server.post(max_tokens=3).status_code == 200
-            assert any("took nothing for 0.5 s" in record.getMessage() for record in caplog.records)
+            assert any("took nothing for 2 s" in record.getMessage() for record in caplog.records)
             # The kernel gives up too: the connection ends with unread data.
             here = client.getsockname()
             wait_until(lambda: all(each.raddr != here for each in psutil.Process().net_connections("tcp")), WAIT)
