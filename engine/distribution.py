@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from engine.sampling_metadata import SamplingMetadata
+from engine.batch import Batch
 
 
 class Distribution:
     """The random rows of a batch and their parameters as tensors. Valid while the batch stays the same."""
 
-    def __init__(self, metadata: SamplingMetadata) -> None:
-        self.metadata = metadata
-        self.rows = metadata.random
-        device = metadata.device
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.batch = batch
+        self.rows = batch.random
         self.index = torch.tensor(self.rows, device=device)
-        params = [metadata.sequences[row].params for row in self.rows]
+        params = [batch.sequences[row].params for row in self.rows]
 
         def column(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]

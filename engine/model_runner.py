@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from engine.attention import PagedContext, Prefill, split_decodes
+from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.kv_cache import CudaMemory, KVCache, gather_bytes
 from engine.model_loader import LoadedModel
 from engine.ranks import CacheSize
-from engine.scheduler import ScheduledBatch
 
 _HEADROOM = 0.97
 """Share of a GPU's free memory to use."""
@@ -34,10 +34,10 @@ class ModelInput:
     tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """int64 `[decodes, blocks]`: blocks of the decoding sequences."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """As `ScheduledBatch.copies`."""
+    """As `Batch.copies`."""
 
     @classmethod
-    def of(cls, batch: ScheduledBatch, blocks: BlockManager) -> ModelInput:
+    def of(cls, batch: Batch, blocks: BlockManager) -> ModelInput:
         """Read a batch's tokens and blocks."""
         size, tables, row_of = blocks.block_size, blocks.tables, blocks.row
         decodes = batch.decodes
@@ -50,7 +50,7 @@ class ModelInput:
             sequence, start = chunk.sequences[0], end
             end += chunk.end - chunk.start
             row = row_of(sequence.seq_id)
-            token_ids[start:end] = sequence.data.span(chunk.start, chunk.end) + chunk.drafts
+            token_ids[start:end] = chunk.token_ids
             positions[start:end] = at = np.arange(chunk.start, chunk.end)
             slots[start:end] = tables[row, at // size] * size + at % size
             table = tables[row : row + 1, : -(-chunk.end // size)].copy() if chunk.start else None
@@ -105,7 +105,7 @@ class ModelRunner:
         with self._everywhere(CacheSize(num_blocks, self._block_size, torch.get_num_threads())):
             self._cache = KVCache(model.layers, num_blocks, self._block_size, model.dtype, model.device)
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
         return self._execute(ModelInput.of(batch, self.blocks))
 
@@ -113,13 +113,11 @@ class ModelRunner:
         with self._everywhere(step):
             return step.run(self._model.body, self._cache, self._model.device)
 
-    def compute_logits(self, hidden: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
-        """Compute the logits of the selected rows (int64 `[rows]`), or of all, of what the last `execute` returned:
-        float32 `[rows, padded_vocab_size]`."""
-        rows = None
-        if selected is not None:
-            hidden = hidden.index_select(0, selected)
-            rows = selected.tolist() if self._model.ranks is not None else None
+    def compute_logits(self, hidden: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
+        """Compute the logits of these rows, or of all, of what the last `execute` returned: float32
+        `[rows, padded_vocab_size]`."""
+        if rows is not None:
+            hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
         with self._everywhere(rows):
             logits: torch.Tensor = self._model.head(hidden)
         return logits.float()
@@ -138,8 +136,7 @@ class ModelRunner:
 
         def largest_step() -> None:
             hidden = self._execute(ModelInput(packed, prefills))
-            chosen = torch.zeros(rows, dtype=torch.int64, device=hidden.device)
-            self.compute_logits(hidden, chosen).softmax(-1).sort(-1)  # as for top_p
+            self.compute_logits(hidden, [0] * rows).softmax(-1).sort(-1)  # as for top_p
 
         peak = memory.peak_of(largest_step)
         return int(memory.free() * _HEADROOM - peak * _PEAK_MARGIN) - 2 * gather_bytes(self._model.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.sampling_metadata import SamplingMetadata
+from engine.batch import Batch
 
 
 class Penalties:
@@ -14,12 +14,12 @@ class Penalties:
     negative ones multiplied. OpenAI's penalties, over the output, follow: frequency once per occurrence, presence once.
     """
 
-    def __init__(self, metadata: SamplingMetadata, vocab_size: int) -> None:
-        self.metadata = metadata
-        device = metadata.device
-        self._sequences = [metadata.sequences[row] for row in metadata.penalised]
+    def __init__(self, batch: Batch, logits: torch.Tensor) -> None:
+        self.batch = batch
+        device, vocab_size = logits.device, logits.shape[1]
+        self._sequences = [batch.sequences[row] for row in batch.penalised]
         params = [sequence.params for sequence in self._sequences]
-        self._rows = torch.tensor(metadata.penalised, device=device)
+        self._rows = torch.tensor(batch.penalised, device=device)
         self._repetition = torch.tensor([p.repetition_penalty for p in params], device=device)[:, None]
         self._frequency = torch.tensor([p.frequency_penalty for p in params], device=device)[:, None]
         self._presence = torch.tensor([p.presence_penalty for p in params], device=device)[:, None]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,9 +20,6 @@ from engine.sampling_params import SamplingParams
 from guided.completing.budget import budget_of
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
-
-if TYPE_CHECKING:
-    from engine.drafter import Drafts
 
 _sequence_ids = itertools.count()
 
@@ -168,7 +165,6 @@ class Sequence:
         """Its mask is late, or that of another beam of its group. A late sequence does not run, and keeps its blocks
         unless it is preempted."""
         self.group: SequenceGroup
-        self.drafts: Drafts | None = None
         self.details = MaskDetails() if params.mask_details else None
         self.guided: GuidedSequence | None = None
         """Its view for post-processors, if it has a constraint or one of them handles all rows."""
@@ -308,8 +304,6 @@ class SequenceGroup:
     prompt: str | None = None
     stream: bool = True
     """Report after every step, not only at the end."""
-    client: str = ""
-    """The scheduler shares the engine between clients."""
     beams: BeamSearch | None = None
     """Set if it is a beam search. Its sequences are the beams: they are sampled in the same step."""
     held_back: int = 0

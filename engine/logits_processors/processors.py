@@ -13,11 +13,11 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from engine.batch import Batch
 from engine.logits_processors.batch import RequestIndices
 from engine.logits_processors.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from engine.logits_processors.host import Host, IndexHost, RowHost
 from engine.logits_processors.interface import LogitsProcessor, VllmConfig, is_revised
-from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
@@ -76,18 +76,18 @@ class LogitsProcessors:
                 logger.exception("%s.validate_params raised", one.__name__)
                 raise _failure(one.__name__, error) from error
 
-    def begin(self, metadata: SamplingMetadata) -> None:
+    def begin(self, batch: Batch) -> None:
         """Announce the step's batch. Call it before the forward pass."""
         self.failed = {}
         for builtin, users in (
-            (self._bias, metadata.biased),
-            (self._min_tokens, metadata.with_min_tokens),
-            (self._min_p, metadata.with_min_p),
+            (self._bias, batch.biased),
+            (self._min_tokens, batch.with_min_tokens),
+            (self._min_p, batch.with_min_p),
         ):
             if users or not builtin.is_empty:
-                self._announce(builtin, metadata.sequences if users else ())
+                self._announce(builtin, batch.sequences if users else ())
         for host in self._custom:
-            self._announce(host, metadata.sequences)
+            self._announce(host, batch.sequences)
 
     def _announce(self, host: Host, rows: Rows[Sequence]) -> None:
         try:
@@ -99,51 +99,49 @@ class LogitsProcessors:
             self._note(host)
 
     def before_penalties(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor] | None
+        self, logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor] | None
     ) -> torch.Tensor:
         """Run min_tokens, bias and the custom processors that are not argmax-invariant, on float32 `[rows, vocab]`.
 
         `again` computes the unchanged logits again, in case a processor raises. None: a copy is kept instead.
         """
         first: list[Host] = []
-        if metadata.with_min_tokens and self._before:  # custom processors see suppressed tokens, as in vLLM
+        if batch.with_min_tokens and self._before:  # custom processors see suppressed tokens, as in vLLM
             first.append(self._min_tokens)
-        if metadata.biased:
+        if batch.biased:
             first.append(self._bias)
         if not first and not self._before:
             return logits
-        return self._run([*first, *self._before], logits, metadata, again or logits.clone().clone)
+        return self._run([*first, *self._before], logits, batch, again or logits.clone().clone)
 
-    def after_penalties(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
+    def after_penalties(self, logits: torch.Tensor, batch: Batch) -> None:
         """Enforce min_tokens, also against the processors that have run since."""
-        if metadata.with_min_tokens:
+        if batch.with_min_tokens:
             self._min_tokens.apply(logits)
 
-    def runs_after_mask(self, metadata: SamplingMetadata) -> bool:
+    def runs_after_mask(self, batch: Batch) -> bool:
         """Whether an argmax-invariant processor is to run on this batch: some row must be random."""
-        return bool(self._after_mask(metadata))
+        return bool(self._after_mask(batch))
 
-    def _after_mask(self, metadata: SamplingMetadata) -> list[Host]:
-        if metadata.is_all_greedy:
+    def _after_mask(self, batch: Batch) -> list[Host]:
+        if not batch.random:
             return []
-        return [self._min_p, *self._after] if metadata.with_min_p else self._after
+        return [self._min_p, *self._after] if batch.with_min_p else self._after
 
-    def after_temperature(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
+    def after_temperature(self, logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run min_p and the argmax-invariant custom processors on masked and scaled logits, float32 `[rows, vocab]`.
 
         The logits of greedy rows are included and not used afterwards.
         """
-        return self._run(self._after_mask(metadata), logits, metadata, again)
+        return self._run(self._after_mask(batch), logits, batch, again)
 
     def _run(
-        self, hosts: list[Host], logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
+        self, hosts: list[Host], logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         while True:  # each failing round adds a broken host
             for host in hosts:
                 if host in self._broken:
-                    self._one_by_one(host, logits, metadata.sequences)
+                    self._one_by_one(host, logits, batch.sequences)
                     continue
                 try:
                     logits = host.apply(logits)

@@ -48,7 +48,7 @@ class ServerContext:
 
     @classmethod
     def build(cls, engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> ServerContext:
-        turns = ClientTurns(lambda clients: 2 * engine.engine.scheduler.share(clients), settings.max_waiting)
+        turns = ClientTurns(lambda _: engine.engine.config.max_num_seqs, settings.max_waiting)
         admission = AdmissionThreads(settings.max_waiting, turns.has_others)
         readiness = ReadinessCheck(engine, settings.backend, admission)
         return cls(engine, settings, Metrics(engine), admission, readiness, turns, tracing)

@@ -143,7 +143,7 @@ async def running(context: ServerContext, job: Job, client: str, headers: Mappin
     guided = failure = None
     try:
         with context.admit(len(job.prompts) * job.params.width, client):
-            streams = [context.metrics.observed(context.engine.run(group, client), job.params) for group in job.groups]
+            streams = [context.metrics.observed(context.engine.run(group), job.params) for group in job.groups]
             try:
                 first = await _all_first(streams, job)
                 constraint, backend = job.params.constraint, first[0].backend

@@ -65,7 +65,7 @@ class ReadinessCheck:
         stage: Stage = "admission"
         # A constraint that is not in the cache, and one token of its output.
         params = SamplingParams(regex=f"ready {next(self._numbers)}", backend=self._backend, max_tokens=1)
-        outputs = self._engine.generate("a", params, client="readiness")
+        outputs = self._engine.generate("a", params)
         reason = None
         try:
             async with aclosing(outputs):
