@@ -116,7 +116,6 @@ class Batch:
             return [row for row, one in enumerate(params) if applies(one)]
 
         self.random = rows(lambda one: not one.is_greedy)
-        self.with_min_p = rows(lambda one: one.min_p and not one.is_greedy)
         self.biased = rows(lambda one: one.logit_bias)
         self.penalised = rows(lambda one: one.has_penalties)
         self.with_min_tokens = rows(lambda one: one.min_tokens)

@@ -1,4 +1,4 @@
-"""Random sampling: temperature, top_k, top_p and the draw."""
+"""Random sampling: temperature, min_p, top_k, top_p and the draw."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ class Distribution:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
         self._temperatures = column([p.temperature for p in params])
+        self._min_p = column([p.min_p for p in params]).log_() if any(p.min_p for p in params) else None
         self._ks = [p.top_k for p in params]
         self._top_p = column([p.top_p for p in params]) if any(p.top_p < 1.0 for p in params) else None
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Divide `logits`, float32 `[len(rows), vocab]`, by the temperatures. Returns a new tensor."""
-        return logits / self._temperatures
+        """Divide `logits`, float32 `[len(rows), vocab]`, by the temperatures, and set the tokens to -inf that are less
+        than `min_p` times as likely as the most likely one. Returns a new tensor."""
+        scaled = logits / self._temperatures
+        if self._min_p is not None:
+            scaled.masked_fill_(scaled < scaled.max(-1, keepdim=True).values + self._min_p, -torch.inf)
+        return scaled
 
     def scaled_whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale the random rows of a whole batch's logits. Returns a new tensor."""

@@ -74,7 +74,7 @@ class LLMEngine:
         processors = processors_of(model, config, self.max_model_len)
         if processors.classes and config.num_speculative_tokens:
             raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
-        self.sampler = Sampler(processors)
+        self.sampler = Sampler(processors, model.vocabulary.stop_token_ids)
         if not isinstance(processor, ProcessorBundle):  # it contains the exceptions of its members
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
             members = [*standard, *([] if processor is None else [processor])]
@@ -345,7 +345,7 @@ class LLMEngine:
             for chunk in batch.prefills:
                 for first, last in chunk.unscored():
                     self._score(chunk, first, last, hidden)
-            return self.sampler.adjust(raw(), batch, raw)
+            return self.sampler.adjust(raw, batch)
 
     def _score(self, chunk: Chunk, first: int, last: int, hidden: torch.Tensor) -> None:
         """Add the log-probabilities of tokens `first` to `last` of a chunk's sequence."""

@@ -7,7 +7,7 @@ Suppressed tokens get a very small but finite logit, and the mask sets -inf: whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,10 +52,14 @@ class Sampler:
 
     Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default). With
     `logprobs_mode` masked they are those of the logits after bias, penalties and mask.
+
+    Args:
+        stop_token_ids: the model's own, which `min_tokens` suppresses.
     """
 
-    def __init__(self, processors: LogitsProcessors) -> None:
+    def __init__(self, processors: LogitsProcessors, stop_token_ids: Collection[int]) -> None:
         self.processors = processors
+        self._stop_token_ids = stop_token_ids
         self._penalties: Penalties | None = None
         self._distribution: Distribution | None = None
         self._raw: torch.Tensor | None = None
@@ -65,27 +69,39 @@ class Sampler:
         """Announce the step's batch to the logits processors."""
         self.processors.begin(batch)
 
-    def adjust(
-        self, logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Apply bias, custom processors, penalties and suppression to logits, float32 `[rows, vocab]`. Returns the
-        adjusted logits, normally `logits` itself.
+    def adjust(self, compute: Callable[[], torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Return the batch's logits, float32 `[rows, vocab]`, with bias, custom processors, penalties and suppression.
 
-        `again` computes the same logits again, in case a custom processor raises after it has changed some.
+        `compute` returns the model's logits. It is called again if a custom processor raises after it has changed some.
         """
+        logits = compute()
         if batch.with_logprobs:
             self._raw = logits[batch.with_logprobs].log_softmax(-1)
-        logits = self.processors.before_penalties(logits, batch, again)
-        if batch.penalised:
-            if self._penalties is None or self._penalties.batch is not batch:
-                self._penalties = Penalties(batch, logits)
-            self._penalties.apply(logits)
-        self.processors.after_penalties(logits, batch)
+        penalties = self._penalties_of(batch, logits)
+
+        def biased(logits: torch.Tensor) -> torch.Tensor:
+            if penalties is not None:
+                if self.processors.before:  # they see suppressed tokens, as in vLLM
+                    penalties.suppress_stop_tokens(logits)
+                penalties.add_bias(logits)
+            return logits
+
+        logits = self.processors.run(self.processors.before, biased(logits), batch, lambda: biased(compute()))
+        if penalties is not None:
+            penalties.apply(logits)
+            penalties.suppress_stop_tokens(logits)
         if batch.beams:
             given = [batch.sequences[row].params.temperature for row in batch.beams]
             heat = logits.new_tensor([one if one >= GREEDY_BELOW else 1.0 for one in given])
             self._beam_logprobs = (logits[batch.beams] / heat[:, None]).log_softmax(-1)
         return logits
+
+    def _penalties_of(self, batch: Batch, logits: torch.Tensor) -> Penalties | None:
+        if not (batch.biased or batch.penalised or batch.with_min_tokens):
+            return None
+        if self._penalties is None or self._penalties.batch is not batch:
+            self._penalties = Penalties(batch, logits, self._stop_token_ids)
+        return self._penalties
 
     def sample(self, logits: torch.Tensor, batch: Batch, skip: frozenset[int] = frozenset()) -> SamplerOutput:
         """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`.
@@ -123,12 +139,12 @@ class Sampler:
         sequences = batch.sequences
         uniforms = [0.5 if row in skip else sequences[row].uniforms.next() for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
-        if self.processors.runs_after_mask(batch):
+        if self.processors.after:
 
             def whole() -> torch.Tensor:
                 return plan.scaled_whole(logits)
 
-            processed = self.processors.after_temperature(whole(), batch, whole)
+            processed = self.processors.run(self.processors.after, whole(), batch, whole)
             scaled = processed if all_random else processed[plan.index]
         else:
             scaled = plan.scaled(logits if all_random else logits[plan.index])

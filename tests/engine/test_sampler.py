@@ -9,8 +9,8 @@ import torch
 from engine.batch import Batch
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.logits_processors import VllmConfig
-from engine.logits_processors.builtin import SUPPRESSED
 from engine.logits_processors.processors import LogitsProcessors
+from engine.penalties import SUPPRESSED
 from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, sequence_seed
@@ -45,7 +45,7 @@ def batch_of(*sequences: Sequence) -> Batch:
 
 def begun(rows: Batch) -> Sampler:
     """A sampler at the beginning of a step."""
-    sampler = Sampler(LogitsProcessors(VllmConfig(stop_token_ids=frozenset({EOS})), torch.device("cpu")))
+    sampler = Sampler(LogitsProcessors(VllmConfig(), torch.device("cpu")), {EOS})
     sampler.begin(rows)
     return sampler
 
@@ -56,7 +56,7 @@ def logits_of(*rows: list[float]) -> torch.Tensor:
 
 def adjusted(it: Sequence, row: list[float]) -> list[float]:
     batch = batch_of(it)
-    found: list[float] = begun(batch).adjust(logits_of(row), batch)[0, : len(row)].tolist()
+    found: list[float] = begun(batch).adjust(lambda: logits_of(row), batch)[0, : len(row)].tolist()
     return found
 
 
@@ -88,12 +88,12 @@ def test_penalties_count_what_comes_while_the_batch_stays() -> None:
     seen = []
     for token in (3, 3, 4):
         sampler.begin(batch)
-        seen.append(sampler.adjust(logits_of([0.0] * 5), batch)[0, :5].tolist())
+        seen.append(sampler.adjust(lambda: logits_of([0.0] * 5), batch)[0, :5].tolist())
         it.append(token)
     assert seen == [[0.0] * 5, [0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, 0.0]]
     batch = batch_of(sequence(), it)
     sampler.begin(batch)
-    found = sampler.adjust(logits_of([0.0] * 5, [0.0] * 5), batch)[:, :5].tolist()
+    found = sampler.adjust(lambda: logits_of([0.0] * 5, [0.0] * 5), batch)[:, :5].tolist()
     assert found == [[0.0] * 5, [0.0, 0.0, 0.0, -2.0, -1.0]], "a new batch is counted anew"
 
 
@@ -118,7 +118,7 @@ def test_the_mask_wins_over_all_suppression(temperature: float) -> None:
     )
     batch = batch_of(it)
     sampler = begun(batch)
-    logits = sampler.adjust(logits_of([1.0, 2.0, 3.0]), batch)
+    logits = sampler.adjust(lambda: logits_of([1.0, 2.0, 3.0]), batch)
     logits[0, 1:] = float("-inf")
     output = sampler.sample(logits, batch)
     assert output.token_ids == [EOS]
@@ -213,7 +213,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     row = [0.0, 1.0, 2.0, 3.0]
     batch = batch_of(plain, it)
     sampler = begun(batch)
-    logits = sampler.adjust(logits_of(row, row), batch)
+    logits = sampler.adjust(lambda: logits_of(row, row), batch)
     logits[1, 1:] = float("-inf")
     output = sampler.sample(logits, batch)
     assert output.token_ids == [3, 0]
@@ -228,7 +228,7 @@ def test_logprobs_zero_is_the_sampled_token_alone() -> None:
     it = sequence(temperature=0.0, logprobs=0)
     batch = batch_of(it)
     sampler = begun(batch)
-    output = sampler.sample(sampler.adjust(logits_of([0.0, 2.0]), batch), batch)
+    output = sampler.sample(sampler.adjust(lambda: logits_of([0.0, 2.0]), batch), batch)
     assert list(output.logprobs[0]) == [1]
 
 

@@ -14,7 +14,7 @@ from faulty_pool import FaultyPool
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
-from engine.logits_processors import BatchUpdate, LogitsProcessor, MinPLogitsProcessor, process_dict_updates
+from engine.logits_processors import BatchUpdate, LogitsProcessor, process_dict_updates
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -232,31 +232,6 @@ def test_the_order_is_min_tokens_bias_processors_penalties_mask_temperature_inva
     assert torch.allclose(after[allowed], raw[allowed] / 0.5)
 
 
-def test_unused_built_ins_are_told_of_no_request(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    processors = engine.sampler.processors
-    called: list[str] = []
-    for name in ("_bias", "_min_tokens", "_min_p"):
-        host = getattr(processors, name)
-        for verb in ("begin", "apply"):
-            real = getattr(host, verb)
-            monkeypatch.setattr(
-                host, verb, lambda *args, _real=real, _name=name, **kw: (called.append(_name), _real(*args, **kw))[1]
-            )
-    engine.add_request("plain", PROMPT, SamplingParams(seed=1, top_k=5, max_tokens=20))
-    engine.step()
-    engine.step()
-    assert not called
-    engine.add_request("min_p", PROMPT, SamplingParams(seed=1, min_p=0.2, max_tokens=2))
-    engine.step()
-    assert {*called} == {"_min_p"}
-    engine.step()
-    engine.step()
-    called.clear()
-    engine.step()
-    assert not called, "the sequences that used it have left the batch"
-
-
 # -- what raises
 
 
@@ -385,7 +360,3 @@ def test_a_script_names_them_beside_the_config_s(tiny_model: LoadedModel) -> Non
         )
     assert list(output.outputs[0].token_ids) == [67] * 4
     assert llm.engine.sampler.processors.classes == (sample.MyBias, sample.DummyLogitsProcessor)
-
-
-def test_a_built_in_is_a_processor_like_any_other() -> None:
-    assert issubclass(MinPLogitsProcessor, LogitsProcessor)
