@@ -123,7 +123,6 @@ class Batch:
         self.with_masked_logprobs = [row for row in self.with_logprobs if params[row].logprobs_mode == "masked"]
         self.detailed = rows(lambda one: one.mask_details)
         self.beams = rows(lambda one: one.use_beam_search)
-        self.with_stop_strings = rows(lambda one: one.stop and not one.use_beam_search)
 
     @property
     def is_empty(self) -> bool:

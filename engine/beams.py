@@ -74,6 +74,4 @@ def show_result(group: SequenceGroup) -> None:
     for sequence, one in zip(group.sequences, finished, strict=False):
         sequence.take_over(one.tokens, one.candidate.logprob, one.logprobs)
         sequence.status = SequenceStatus.RUNNING
-        sequence.end_by_token()
-        if sequence.params.stop:
-            sequence.end_by_stop_string()
+        sequence.end_if_complete()

@@ -433,10 +433,7 @@ class LLMEngine:
         batch.appended = None if skipped or batch.drafted else np.array(sampled.token_ids, np.int32)
         for row, drafts in batch.drafted.items():
             if row not in skipped:
-                sequence = batch.sequences[row]
-                self.stats.drafted_tokens += len(drafts)
-                self.stats.accepted_tokens += _accept(sequence, row, drafts, sampled)
-                any_ended |= sequence.is_finished()
+                any_ended |= self._accept(batch.sequences[row], row, drafts, sampled)
         if batch.guided:
             any_ended |= self._follow_edits(sampled, batch, others)
         if batch.beams:
@@ -450,6 +447,7 @@ class LLMEngine:
     def _append_tokens(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
         """Append a token to each sequence but beams. Returns whether a sequence has ended."""
         changed, now, running = self._changed, time.monotonic(), SequenceStatus.RUNNING
+        logprobs, allowed = sampled.logprobs, sampled.allowed
         any_ended = False
         for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
             if row in skipped or sequence.status is not running:
@@ -457,20 +455,29 @@ class LLMEngine:
             group = sequence.group
             changed[group] = None
             if group.beams is None:
-                sequence.append(token)
                 if group.first_token_time is None:
                     group.first_token_time = now
-                any_ended |= sequence.end_by_token()
-        for row, entries in sampled.logprobs.items():
-            if row not in skipped:
-                batch.sequences[row].add_logprobs(entries)
-        for row in batch.detailed:
-            if row not in skipped:
-                batch.sequences[row].note_details(sampled.allowed[row])
-        for row in batch.with_stop_strings:
-            if row not in skipped:
-                any_ended |= batch.sequences[row].end_by_stop_string()
+                any_ended |= sequence.append(token, logprobs.get(row), allowed.get(row))
         return any_ended
+
+    def _accept(self, sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> bool:
+        """Append the tokens that were sampled after accepted drafts. Returns whether the sequence has ended.
+
+        Args:
+            row: the sequence's own row. Those of its drafts follow.
+        """
+        self.stats.drafted_tokens += len(drafts)
+        for draft in drafts:
+            accepted = sampled.token_ids[row] == draft
+            row += 1
+            if sequence.is_finished() or not accepted or row in sampled.skipped or row in sampled.broken:
+                break
+            self.stats.accepted_tokens += 1
+            sequence.computed += 1
+            if not sequence.params.is_greedy:
+                sequence.uniforms.next()
+            sequence.append(sampled.token_ids[row], sampled.logprobs.get(row), sampled.allowed.get(row))
+        return sequence.is_finished()
 
     def _follow_edits(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
         """Apply the edits that the post-processor requests. Returns whether a sequence has ended."""
@@ -536,32 +543,6 @@ class LLMEngine:
         if self.drafter is not None:
             for sequence in sequences:
                 self.drafter.forget(sequence)
-
-
-def _accept(sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> int:
-    """Append the tokens that were sampled after accepted drafts. Returns their number.
-
-    Args:
-        row: the sequence's own row. Those of its drafts follow.
-    """
-    for count, draft in enumerate(drafts):
-        accepted = sampled.token_ids[row] == draft
-        row += 1
-        if sequence.is_finished() or not accepted or row in sampled.skipped or row in sampled.broken:
-            return count
-        token = sampled.token_ids[row]
-        sequence.append(token)
-        sequence.computed += 1
-        if not sequence.params.is_greedy:
-            sequence.uniforms.next()
-        sequence.end_by_token()
-        if row in sampled.logprobs:
-            sequence.add_logprobs(sampled.logprobs[row])
-        if row in sampled.allowed:
-            sequence.note_details(sampled.allowed[row])
-        if sequence.params.stop:
-            sequence.end_by_stop_string()
-    return len(drafts)
 
 
 _NOTHING_MASKED = ApplyReport()

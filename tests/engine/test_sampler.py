@@ -233,13 +233,3 @@ def test_logprobs_zero_is_the_sampled_token_alone() -> None:
 
 
 # -- batches
-
-
-def test_rows_are_sorted_by_kind_of_sampling() -> None:
-    rows = [sequence(), sequence(temperature=0.0), sequence(top_k=4), sequence(regex="a+")]
-    rows.append(sequence(temperature=0.5))
-    rows[4].params = SamplingParams(seed=3)
-    batch = batch_of(*rows)
-    assert (batch.random, batch.guided_rows.tolist()) == ([0, 2, 3, 4], [3])
-    fewer = batch_of(*rows[1:])
-    assert (fewer.random, fewer.guided_rows.tolist()) == ([1, 2, 3], [2])

@@ -35,46 +35,6 @@ def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
 TARGETED = [sample.DummyLogitsProcessor, sample.DictUpdatesLogitsProcessor, sample.WrappedPerReqLogitsProcessor]
 
 
-@pytest.mark.parametrize("processor", TARGETED)
-@pytest.mark.parametrize("config", [{}, TIGHT])
-def test_processors_written_for_vllm_s_documentation_run(
-    make_engine: MakeEngine, run: Run, processor: type[LogitsProcessor], config: dict[str, Any]
-) -> None:
-    """Requests of different lengths come, go and are preempted: each keeps to its own token, the others to none."""
-    free = {f"free {n}": (PROMPT, SamplingParams(temperature=0.0, max_tokens=10 + 5 * n)) for n in range(3)}
-    mine = {
-        f"token {n}": (
-            PROMPT,
-            SamplingParams(seed=n, n=1 + n % 2, max_tokens=4 + 5 * n, extra_args={"target_token": 100 + n}),
-        )
-        for n in range(8)
-    }
-    together = dict(random.Random(3).sample(sorted({**free, **mine}.items()), 11))
-    engine = make_engine(logits_processors=(processor,), max_num_seqs=8, **config)
-    found = tokens(run(engine, together))
-    for n in range(8):
-        assert found[f"token {n}"] == [[100 + n] * (4 + 5 * n)] * (1 + n % 2)
-    expected = tokens(run(make_engine(), free))
-    assert {name: found[name] for name in free} == expected
-    assert (engine.scheduler.num_preemptions > 0) == bool(config)
-
-
-@pytest.mark.parametrize("processor", [sample.EchoLogitsProcessor, sample.RevisedEcho])
-@pytest.mark.parametrize("config", [{}, TIGHT])
-def test_a_processor_sees_prompt_and_output(
-    make_engine: MakeEngine, run: Run, processor: type, config: dict[str, Any]
-) -> None:
-    requests = {
-        f"{n}": ([10 + n, 20 + n, 30 + n], SamplingParams(max_tokens=9 + 7 * n, extra_args={"echo": True}))
-        for n in range(7)
-    }
-    engine = make_engine(logits_processors=(processor,), max_num_seqs=7, **config)
-    found = tokens(run(engine, requests))
-    assert (engine.scheduler.num_preemptions > 0) == bool(config)
-    for n in range(7):
-        assert found[f"{n}"] == [[(10 + n, 20 + n, 30 + n)[place % 3] for place in range(9 + 7 * n)]]
-
-
 @pytest.mark.parametrize(("seed", "processor"), [*enumerate([*TARGETED, sample.RevisedBias])])
 def test_whoever_comes_and_goes_at_random_keeps_to_his_token(
     make_engine: MakeEngine, tiny_model: LoadedModel, processor: type, seed: int
@@ -186,16 +146,6 @@ def test_a_late_row_stays_in_the_batch(make_engine: MakeEngine, tiny_model: Load
     assert all(lengths == list(range(20)) for lengths in seen.values())
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_the_engine_s_own_min_p_with_late_rows(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, late: bool
-) -> None:
-    expected = run(make_engine(), requests("logit_bias", "min_p"))
-    pool = FaultyPool(tiny_model.vocabulary)
-    pool.delay = lambda sequence_id, position: 2 if late and position % 3 == 0 else 0
-    assert tokens(run(make_engine(pool), requests("logit_bias", "min_p"))) == tokens(expected)
-
-
 def test_the_order_is_min_tokens_bias_processors_penalties_mask_temperature_invariant_ones(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
 ) -> None:
@@ -265,22 +215,6 @@ def test_a_request_that_a_processor_raises_on_fails_and_no_other(
     again = run(engine, others)
     assert tokens(again) == tokens(expected)
     assert processor.made == made
-
-
-@pytest.mark.parametrize("where", ["apply", "update_state"])
-def test_one_that_raises_on_rows_that_were_late(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, where: str
-) -> None:
-    others = {name: each for name, each in requests("logit_bias", "min_p").items() if name != "seeded"}
-    expected = run(make_engine(), others)
-    pool = FaultyPool(tiny_model.vocabulary)
-    pool.delay = lambda sequence_id, position: 2 if position == 0 else 0
-    engine = make_engine(pool, logits_processors=(sample.PoisonableLate,))
-    found = run(engine, {**others, "poison": (PROMPT, poisoned(where, regex=REGEX))})
-    assert isinstance(found.pop("poison").error, LogitsProcessorFailed)
-    assert tokens(found) == tokens(expected)
-    assert engine.stats.late_rows > 1
-    assert engine.stats.late == 0
 
 
 @pytest.mark.parametrize("where", ["add_request", "update_state", "apply"])
