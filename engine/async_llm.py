@@ -152,11 +152,6 @@ class AsyncLLM(BaseLLM):
             elif isinstance(item, _Stream):
                 raise self._ended_error()
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that do not run yet. Call it from any thread."""
-        return len(self._inbox) + len(self.engine.scheduler.waiting)
-
     def health(self) -> EngineHealth:
         """Take a snapshot. Call it from any thread."""
         scheduler, blocks = self.engine.scheduler, self.engine.blocks

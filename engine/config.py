@@ -13,13 +13,14 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded. `guided serve --help` describes the fields.
+    """How a model is loaded. `guided serve --help` describes the fields. `chat_template` is the path of a file.
 
     Raises:
         ValueError: a value is out of range, or the dtype is unknown.
     """
 
     tokenizer: str | None = None
+    chat_template: str | None = None
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"

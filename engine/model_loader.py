@@ -108,6 +108,8 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     if plan is not None:
         split_heads(loaded, how.tensor_parallel_size)
     tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
+    if how.chat_template is not None:
+        tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
     return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
 
 
