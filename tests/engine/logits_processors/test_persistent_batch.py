@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,13 +131,3 @@ def test_slots_are_a_sequence_s_own_and_show_its_tokens(history: list[tuple[list
             one.append(place + 10)
         if batch:
             batch[0].status = status
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
-def test_a_slot_that_is_given_out_again_starts_empty(order: list[int]) -> None:
-    every, slots = sequences(3), RequestIndices(1, 10)
-    for number in order:
-        every[number].status = SequenceStatus.RUNNING
-        assert slots.assign([every[number]]).tolist() == [0]
-        assert slots.token_ids[0, : slots.seq_lens[0]].tolist() == [number + 1, 7]
-        every[number].status = SequenceStatus.FINISHED_STOPPED
