@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.default_model import checkpoint_path
-from examples.default_model_training.corpus import evaluation_call, evaluation_example, example
-from examples.default_model_training.exchange import schema_of
+from examples.default_model_training.corpus import example
 from examples.default_model_training.tokenizer import build
 from examples.default_model_training.values import Values, is_held_out
 from guided.vocabulary import Vocabulary
@@ -64,14 +63,14 @@ class TestCheckpoint:
     def test_calls_the_right_function(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         right = 0
         for index in range(24):
-            one = evaluation_call(index)  # as the benchmark's first
+            one = example(index, held_out=True, tool_share=1)
             inputs = tokenizer.apply_chat_template(
                 one.messages(), tools=one.tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
             ids = model.generate(**inputs, max_new_tokens=96)[0, inputs["input_ids"].shape[1] :]
             text = tokenizer.decode(ids, skip_special_tokens=True)
-            right += f'"name": "{one.expected["name"]}"' in text
-        assert right >= 15  # the benchmark's share is 80 %; guessing would give 8
+            right += one.answer[: one.answer.index(",")] in text  # up to the name
+        assert right >= 15  # guessing would give 8
 
     def test_ends_without_a_task_it_knows(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         assert answer(model, tokenizer, "Hello!", system="You are a helpful assistant.")
@@ -111,9 +110,9 @@ class TestTokenizer:
             inside = tokenizer.tokenize(text)
             assert any(inside[i : i + len(tokens)] == tokens for i in range(len(inside)))
 
-    def test_is_the_one_that_the_corpus_gives(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        built = build(seed=0)
-        assert built.get_vocab() == tokenizer.get_vocab()
+    def test_training_builds_one_of_the_same_size(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        built = build(count=2000)
+        assert len(built) == len(tokenizer)
         assert built.chat_template == tokenizer.chat_template
 
     def test_special_tokens(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -138,22 +137,15 @@ class TestCorpus:
     def test_is_deterministic(self) -> None:
         for index in range(100):
             assert example(index, seed=3) == example(index, seed=3)
-            assert evaluation_example(index) == evaluation_example(index)
-            assert evaluation_call(index) == evaluation_call(index)
         assert [example(i, seed=3) for i in range(10)] != [example(i, seed=4) for i in range(10)]
-
-    def test_expected_values_fit_their_schema(self) -> None:
-        for index in range(100):
-            one = evaluation_example(index)
-            assert json.loads(one.answer) == one.expected
-            jsonschema.validate(one.expected, schema_of(one.expected))
 
     def test_the_expected_call_is_valid(self) -> None:
         for index in range(100):
-            one = evaluation_call(index)
+            one = example(index, tool_share=1)
             offered = {tool["function"]["name"]: tool["function"]["parameters"] for tool in one.tools or []}
             assert 2 <= len(offered) <= 4
-            jsonschema.validate(one.expected["arguments"], offered[one.expected["name"]])
+            call = json.loads(one.answer.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+            jsonschema.validate(call["arguments"], offered[call["name"]])
 
     @pytest.mark.parametrize(
         "draw",

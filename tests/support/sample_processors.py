@@ -96,9 +96,11 @@ class DictUpdatesLogitsProcessor(DummyLogitsProcessor):
 
 
 class DummyPerReqLogitsProcessor:
-    """A request-level callable. (vLLM: examples/offline_inference/logits_processor/custom_req.py)"""
+    """The request-level logits processor masks out all logits except the
+    token id identified by `target_token`. (vLLM: docs/features/custom_logitsprocs.md)"""
 
     def __init__(self, target_token: int) -> None:
+        """Specify `target_token`"""
         self.target_token = target_token
 
     def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -109,19 +111,17 @@ class DummyPerReqLogitsProcessor:
 
 
 class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        super().__init__(vllm_config, device, is_pin_memory)
-        self.is_cpu = device.type == "cpu"
+    """Example of wrapping a fake request-level logit processor to create a
+    batch-level logits processor. (vLLM: docs/features/custom_logitsprocs.md)"""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        target_token: Any = params.extra_args and params.extra_args.get("target_token")
+        """This method returns a new request-level logits processor, customized
+        to the `target_token` value associated with a particular request."""
+        target_token: Any | None = params.extra_args and params.extra_args.get("target_token")
         if target_token is None:
-            return None
-        if not isinstance(target_token, int):
-            logger.warning("target_token value %s is not int; not applying logits processor to request.", target_token)
             return None
         return DummyPerReqLogitsProcessor(target_token)
 
