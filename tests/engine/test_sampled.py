@@ -117,9 +117,7 @@ REGEX = "[0-9]{20}"
 DIGITS = SamplingParams(regex=REGEX, temperature=0.0, max_tokens=30, logprobs=1, frequency_penalty=0.5)
 
 
-def test_a_processor_rolls_back_and_the_sequence_takes_another_way(
-    engine_with: Callable[..., LLMEngine], run: Run
-) -> None:
+def test_after_a_rollback_a_sequence_takes_another_way(engine_with: Callable[..., LLMEngine], run: Run) -> None:
     """It takes the last four tokens back once, and bans the first of them: no output shows them."""
     expected = run(engine_with(False), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
     done: list[list[int]] = []

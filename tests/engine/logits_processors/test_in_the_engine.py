@@ -14,7 +14,7 @@ from faulty_pool import FaultyPool
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
-from engine.logits_processors import BatchUpdate, LogitsProcessor, MinPLogitsProcessor, process_dict_updates
+from engine.logits_processors import BatchUpdate, LogitsProcessor, process_dict_updates
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -35,30 +35,6 @@ def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
 TARGETED = [sample.DummyLogitsProcessor, sample.DictUpdatesLogitsProcessor, sample.WrappedPerReqLogitsProcessor]
 
 
-@pytest.mark.parametrize("processor", TARGETED)
-@pytest.mark.parametrize("config", [{}, TIGHT])
-def test_processors_written_for_vllm_s_documentation_run(
-    make_engine: MakeEngine, run: Run, processor: type[LogitsProcessor], config: dict[str, Any]
-) -> None:
-    """Requests of different lengths come, go and are preempted: each keeps to its own token, the others to none."""
-    free = {f"free {n}": (PROMPT, SamplingParams(temperature=0.0, max_tokens=10 + 5 * n)) for n in range(3)}
-    mine = {
-        f"token {n}": (
-            PROMPT,
-            SamplingParams(seed=n, n=1 + n % 2, max_tokens=4 + 5 * n, extra_args={"target_token": 100 + n}),
-        )
-        for n in range(8)
-    }
-    together = dict(random.Random(3).sample(sorted({**free, **mine}.items()), 11))
-    engine = make_engine(logits_processors=(processor,), max_num_seqs=8, **config)
-    found = tokens(run(engine, together))
-    for n in range(8):
-        assert found[f"token {n}"] == [[100 + n] * (4 + 5 * n)] * (1 + n % 2)
-    expected = tokens(run(make_engine(), free))
-    assert {name: found[name] for name in free} == expected
-    assert (engine.scheduler.num_preemptions > 0) == bool(config)
-
-
 @pytest.mark.parametrize("processor", [sample.EchoLogitsProcessor, sample.RevisedEcho])
 @pytest.mark.parametrize("config", [{}, TIGHT])
 def test_a_processor_sees_prompt_and_output(
@@ -76,7 +52,7 @@ def test_a_processor_sees_prompt_and_output(
 
 
 @pytest.mark.parametrize(("seed", "processor"), [*enumerate([*TARGETED, sample.RevisedBias])])
-def test_whoever_comes_and_goes_at_random_keeps_to_his_token(
+def test_requests_that_come_and_go_keep_their_token(
     make_engine: MakeEngine, tiny_model: LoadedModel, processor: type, seed: int
 ) -> None:
     """Arrivals and aborts between steps, groups of up to three, late masks, preemptions: rows are never mixed up."""
@@ -129,7 +105,7 @@ def requests(bias: str, min_p: str) -> dict[str, tuple[Any, SamplingParams]]:
 @pytest.mark.parametrize("model", [(sample.MyBias, sample.MyMinP), (sample.RevisedBias, sample.RevisedMinP)])
 @pytest.mark.parametrize("config", [{}, TIGHT])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_a_processor_does_is_what_the_engine_s_own_does(
+def test_custom_bias_and_min_p_equal_the_engines_own(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, model: Any, config: dict[str, Any], late: bool
 ) -> None:
     """Before the penalties and after the mask, preempted or not, and with late rows: the same tokens."""
@@ -186,19 +162,7 @@ def test_a_late_row_stays_in_the_batch(make_engine: MakeEngine, tiny_model: Load
     assert all(lengths == list(range(20)) for lengths in seen.values())
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_the_engine_s_own_min_p_with_late_rows(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, late: bool
-) -> None:
-    expected = run(make_engine(), requests("logit_bias", "min_p"))
-    pool = FaultyPool(tiny_model.vocabulary)
-    pool.delay = lambda sequence_id, position: 2 if late and position % 3 == 0 else 0
-    assert tokens(run(make_engine(pool), requests("logit_bias", "min_p"))) == tokens(expected)
-
-
-def test_the_order_is_min_tokens_bias_processors_penalties_mask_temperature_invariant_ones(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
-) -> None:
+def test_the_order_in_which_logits_are_changed(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
     eos = next(iter(tiny_model.vocabulary.stop_token_ids))
     seen: list[torch.Tensor] = []
 
@@ -232,31 +196,6 @@ def test_the_order_is_min_tokens_bias_processors_penalties_mask_temperature_inva
     assert torch.allclose(after[allowed], raw[allowed] / 0.5)
 
 
-def test_unused_built_ins_are_told_of_no_request(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    processors = engine.sampler.processors
-    called: list[str] = []
-    for name in ("_bias", "_min_tokens", "_min_p"):
-        host = getattr(processors, name)
-        for verb in ("begin", "apply"):
-            real = getattr(host, verb)
-            monkeypatch.setattr(
-                host, verb, lambda *args, _real=real, _name=name, **kw: (called.append(_name), _real(*args, **kw))[1]
-            )
-    engine.add_request("plain", PROMPT, SamplingParams(seed=1, top_k=5, max_tokens=20))
-    engine.step()
-    engine.step()
-    assert not called
-    engine.add_request("min_p", PROMPT, SamplingParams(seed=1, min_p=0.2, max_tokens=2))
-    engine.step()
-    assert {*called} == {"_min_p"}
-    engine.step()
-    engine.step()
-    called.clear()
-    engine.step()
-    assert not called, "the sequences that used it have left the batch"
-
-
 # -- what raises
 
 
@@ -267,7 +206,7 @@ def poisoned(where: str, **params: Any) -> SamplingParams:
 @pytest.mark.parametrize("where", ["apply", "update_state", "None", "shape"])
 @pytest.mark.parametrize("processor", [sample.Poisonable, sample.PoisonableLate])
 @pytest.mark.parametrize("constrained", [False, True])
-def test_a_request_that_a_processor_raises_on_fails_and_no_other(
+def test_a_processor_that_raises_fails_one_request(
     make_engine: MakeEngine, run: Run, processor: type[sample.Poisonable], where: str, constrained: bool
 ) -> None:
     """Although it has spoilt all logits by then. The engine goes on, with a processor that was made anew."""
@@ -292,26 +231,8 @@ def test_a_request_that_a_processor_raises_on_fails_and_no_other(
     assert processor.made == made
 
 
-@pytest.mark.parametrize("where", ["apply", "update_state"])
-def test_one_that_raises_on_rows_that_were_late(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, where: str
-) -> None:
-    others = {name: each for name, each in requests("logit_bias", "min_p").items() if name != "seeded"}
-    expected = run(make_engine(), others)
-    pool = FaultyPool(tiny_model.vocabulary)
-    pool.delay = lambda sequence_id, position: 2 if position == 0 else 0
-    engine = make_engine(pool, logits_processors=(sample.PoisonableLate,))
-    found = run(engine, {**others, "poison": (PROMPT, poisoned(where, regex=REGEX))})
-    assert isinstance(found.pop("poison").error, LogitsProcessorFailed)
-    assert tokens(found) == tokens(expected)
-    assert engine.stats.late_rows > 1
-    assert engine.stats.late == 0
-
-
 @pytest.mark.parametrize("where", ["add_request", "update_state", "apply"])
-def test_a_request_that_a_revised_one_raises_on_fails_and_no_other(
-    make_engine: MakeEngine, run: Run, where: str
-) -> None:
+def test_a_revised_processor_that_raises_fails_one_request(make_engine: MakeEngine, run: Run, where: str) -> None:
     others = requests("logit_bias", "min_p")
     expected = run(make_engine(), others)
     engine = make_engine(logits_processors=(sample.RevisedPoisonable,))
@@ -320,7 +241,7 @@ def test_a_request_that_a_revised_one_raises_on_fails_and_no_other(
     assert tokens(found) == tokens(expected)
 
 
-def test_a_second_processor_does_its_work_once_where_the_first_raises(make_engine: MakeEngine, run: Run) -> None:
+def test_a_second_processor_runs_once_if_the_first_raises(make_engine: MakeEngine, run: Run) -> None:
     others = requests("logit_bias", "min_p")
     expected = run(make_engine(), others)
     for order in ([sample.MyBias, sample.Poisonable], [sample.Poisonable, sample.MyBias]):
@@ -330,7 +251,7 @@ def test_a_second_processor_does_its_work_once_where_the_first_raises(make_engin
         assert tokens(found) == tokens(expected)
 
 
-def test_a_processor_that_can_t_be_made_again_fails_all_requests_and_says_so(make_engine: MakeEngine, run: Run) -> None:
+def test_a_processor_that_cannot_be_made_again_fails_all(make_engine: MakeEngine, run: Run) -> None:
     class Once(sample.Poisonable):
         made = 0
 
@@ -385,7 +306,3 @@ def test_a_script_names_them_beside_the_config_s(tiny_model: LoadedModel) -> Non
         )
     assert list(output.outputs[0].token_ids) == [67] * 4
     assert llm.engine.sampler.processors.classes == (sample.MyBias, sample.DummyLogitsProcessor)
-
-
-def test_a_built_in_is_a_processor_like_any_other() -> None:
-    assert issubclass(MinPLogitsProcessor, LogitsProcessor)

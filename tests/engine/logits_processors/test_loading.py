@@ -19,16 +19,10 @@ from guided.pools.inline import InlinePool
 from guided.vocabulary import Vocabulary
 
 
-def test_by_qualified_name_and_as_classes_in_order() -> None:
-    given = ("sample_processors:MyMinP", sample.DummyLogitsProcessor, "sample_processors:RevisedBias")
-    config = EngineConfig(logits_processors=given)
-    assert load_classes(config) == [sample.MyMinP, sample.DummyLogitsProcessor, sample.RevisedBias]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("sample_processors", "'sample_processors' is not a logits processor: give it as module:Class"),
+        ("sample_processors", "sample_processors can't be loaded: .*give it as module:Class"),
         ("sample_processors:", "module:Class"),
         ("no_such_module:It", "no_such_module:It can't be loaded: ModuleNotFoundError"),
         ("sample_processors:Nobody", "sample_processors:Nobody can't be loaded: AttributeError"),
@@ -37,7 +31,7 @@ def test_by_qualified_name_and_as_classes_in_order() -> None:
         (dict, "is not a subclass"),
     ],
 )
-def test_what_is_none_is_refused(given: Any, message: str) -> None:
+def test_what_is_no_processor_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_classes(EngineConfig(logits_processors=(given,)))
 
