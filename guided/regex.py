@@ -59,14 +59,7 @@ class Repeat:
     high: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """The rule `name`. Only in grammars (`grammar.py`), never in a regex."""
-
-    name: str
-
-
-Node = Chars | Sequence | Choice | Repeat | Reference
+Node = Chars | Sequence | Choice | Repeat
 EMPTY = Sequence(())
 Restricted = Callable[[Node, list[tuple[bool, Node]]], Node]
 """See `guided.schema.automaton.restricted`."""
@@ -377,7 +370,6 @@ def within(node: Node, allowed: Ranges) -> Node | None:
             if inner is None:
                 return None if low else EMPTY
             return repeat(inner, low, high)
-    return node
 
 
 def map_chars(node: Node, change: Callable[[Chars], Node]) -> Node:
@@ -391,7 +383,6 @@ def map_chars(node: Node, change: Callable[[Chars], Node]) -> Node:
             return choice(map_chars(option, change) for option in options)
         case Repeat(item, low, high):
             return repeat(map_chars(item, change), low, high)
-    return node
 
 
 def _reduced(chars: Chars) -> Chars:
@@ -473,8 +464,6 @@ def render(node: Node) -> str:
             inner = render(item) if isinstance(item, Chars) and item.ranges != UNIVERSE else f"(?:{render(item)})"
             counts = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
             return inner + {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), counts)
-        case Reference(name):
-            raise ValueError(f"rule {name} in a regex")
 
 
 def _render_chars(ranges: Ranges) -> str:

@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
 from guided.backends.native import guard
-from guided.backends.xgrammar_ebnf import ebnf, quoted
+from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
 from guided.backends.xgrammar_schema import Lowered, lower
 from guided.backends.xgrammar_tags import TagFormat
 from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
-from guided.grammar import parse_gbnf, syntax
+from guided.grammar import syntax
 from guided.schema import string_pattern
 from guided.vocabulary import Vocabulary
 
@@ -92,9 +92,8 @@ class XGrammarBackend(Backend):
             grammar.checked = checked
             return grammar
         except (RuntimeError, UnicodeDecodeError) as error:
-            # Malformed schemas, regexes and GBNF were refused before: xgrammar can't enforce the others.
-            malformed = constraint.kind == "grammar" and syntax(constraint.source) == "lark"
-            refusal = InvalidConstraint if malformed else UnsupportedConstraint
+            # Malformed schemas and regexes were refused before: xgrammar can't enforce the others.
+            refusal = InvalidConstraint if constraint.kind == "grammar" else UnsupportedConstraint
             raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
 
     def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> XGrammarGrammar:
@@ -131,8 +130,7 @@ class XGrammarBackend(Backend):
         if syntax(constraint.source) == "lark":
             grammar = xgrammar.Grammar.from_lark(constraint.source, tokenizer_info=self._tokenizer)
         else:
-            rules = parse_gbnf(constraint.source)
-            grammar = xgrammar.Grammar.from_ebnf("\n".join(f"{name} ::= {ebnf(body)}" for name, body in rules.items()))
+            grammar = xgrammar.Grammar.from_ebnf(gbnf(constraint.source))
         for name in _rules_without_text(str(grammar)):
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce rule {bounded(name, 60)!r}: it derives nothing but itself and the empty text",
