@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 from guided import regex
 from guided.backends.base import Backend, CompiledGrammar
 from guided.backends.llguidance_schema import LLGuidanceLowering
-from guided.backends.llguidance_tags import TagGrammar
 from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
-from guided.backends.token_limit import limited
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import check_lark
 from guided.schema import string_pattern
+from guided.tags.llguidance import TagGrammar
 from guided.vocabulary import Vocabulary
 
 _native = guard("llguidance")
@@ -99,8 +98,7 @@ class LLGuidanceBackend(Backend):
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
             if matcher.is_error():
                 raise _refusal(matcher.get_error(), constraint)
-        grammar = LLGuidanceGrammar(self._vocabulary, matcher, source, special)
-        return limited(grammar, self._vocabulary, constraint.tag) if constraint.kind == "structural_tag" else grammar
+        return LLGuidanceGrammar(self._vocabulary, matcher, source, special)
 
     def _source(self, constraint: Constraint, leave_out: Collection[str]) -> tuple[str, list[str]]:
         """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""

@@ -28,12 +28,12 @@ from guided.backends.base import Backend, CompiledGrammar, Matcher
 from guided.backends.native import guard
 from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
 from guided.backends.xgrammar_schema import Lowered, lower
-from guided.backends.xgrammar_tags import TagFormat
 from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import syntax
 from guided.schema import string_pattern
+from guided.tags.xgrammar import TagFormat
 from guided.vocabulary import Vocabulary
 
 _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}

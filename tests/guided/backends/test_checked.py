@@ -12,12 +12,12 @@ import pytest
 
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
-from guided.backends.content_reader import ContentReader
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.schema.validation import Validator
 from guided.structural_tag import Content
+from guided.tags.content_reader import ContentReader
 from guided.tools.formats import TOOL_FORMATS, Calls, Function, answer_format
 from guided.tools.parser import OutputParser
 from guided.vocabulary import Vocabulary
