@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import xgrammar
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
 from guided.backends.native import guard
+from guided.backends.without_torch import import_xgrammar
 from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
 from guided.backends.xgrammar_schema import Lowered, lower
 from guided.bitmask import pack
@@ -35,6 +35,8 @@ from guided.grammar import syntax
 from guided.schema import string_pattern
 from guided.tags.xgrammar import TagFormat
 from guided.vocabulary import Vocabulary
+
+xgrammar = import_xgrammar()
 
 _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
 """First byte of a character -> range of second bytes that are invalid after it in UTF-8 (RFC 3629, section 4)."""
