@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -31,7 +31,7 @@ from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.schema import string_pattern
-from guided.schema.keywords import Schema, integer_bounds, is_number, types_of
+from guided.schema.keywords import Schema, integer_bounds, numbers_in, types_of
 from guided.schema.string_language import complement_of, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
@@ -85,7 +85,7 @@ class LLGuidanceLowering(SchemaLowering):
         return False if schema is False else self.lower(schema)
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
-        for value in _numbers(values):
+        for value in numbers_in(values):
             if not _is_exact(value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it has too many digits")
         if _CONTROL.search(json.dumps(values, ensure_ascii=False)):
@@ -277,19 +277,6 @@ def _is_exact(value: float) -> bool:
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     is_short = int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= -_LEAST_EXPONENT
     return is_short and abs(value) < _EXACT
-
-
-def _numbers(value: Any) -> Iterator[int | float]:
-    """Yield the numbers in a value."""
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict):
-            todo.extend(value.values())
-        elif isinstance(value, list):
-            todo.extend(value)
-        elif is_number(value):
-            yield value
 
 
 @lru_cache(maxsize=256)  # the functions of one request have many properties with the same format

@@ -27,7 +27,7 @@ from guided.backends.base import Backend, CompiledGrammar, Matcher
 from guided.backends.native import guard
 from guided.backends.without_torch import import_xgrammar
 from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
-from guided.backends.xgrammar_schema import Lowered, lower
+from guided.backends.xgrammar_schema import XGrammarLowering
 from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
@@ -108,8 +108,9 @@ class XGrammarBackend(Backend):
     def _grammar(self, constraint: Constraint, leave_out: Collection[str] = ()) -> tuple[Any, tuple[str, ...]]:
         """Return a constraint as a text in xgrammar's notation, and the pointers of the keywords that are left out."""
         if constraint.kind == "json_schema":
-            lowered = lower(json.loads(constraint.source), leave_out, strict=constraint.strict)
-            return self._schema_ebnf(lowered, constraint.whitespace), lowered.checked
+            schema = json.loads(constraint.source)
+            lowering = XGrammarLowering(schema, leave_out=leave_out, strict=constraint.strict)
+            return self._schema_ebnf(lowering, constraint.whitespace), tuple(lowering.checked)
         if constraint.kind == "structural_tag":
             tag = TagFormat(constraint, self._tokens.special_names, partial(self._content, leave_out))
             return json.dumps(tag.source()), tuple(tag.checked)
@@ -124,7 +125,7 @@ class XGrammarBackend(Backend):
         """Return a constraint without schemas as an `xgrammar.Grammar`, or as a text in xgrammar's notation."""
         match constraint.kind:
             case "json_object":
-                return self._schema_ebnf(lower({"type": "object"}), constraint.whitespace)
+                return self._schema_ebnf(XGrammarLowering({"type": "object"}), constraint.whitespace)
             case "regex":
                 return f"root ::= {ebnf(string_pattern.whole(constraint.source))}"
             case "choice":
@@ -140,7 +141,7 @@ class XGrammarBackend(Backend):
             )
         return grammar
 
-    def _schema_ebnf(self, schema: Lowered, whitespace: str | None) -> str:
+    def _schema_ebnf(self, schema: XGrammarLowering, whitespace: str | None) -> str:
         if whitespace:
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only no whitespace, or the"
@@ -151,15 +152,16 @@ class XGrammarBackend(Backend):
         style: dict[str, Any] = {"any_whitespace": True, "strict_mode": False}
         if whitespace is not None:
             style |= {"any_whitespace": False, "separators": (",", ":")}
-        grammar = _corrected(str(xgrammar.Grammar.from_json_schema(schema.text, **style)), schema)
+        text = json.dumps(schema.document(), ensure_ascii=False)
+        grammar = _corrected(str(xgrammar.Grammar.from_json_schema(text, **style)), schema)
         if whitespace is None:
             # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
             grammar = grammar.replace(_ANY_WHITESPACE, "usual_whitespace") + _USUAL_WHITESPACE
         return grammar
 
 
-def _corrected(grammar: str, schema: Lowered) -> str:
-    """Correct the three mistakes in xgrammar's grammar of a schema (see `Lowered`)."""
+def _corrected(grammar: str, schema: XGrammarLowering) -> str:
+    """Correct the three mistakes in xgrammar's grammar of a schema (see `XGrammarLowering`)."""
     mistakes = [(_ESCAPES, _PLAIN_ESCAPES)] if schema.open_names else []
     mistakes += [(_CHARACTERS, _ONE_CHARACTER)] if schema.lengths else []
     for rule, right in mistakes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil, floor
 from typing import Any, TypeGuard
@@ -61,3 +62,11 @@ def divides_integers(multiple: int | float) -> bool:
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Return whether a JSON value is a number: Python's booleans are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def numbers_in(value: Any) -> Iterator[int | float]:
+    """Yield the numbers in a JSON value."""
+    if is_number(value):
+        yield value
+    for member in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from numbers_in(member)

@@ -67,8 +67,8 @@ def accepts(backend: XGrammarBackend, schema: Any, value: Any) -> bool:
         ({"type": "string", "pattern": "(?=a)b"}, "lookaround", "/pattern"),
         ({"type": "string", "pattern": "^a+b+$", "maxLength": 5}, "maxLength", "/pattern"),
         ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "allOf", "/allOf"),
-        ({"patternProperties": {"^a": {"type": "null"}, "^ab": {"type": "string"}}}, "several", "/patternProperties"),
-        ({"properties": {"ab": {"const": 1}}, "patternProperties": {"b": {"const": 2}}}, "named", "/patternProperties"),
+        ({"patternProperties": {"^a": {"type": "null"}}}, "patternProperties", "/patternProperties"),
+        ({"type": "object", "minProperties": 1}, "minProperties", "/minProperties"),
         ({"propertyNames": {"maxLength": 3}, "additionalProperties": {"type": "null"}}, "propertyNames", None),
         ({"enum": [2**70, 1]}, "enum", "/enum"),
     ],
@@ -106,7 +106,6 @@ def test_what_is_malformed_or_empty_is_invalid(backend: XGrammarBackend, schema:
         ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-02-31", "2024-1-1"]),
         ({"type": "string", "format": "ipv4"}, ["22.46.0.46"], ["222.046.46.46", "1.2.3.256"]),
         ({"type": "string", "format": "time"}, ["00:06:50Z", "00:06:50.8Z"], ["00:06:508Z"]),
-        ({"type": "number", "multipleOf": 5}, [10, -5], [3]),
         ({"type": "integer", "exclusiveMinimum": 1.5, "maximum": 3.5}, [2, 3], [1, 4]),
         (
             {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "minItems": 1, "maxItems": 3},
@@ -134,19 +133,6 @@ def test_control_characters_stay_out_of_strings_with_a_length(backend: XGrammarB
         assert accepts(backend, schema, '"aé"')
         assert not accepts(backend, schema, '"a\x01"')
         assert not accepts(backend, schema, '"a\n"')
-
-
-def test_names_are_strings(backend: XGrammarBackend) -> None:
-    for names in ({"pattern": "^a(b+c)?$"}, {"maxLength": 3}):
-        schema = {"type": "object", "propertyNames": names}
-        assert accepts(backend, schema, '{"abc": 1}')
-        assert not accepts(backend, schema, "{null: 1}")
-        assert not accepts(backend, schema, "{[]: 1}")
-    assert not accepts(
-        backend,
-        {"type": "object", "patternProperties": {"^a(b+c)?$": True}, "additionalProperties": False},
-        '{"ab": 1}',
-    )
 
 
 def test_a_name_has_one_spelling_where_others_are_allowed(backend: XGrammarBackend) -> None:
