@@ -57,17 +57,12 @@ _SHORT_TEXTS = 16384
 
 
 class LLGuidanceBackend(Backend):
-    """One tokenizer, shared by all grammars.
-
-    Args:
-        limits: limits of parser and lexer. None: the defaults. A mask that exceeds them raises `UnsupportedConstraint`.
-    """
+    """One tokenizer, shared by all grammars."""
 
     name: ClassVar[str] = "llguidance"
 
-    def __init__(self, vocabulary: Vocabulary, limits: llguidance.LLParserLimits | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._limits = limits
         self._tokenizer = llguidance.LLTokenizer(
             _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
@@ -89,8 +84,8 @@ class LLGuidanceBackend(Backend):
         return self._grammar(constraint, source, frozenset(special))
 
     def _grammar(self, constraint: Constraint, source: str, special: frozenset[int]) -> CompiledGrammar:
-        limits = self._limits
-        if limits is None and constraint.kind != "grammar":
+        limits = None
+        if constraint.kind != "grammar":
             limits = llguidance.LLParserLimits(
                 max_items_in_row=_MAX_ITEMS, initial_lexer_fuel=2 * _LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL
             )

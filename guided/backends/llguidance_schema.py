@@ -31,6 +31,7 @@ from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.schema import string_pattern
+from guided.schema.formats import FORMATS
 from guided.schema.keywords import Schema, integer_bounds, numbers_in, types_of
 from guided.schema.string_language import complement_of, pattern_of, without
 
@@ -99,7 +100,7 @@ class LLGuidanceLowering(SchemaLowering):
         if schema.get("format") in _OWN_FORMATS:
             lowered["format"] = schema["format"]
         elif "format" in schema:
-            parts.append({"pattern": self._pattern(schema, "format", string_pattern.FORMATS[schema["format"]])})
+            parts.append({"pattern": self._pattern(schema, "format", FORMATS[schema["format"]])})
         if "pattern" in schema:
             parts.append({"pattern": self._pattern(schema, "pattern", schema["pattern"])})
         return {"allOf": parts} if len(parts) > 2 else parts[0] | parts[-1]

@@ -65,15 +65,15 @@ class LMFormatEnforcerBackend(Backend):
             message = "lm-format-enforcer has no whitespace pattern, only any whitespace and none"
             raise UnsupportedConstraint(message, param="whitespace_pattern")
         refuse_strict(constraint, "lm-format-enforcer")
-        lowering = _Lowering(json.loads(constraint.source or '{"type": "object"}'), leave_out=leave_out)
-        schema = lowering.document()
+        document = json.loads(constraint.source or '{"type": "object"}')
+        schema = _Lowering(document, leave_out=leave_out).document()
         definitions = schema.pop("$defs", {})
         with _native:
             # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
             parsers = [_json_parser({**one, "$defs": definitions}) for one in schema.get("anyOf", [schema])]
             start = _Json(UnionParser(parsers), "" if constraint.whitespace == "" else _BLANKS)
         grammar = LMFormatEnforcerGrammar(start, self._tokens)
-        grammar.checked = ("", *lowering.checked)
+        grammar.checked = ("",)
         return grammar
 
 

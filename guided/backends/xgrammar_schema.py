@@ -17,6 +17,7 @@ from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
+from guided.schema.formats import FORMATS
 from guided.schema.keywords import NUMBER_BOUNDS, Schema, divides_integers, integer_bounds, numbers_in
 
 PATTERN = "^pattern{}$"
@@ -56,7 +57,7 @@ class XGrammarLowering(SchemaLowering):
         keyword = next((keyword for keyword in ("pattern", "format") if keyword in schema), None)
         if keyword is not None:
             # xgrammar's own formats allow the 31st of February, 00:00:61, 222.046.46.46 and quotes in JSON pointers.
-            pattern = schema["pattern"] if keyword == "pattern" else string_pattern.FORMATS[schema["format"]]
+            pattern = schema["pattern"] if keyword == "pattern" else FORMATS[schema["format"]]
             return {"type": "string", "pattern": self._placeholder(schema, keyword, pattern, least, most)}
         if most == 0:
             return {"const": ""}

@@ -19,10 +19,10 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import MAX_NUMBER_LENGTH, JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.drafts import Draft
+from guided.schema.formats import FORMATS
 from guided.schema.graph import Position, SchemaGraph
 from guided.schema.keywords import OF_TYPE, is_number, types_of
 from guided.schema.pointer import Place, pointer, shortened
-from guided.schema.string_pattern import FORMATS
 
 _BOUNDS = (
     ("minLength", "maxLength"),
