@@ -8,6 +8,7 @@ Corrected are:
 
 Left out are:
 
+- `multipleOf` of numbers such as 0.25, whose multiples may have fewer decimals, and next to `allOf`;
 - numbers that are not exact as doubles, and exclusive bounds of numbers, which a reader with doubles would round to;
 - control characters in values and patterns: where only short escapes are allowed, it leaves the others out;
 - `minProperties` that a repeated name could reach: it counts each time.
@@ -23,7 +24,7 @@ from collections.abc import Collection
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from math import gcd, lcm, prod
+from math import gcd
 from typing import Any
 
 from guided import regex
@@ -43,8 +44,6 @@ _EXACT = 2**53
 """All smaller integers are exact as doubles."""
 _LEAST_EXPONENT = -22
 """Least decimal exponent that is read exactly: the power of ten is exact as a double."""
-_MULTIPLES = 2**32
-"""Limit for the common multiple of all `multipleOf`, scaled to an integer: it has 32 bits, and overflows unnoticed."""
 _LARGEST_MULTIPLE = 5_000
 """Largest scaled `multipleOf`. Larger ones exhaust the lexer's states next to a bound."""
 _MOST_DIGITS = 9
@@ -70,7 +69,8 @@ class LLGuidanceLowering(SchemaLowering):
         super().__init__(schema, leave_out=leave_out, strict=strict)
         self.names_properties = False
         """Some object has properties with schemas of their own."""
-        self._multiples: set[Fraction] = set()
+        self._merges = '"allOf":' in json.dumps([self.form.root, self.form.definitions])
+        """llguidance merges parts of the schema. A common multiple may then have more than 32 bits, unnoticed."""
 
     def _lower(self, schema: dict[str, Any]) -> dict[str, Any]:
         if "allOf" in schema:
@@ -131,9 +131,7 @@ class LLGuidanceLowering(SchemaLowering):
             if keyword in schema:
                 raise self.refusal(schema, keyword, " of numbers that are not integers")
         bounds = {name: schema[name] for name in _BOUNDS if name in schema}
-        values = _with_fewer_decimals(schema["multipleOf"]) if "multipleOf" in schema else []
-        parts = [self.form.copied(schema, {**schema, "multipleOf": value}) for value in values] or [schema]
-        return any_of([{"type": "number", **self._numeric(part, bounds)} for part in parts])
+        return {"type": "number", **self._numeric(schema, bounds)}
 
     def _numeric(self, schema: dict[str, Any], bounds: dict[str, Any]) -> dict[str, Any]:
         """Return inclusive bounds and `multipleOf`."""
@@ -145,11 +143,9 @@ class LLGuidanceLowering(SchemaLowering):
             return bounds
         exact = Fraction(str(schema["multipleOf"]))
         scaled = exact * next((10**n for n in range(_MOST_DIGITS + 1) if 10**n % exact.denominator == 0), 1)
-        multiples = self._multiples | {exact}
-        common = prod(multiples) * lcm(*(one.denominator for one in multiples)) ** len(multiples)
-        if scaled.denominator > 1 or scaled > _LARGEST_MULTIPLE or common >= _MULTIPLES:
+        has_fewer_decimals = exact.denominator > 1 and gcd(scaled.numerator, 10) > 1  # of 0.25, it allows only 0.50
+        if scaled.denominator > 1 or scaled > _LARGEST_MULTIPLE or has_fewer_decimals or self._merges:
             raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
-        self._multiples = multiples
         return {**bounds, "multipleOf": schema["multipleOf"]}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
@@ -251,20 +247,6 @@ class LLGuidanceLowering(SchemaLowering):
         if not closed:
             options.append({**lowered, "properties": named | dict.fromkeys(optional, False), **bounds})
         return any_of(options)
-
-
-def _with_fewer_decimals(multiple: float) -> list[float]:
-    """Return values of `multipleOf` that together allow the multiples of one.
-
-    Of 0.25, llguidance allows 0.50 and not 0.5: this is a multiple of 0.5.
-    """
-    exact = Decimal(str(multiple))
-    decimals = max(0, -int(exact.as_tuple().exponent))
-    scaled = int(exact.scaleb(decimals))
-    found: dict[int, int] = {}
-    for fewer in range(decimals + 1):
-        found.setdefault(scaled // gcd(scaled, 10**fewer), decimals - fewer)
-    return [multiple, *(rest / 10**places for rest, places in list(found.items())[1:])]
 
 
 def _is_exact(value: float) -> bool:
