@@ -50,10 +50,6 @@ _LEXER_FUEL = 2_000_000
 `^(\\S+\\s+){0,99}\\S+$` up to 5,000 characters compiles, and fails at its second token."""
 _EXCEEDED = re.compile(r"too many|\bmax is\b|limit|fuel", re.IGNORECASE)
 """Matches llguidance's messages about exceeded limits."""
-_SHORT_TEXT = 64
-"""Maximum length of a text with cached tokens, in characters or bytes."""
-_SHORT_TEXTS = 16384
-"""Number of texts with cached tokens."""
 
 
 class LLGuidanceBackend(Backend):
@@ -228,11 +224,11 @@ class _Tokenizer:
         for token in text:
             self.tokens[token] = vocabulary.token_bytes[token]
         self.special_token_ids = sorted(set(range(vocabulary.padded_vocab_size)).difference(text))
-        self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(vocabulary.encode)
+        self._encode_short = lru_cache(maxsize=16384)(vocabulary.encode)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Encode a text that a grammar forces. Short texts are cached, because property names recur."""
-        return self._encode_short(text) if len(text) <= _SHORT_TEXT else self._vocabulary.encode(text)
+        return self._encode_short(text) if len(text) <= 64 else self._vocabulary.encode(text)
 
 
 def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:
@@ -281,7 +277,6 @@ _LARK = {
     "override statement not supported": "write the imported rule itself, as you need it",
 }
 """Part of a message of llguidance about a feature of Lark -> what works instead."""
-_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 
 
 def _refusal(message: str, constraint: Constraint) -> Exception:
@@ -292,7 +287,7 @@ def _refusal(message: str, constraint: Constraint) -> Exception:
     if constraint.kind == "grammar":
         advice = next((f" ({ours})" for theirs, ours in _LARK.items() if theirs in reason), "")
         malformed = "uses what Lark has and llguidance lacks" if advice else "is malformed"
-        where = _PLACE.sub(r"line \1, column \2: ", reason)
+        where = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", reason)
         return InvalidConstraint(f"the grammar {malformed}{advice}: {where}", param=constraint.kind)
     reason = next((ours for theirs, ours in _REASONS.items() if theirs in reason), reason)
     return UnsupportedConstraint(f"llguidance can't enforce this {constraint.kind}: {reason}", param=constraint.kind)

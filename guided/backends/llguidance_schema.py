@@ -50,12 +50,10 @@ _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
 _MAX_COUNTED = 40
 """Maximum number of alternatives for `minProperties`."""
-_REFERENCE = '{"$ref": '
 _CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
 """Characters that llguidance writes as `\\u0000` only."""
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
 """Matches one of these characters in a JSON text."""
-_BOUNDS = ("minimum", "maximum")
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 
@@ -130,7 +128,7 @@ class LLGuidanceLowering(SchemaLowering):
         for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
             if keyword in schema:
                 raise self.refusal(schema, keyword, " of numbers that are not integers")
-        bounds = {name: schema[name] for name in _BOUNDS if name in schema}
+        bounds: dict[str, Any] = {name: schema[name] for name in ("minimum", "maximum") if name in schema}
         return {"type": "number", **self._numeric(schema, bounds)}
 
     def _numeric(self, schema: dict[str, Any], bounds: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +209,7 @@ class LLGuidanceLowering(SchemaLowering):
         found = {}
         for pattern, value in patterns.items():
             names = [name for name in properties if string_pattern.matches(pattern, name)]
-            apart = _REFERENCE in json.dumps(value) or pattern not in schema.get("patternProperties", {})
+            apart = '{"$ref": ' in json.dumps(value) or pattern not in schema.get("patternProperties", {})
             try:
                 found[without(pattern, names) if names and apart else pattern] = value
             except UnsupportedConstraint:

@@ -41,19 +41,6 @@ xgrammar = import_xgrammar()
 _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
 """First byte of a character -> range of second bytes that are invalid after it in UTF-8 (RFC 3629, section 4)."""
 _NOT_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
-_ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
-"""Matches xgrammar's rule for the characters after a backslash."""
-_PLAIN_ESCAPES = r"basic_escape ::= ([\"\\bfnrt])"
-"""The correct rule, without `u0061` and `/`, which would be a second way to write a character."""
-_CHARACTERS = re.compile(re.escape(r"[^\"\\\r\n]"))
-"""Matches one character of a string with a length, in any rule (no literal of JSON text looks like it)."""
-_ONE_CHARACTER = r"[^\0-\x1f\"\\]"
-"""The correct class, as in JSON. No escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s."""
-_PATTERNS = re.compile(r'Regex\("\^pattern(\d+)\$", json_string=true\)')
-"""The placeholder of a pattern (no literal of JSON text looks like it)."""
-_SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
-
-
 QUICK_SECONDS = 1.0
 """A grammar that compiles in less time is compiled again instead of serialised. For an ordinary schema, writing and
 reading xgrammar's JSON takes longer (0.46 s instead of 0.27 s with 131,072 tokens), and reading holds the GIL."""
@@ -62,7 +49,7 @@ reading xgrammar's JSON takes longer (0.46 s instead of 0.27 s with 131,072 toke
 def _message(error: BaseException) -> str:
     # xgrammar may cut its quotations within a character.
     text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
-    return bounded(_SOURCE_LINE.sub("", text).strip())
+    return bounded(re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", text).strip())  # without the place in its sources
 
 
 _native = guard("xgrammar", _message)
@@ -162,30 +149,31 @@ class XGrammarBackend(Backend):
 
 def _corrected(grammar: str, schema: XGrammarLowering) -> str:
     """Correct the three mistakes in xgrammar's grammar of a schema (see `XGrammarLowering`)."""
-    mistakes = [(_ESCAPES, _PLAIN_ESCAPES)] if schema.open_names else []
-    mistakes += [(_CHARACTERS, _ONE_CHARACTER)] if schema.lengths else []
+    # No literal of JSON text looks like these rules, nor like the placeholder of a pattern.
+    mistakes = []
+    if schema.open_names:  # without `u0061` and `/`, which would be a second way to write a character
+        mistakes.append((r"(?m)^basic_escape ::= .*$", r"basic_escape ::= ([\"\\bfnrt])"))
+    if schema.lengths:  # no escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s
+        mistakes.append((re.escape(r"[^\"\\\r\n]"), r"[^\0-\x1f\"\\]"))
     for rule, right in mistakes:
-        if not rule.search(grammar):
+        if not re.search(rule, grammar):
             raise UnsupportedConstraint("xgrammar writes this schema in a form that is not known", param="json_schema")
-        grammar = right.join(rule.split(grammar))
+        grammar = right.join(re.split(rule, grammar))
     for number, node in enumerate(schema.patterns):
         grammar += f"\npattern_{number} ::= {ebnf(node)}"
-    return _PATTERNS.sub(r"(pattern_\1)", grammar)
+    return re.sub(r'Regex\("\^pattern(\d+)\$", json_string=true\)', r"(pattern_\1)", grammar)
 
 
 def _rules_without_text(grammar: str) -> list[str]:
     """Return the rules that derive no text, in xgrammar's own notation: they crash it (a segfault)."""
-    bodies = dict(_RULE.findall(grammar))
-    with_text = {name for name, body in bodies.items() if _TEXT.search(body)}
-    names = {name: set(_NAME.findall(body)) for name, body in bodies.items() if name not in with_text}
+    bodies: dict[str, str] = dict(re.findall(r"(?m)^(\S+) ::= (.*)$", grammar))
+    text = re.compile(r'["\[]|\b(?:Regex|TagDispatch|Token|TokenTagDispatch)\(')
+    with_text = {name for name, body in bodies.items() if text.search(body)}
+    names = {name: set(re.findall(r"[^\s(){}|,]+", body)) for name, body in bodies.items() if name not in with_text}
     while grown := {name for name, used in names.items() if name not in with_text and used & with_text}:
         with_text |= grown
     return [name for name in bodies if name not in with_text]
 
-
-_RULE = re.compile(r"^(\S+) ::= (.*)$", re.MULTILINE)
-_TEXT = re.compile(r'["\[]|\b(?:Regex|TagDispatch|Token|TokenTagDispatch)\(')
-_NAME = re.compile(r"[^\s(){}|,]+")
 
 _ANY_WHITESPACE = r"[ \n\r\t]*"
 _USUAL_WHITESPACE = '\nusual_whitespace ::= "" | " " | "\\r"? "\\n" [ \\t]{0,40}\n'

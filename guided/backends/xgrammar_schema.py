@@ -69,7 +69,7 @@ class XGrammarLowering(SchemaLowering):
         """Return the placeholder for `pattern`, the value of `keyword`, in the schema's text."""
         try:
             node = string_pattern.fit(string_pattern.read(pattern), least, most)
-            try:  # escapes make masks slow: see `xgrammar._ONE_CHARACTER`
+            try:  # escapes make masks slow: see `xgrammar._corrected`
                 text = string_pattern.in_json(node, escapes=False)
             except UnsupportedConstraint:
                 text = string_pattern.in_json(node, escapes=True)

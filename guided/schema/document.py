@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
@@ -21,7 +21,7 @@ from guided.limits import Limits
 from guided.schema.drafts import Draft
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Position, SchemaGraph
-from guided.schema.keywords import OF_TYPE, is_number, types_of
+from guided.schema.keywords import is_number, types_of
 from guided.schema.pointer import Place, shortened
 
 _BOUNDS = (
@@ -261,7 +261,13 @@ MAX_NOTES = 50
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
 """Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""
-_MEANT = ("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", *chain(*OF_TYPE.values()))
+_MEANT = (
+    *("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems", "minItems"),
+    *("maxItems", "uniqueItems", "unevaluatedItems", "contains", "minContains", "maxContains", "properties"),
+    *("patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties", "required"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
+)
 """Keywords of which a misspelling is noted."""
 
 

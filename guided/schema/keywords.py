@@ -10,18 +10,7 @@ from typing import Any, TypeGuard
 Schema = dict[str, Any] | bool
 
 ALL_TYPES = ("null", "boolean", "object", "array", "number", "string")
-_STRING = ("minLength", "maxLength", "pattern", "format")
 NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_NUMBER = (*NUMBER_BOUNDS, "multipleOf")
-_ARRAY = (
-    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems"),
-    *("contains", "minContains", "maxContains"),
-)
-_OBJECT = (
-    *("properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties"),
-    *("required", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
-)
-OF_TYPE = {"string": _STRING, "number": _NUMBER, "array": _ARRAY, "object": _OBJECT}
 COMPOUND = {"$ref", "anyOf", "oneOf", "allOf", "if", "enum", "const"}
 """Keywords that have no siblings in canonical form."""
 
