@@ -7,7 +7,7 @@ inherit this variable from the benchmark.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -75,10 +75,10 @@ class SleepingBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._inner = LLGuidanceBackend(vocabulary)
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
         return _SlowGrammar(self._inner.compile(constraint), self._kind)
 
-    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         return _SlowGrammar(self._inner.load(constraint, dumped), self._kind)
 
 
