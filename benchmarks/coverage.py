@@ -34,7 +34,7 @@ refused: `guided check FILE` says what becomes of yours.
 *enforced*: the mask is exact while the output is written. *checked*: the library enforces a superset, and the whole
 output is validated before it may end. *refused*: 400, with the keyword's pointer. *narrower*: some valid values are
 never generated. `auto` takes the first backend that does not refuse. outlines and lm-format-enforcer, which `auto` does
-not use, enforce fewer keywords (`guided/backends/few_keywords.py`) and check the others.
+not use, enforce fewer keywords (`guided/backends/few_keywords.py`), and check every output.
 
 | keyword | sample | auto | {backends} |
 |---|---|---|{lines}|

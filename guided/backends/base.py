@@ -7,7 +7,7 @@ of `guided.errors` (`guided.backends.native.guard`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, TokenRejected
-from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
 
 
@@ -77,6 +76,13 @@ class Matcher(Protocol):
         return []
 
 
+class OutputRule(Protocol):
+    """A condition on the next token that depends on the output so far, and that no library has in its grammars."""
+
+    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+        """Forbid tokens after `output`. `row`: int32 `[words]`, changed in place. `accepting`: the output may end."""
+
+
 class CompiledGrammar(Protocol):
     """A constraint compiled for one vocabulary. Immutable; shared by all its matchers."""
 
@@ -85,8 +91,8 @@ class CompiledGrammar(Protocol):
     checked: tuple[str, ...] = ()
     """JSON pointers of the keywords of a schema that the mask does not enforce: the whole output is validated before
     it may end."""
-    numbers: NumberLimit | None = None
-    """Limits the digits of numbers, where the output is JSON."""
+    rules: Sequence[OutputRule] = ()
+    """The worker applies them to each mask."""
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the start."""
@@ -103,14 +109,11 @@ class Backend(Protocol):
 
     def __init__(self, vocabulary: Vocabulary) -> None: ...
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
         """Compile. This may take arbitrarily long: call it in a process that may be killed.
 
         Of a schema that the library does not enforce completely, a superset is compiled: `CompiledGrammar.checked`
         names what is left out. A constraint that is `strict` is refused instead.
-
-        Args:
-            leave_out: keywords of a schema to leave out in any case.
 
         Raises:
             InvalidConstraint: the constraint is malformed; says what and where.
@@ -118,6 +121,6 @@ class Backend(Protocol):
             BackendError: the library failed.
         """
 
-    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """Load a grammar that `CompiledGrammar.dump` serialised. Never much slower than `compile`."""
-        return self.compile(constraint, leave_out)
+        return self.compile(constraint)

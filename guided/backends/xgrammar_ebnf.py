@@ -1,10 +1,12 @@
-"""Texts, regexes and GBNF in xgrammar's notation for grammars."""
+"""Texts, regexes and GBNF in xgrammar's notation for grammars (EBNF)."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import re
 
-from guided.regex import Chars, Choice, Node, Ranges, Reference, Repeat, Sequence
+from guided import regex
+from guided.errors import InvalidConstraint, bounded
+from guided.regex import Chars, Choice, Node, Ranges, Repeat, Sequence, across_surrogates
 
 
 def quoted(text: str) -> str:
@@ -19,7 +21,7 @@ def ebnf(node: Node) -> str:
         case Chars(ranges):
             # xgrammar 0.2.8 computes wrong masks for a class with several ranges beyond ASCII behind a repetition: it
             # allows tokens that it does not accept. Alternatives are right, but masks of repeated ones take 20 ms.
-            joined = _with_surrogates(ranges)
+            joined = across_surrogates(ranges)
             parts = [_class([one for one in joined if one[1] < 0x80]), *(_class([o]) for o in joined if o[1] >= 0x80)]
             return "(" + " | ".join(filter(None, parts)) + ")"
         case Sequence(items):
@@ -29,25 +31,50 @@ def ebnf(node: Node) -> str:
         case Repeat(item, 0, 1):
             return f'({ebnf(item)} | "")'
         case Repeat(item, low, high):
-            repeated = _class(_with_surrogates(item.ranges)) if isinstance(item, Chars) else f"({ebnf(item)})"
+            repeated = _class(across_surrogates(item.ranges)) if isinstance(item, Chars) else f"({ebnf(item)})"
             if high is None:
                 return repeated + {0: "*", 1: "+"}.get(low, f"{{{low},}}")
             return f"{repeated}{{{low},{high}}}"
-        case Reference(name):
-            return name
 
 
 def _class(ranges: Ranges | list[tuple[int, int]]) -> str:
     return "[" + "".join(_range(low, high) for low, high in ranges) + "]" if ranges else ""
 
 
-def _with_surrogates(ranges: Ranges) -> Ranges:
-    """Join two ranges that only the surrogates separate: no token has surrogates."""
-    for index, ((low, end), (begin, high)) in enumerate(pairwise(ranges)):
-        if (end, begin) == (0xD7FF, 0xE000):
-            return (*ranges[:index], (low, high), *ranges[index + 2 :])
-    return ranges
-
-
 def _range(low: int, high: int) -> str:
     return f"\\U{low:08x}" + (f"-\\U{high:08x}" if high > low else "")
+
+
+_GBNF_TOKEN = re.compile(
+    r'(?P<skip>#[^\n]*|"(?:\\.|[^"\\\n])*"?)'
+    r"|(?P<chars>\[(?:\\.|[^\]\\\n])*\]|\.)(?P<repeated>\s*[*+?{])?"
+    r"|(?P<before>::=|\()(?=\s*\|)"
+)
+
+
+def gbnf(text: str) -> str:
+    """Return GBNF in xgrammar's notation: without `.` and empty alternatives, and with classes that it reads correctly.
+
+    Its other mistakes are for xgrammar to find.
+
+    Raises:
+        InvalidConstraint: a class is malformed or empty.
+    """
+
+    def rewritten(found: re.Match[str]) -> str:
+        if found["before"]:
+            return f'{found[0]} ""'
+        if not found["chars"]:
+            return found[0]
+        if found["chars"] == ".":
+            return ebnf(Chars(regex.UNIVERSE)) + (found["repeated"] or "")
+        try:
+            node = regex.parse(found["chars"], param="grammar")
+        except InvalidConstraint:
+            what = (
+                f"the character class {bounded(found['chars'], 60)} of the grammar is malformed, empty or out of order"
+            )
+            raise InvalidConstraint(what, param="grammar") from None
+        return found[0] if found["repeated"] else ebnf(node)
+
+    return _GBNF_TOKEN.sub(rewritten, text)
