@@ -32,14 +32,14 @@ ENTRIES = [
 def test_maskbench_sample(backend: str, vocabulary: Vocabulary, capsys: pytest.CaptureFixture[str]) -> None:
     sample = random.Random(1).sample(read_rows(DATA), SAMPLE)
     short = [entry for entry in sample if len(json.dumps(entry["schema"])) <= LONGEST.get(backend, 10**9)]
-    results = list(judge_all(short, vocabulary, [backend], seconds=2.0))
+    results = list(judge_all(short, vocabulary, [backend], seconds=10.0))
     outcomes = Counter(result.outcome for result in results)
     with capsys.disabled():
         print(f"\n{backend}: {dict(outcomes)}")
     assert outcomes["passes"] >= len(short) / 2
     assert [result.reason for result in results if result.outcome in ("accepts invalid", "error")] == []
-    assert outcomes["rejects valid"] <= len(short) / 10
-    assert outcomes["timeout"] <= len(short) / 10
+    assert outcomes["rejects valid"] <= max(1, len(short) / 10)
+    assert outcomes["timeout"] <= max(1, len(short) / 10)
 
 
 def test_out_has_one_line_per_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
