@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestError
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.request import Request
 
@@ -24,15 +25,15 @@ class _GuidedScheduling:
     requests: dict[str, Request]
     running: list[Request]
     current_step: int
-    grammar_compile_error_reqs: set[str]
-    """vLLM ends these requests with `FINISHED_ERROR`, after this step."""
+    grammar_compile_error_reqs: dict[str, RequestError]
+    """vLLM ends these requests with their errors, after this step."""
     prev_step_scheduled_req_ids: set[str]
     _preempt_request: Any
     _held_back: frozenset[str] | set[str] = frozenset()
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         manager = self.structured_output_manager
-        self._held_back = manager.hold_back(self._is_in_flight, self._is_preempted)
+        self._held_back = manager.hold_back(self.requests)
         for request_id in self._held_back:
             request = self.requests.get(request_id)
             if request is not None:  # a running request is skipped until this step
@@ -47,14 +48,6 @@ class _GuidedScheduling:
             ]
             manager.prepare(self.requests, request_ids, output.scheduled_spec_decode_tokens)
         return output
-
-    def _is_in_flight(self, request_id: str) -> bool:
-        request = self.requests.get(request_id)
-        return request is None or request.num_output_placeholders > 0
-
-    def _is_preempted(self, request_id: str) -> bool:
-        request = self.requests.get(request_id)
-        return request is not None and request.status.name == "PREEMPTED"
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self._held_back:
@@ -74,5 +67,5 @@ class _GuidedScheduling:
         return output
 
     def update_from_output(self, *args: Any, **options: Any) -> Any:
-        self.grammar_compile_error_reqs.update(self.structured_output_manager.take_failed())
+        self.grammar_compile_error_reqs.update(self.structured_output_manager.errors)
         return super().update_from_output(*args, **options)  # type: ignore[misc]
