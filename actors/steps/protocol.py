@@ -32,7 +32,6 @@ import mmap
 import os
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,7 +56,7 @@ another node that has not said yet what it fills."""
 THREADS = 2
 """Threads of a worker that fill rows."""
 SLOW_SECONDS = 0.001
-"""If the last mask of a row took longer than this, the row is filled after quicker rows."""
+"""If the last mask of a row took longer than this, the next one is expected to be slow."""
 _NONCE_BYTES = 32
 _MARK_OFFSET = 64
 _MARK = np.dtype(
@@ -196,12 +195,6 @@ class SlotTable:
         self.ready[:] = FREE
         self.forced[:] = -1
         self.mark["busy"] = IDLE
-
-
-def in_fill_order(slots: NDArray[Any], table: SlotTable) -> NDArray[Any]:
-    """Return `slots` in the order in which a worker fills them: those with a slow last mask come last."""
-    last = table.seconds[slots]
-    return slots[np.argsort(last, kind="stable")] if (last > SLOW_SECONDS).any() else slots
 
 
 def _size(slots: int, words: int) -> int:

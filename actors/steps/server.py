@@ -1,9 +1,10 @@
 """StepServer: the worker's side of the step channel. It handles requests and fills the slot table, on two threads.
 
-The first thread reads requests and fills rows. The second one fills those that need a grammar to be loaded first. While
-the first one is stuck in a row, the second one does both in its place, for the rows that are expected to be quick:
-llguidance and xgrammar release the interpreter lock in native code. Two threads never work on the same grammar, because
-the matchers of a grammar may share state.
+The first thread reads requests, and fills the rows that are expected to be quick. The second one fills those that are
+expected to be slow, because their last mask was, or because their grammar has to be loaded first. So a slow row delays
+no quick one: llguidance and xgrammar release the interpreter lock in native code. While the first thread is stuck in a
+row all the same, the second one does its work. Two threads never work on the same grammar, because the matchers of a
+grammar may share state.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ from actors.steps.protocol import (
     Request,
     SlotTable,
     Unload,
-    in_fill_order,
 )
 from guided.backends import Backends
 from guided.backends.native import guard
@@ -105,19 +105,20 @@ class StepServer:
         self._ready, self._last_seconds = _items(table.ready), _items(table.seconds)
         self._wake, self._mask = mark["wake"], table.mask
         self._lock = threading.Lock()
-        """For the following, and for reading from `end` except where the first thread waits for a frame."""
-        self._row_ended = threading.Condition(self._lock)
+        """For the following. The second thread reads from `end` only while the first one fills a row."""
         self._slots: dict[int, _Slot] = {}
-        self._wanted: dict[int, _Wanted] = {}
-        """The requested masks by slot, in the order in which they are filled."""
+        self._quick: dict[int, _Wanted] = {}
+        """The requested masks that are expected to be quick, by slot, in the order in which they are filled."""
+        self._slow: dict[int, _Wanted] = {}
+        """The other ones."""
         self._unloaded: dict[str, Load] = {}
         """Grammars of which no sequence was filled yet."""
         self._filling: list[int | None] = [None, None]
         """The slot that each thread fills."""
         self._rows = 0
         """Rows that the first thread has begun to fill."""
-        self._works = threading.Event()
-        """The first thread fills rows."""
+        self._news = threading.Event()
+        """Set when a frame was handled; cleared by the second thread."""
         self._decode = Decoder(list[Request]).decode
         self._sending = threading.Lock()
 
@@ -145,42 +146,50 @@ class StepServer:
             frame = self._end.receive()
             with self._lock:
                 self._handle_frame(frame)
-            self._works.set()
+            self._news.set()
             while self._fill_next(FIRST):
                 pass
-            self._works.clear()
             self._wake_engine()
 
     def _relieve(self) -> None:
         """Body of the second thread."""
         while True:
-            self._works.wait()
-            while self._fill_next(SECOND):
-                self._wake_engine()
-            begun = self._rows
-            time.sleep(_STUCK_SECONDS)
-            while self._rows == begun and self._works.is_set():  # the first thread is stuck
-                if not self._fill_next(SECOND, stuck=True):
+            self._news.wait()
+            self._news.clear()
+            is_idle = False
+            while not is_idle:
+                is_idle = self._filling[FIRST] is None
+                while self._fill_next(SECOND):
                     self._wake_engine()
-                    self._end.wait(_STUCK_SECONDS)
-            with self._lock:
-                self._finish(SECOND)
+                if not is_idle:
+                    self._watch_first()
 
-    def _fill_next(self, thread: int, *, stuck: bool = False) -> bool:
-        """Fill the next row that a thread may fill. Returns whether there may be another one for it.
+    def _watch_first(self) -> None:
+        """Wait for a moment. If the first thread is stuck in one row all the time, fill quick rows until it is not."""
+        begun = self._rows
+        time.sleep(_STUCK_SECONDS)
+        while self._is_stuck(begun):
+            if not self._fill_next(SECOND, begun):
+                self._wake_engine()
+                self._end.wait(_STUCK_SECONDS)
+
+    def _is_stuck(self, begun: int) -> bool:
+        """Return whether the first thread is still in the row that was the last one when it had begun `begun` rows."""
+        return self._rows == begun and self._filling[FIRST] is not None
+
+    def _fill_next(self, thread: int, begun: int = -1) -> bool:
+        """Fill the next row that a thread may fill. Returns whether there was one.
 
         Args:
-            stuck: the first thread is stuck.
+            begun: for the second thread: see `_is_stuck`.
         """
         with self._lock:
             self._finish(thread)
-            slot = self._next(thread, stuck)
-            if slot is None:
-                waits = thread == FIRST and bool(self._wanted)  # for the grammar that the second thread uses
-                if waits:
-                    self._row_ended.wait(_STUCK_SECONDS)
-                return waits
-            state, wanted = self._slots[slot], self._wanted.pop(slot)
+            found = self._next(thread, begun)
+            if found is None:
+                return False
+            slot, wanted = found
+            state = self._slots[slot]
             opening, edits = state.opening, state.edits
             if opening is not None or edits:
                 state.opening, state.edits = None, []
@@ -193,34 +202,36 @@ class StepServer:
     def _finish(self, thread: int) -> None:
         """Note that a thread no longer fills its row. Handle a `Free` that came meanwhile."""
         slot = self._filling[thread]
-        if slot is None:
-            return
-        self._filling[thread] = None
-        version = self._slots[slot].freed
-        if version is not None:
-            self._free(slot, version)
-        if thread == SECOND:
-            self._row_ended.notify()
+        if slot is not None:
+            self._filling[thread] = None
+            version = self._slots[slot].freed
+            if version is not None:
+                self._free(slot, version)
 
-    def _next(self, thread: int, stuck: bool) -> int | None:
+    def _next(self, thread: int, begun: int) -> tuple[int, _Wanted] | None:
         """Choose the next row. Each thread avoids the grammar that the other one uses."""
-        if thread == SECOND and not (stuck or self._unloaded):
-            return None
-        slots, other = self._slots, self._filling[1 - thread]
-        first = next(iter(self._wanted), None)
-        if other is not None or (first is not None and slots[first].seconds > SLOW_SECONDS):
-            # Quicker rows may have been asked for meanwhile. The first thread does not wait for a frame now.
+        other = self._filling[1 - thread]
+        if thread == FIRST:
+            choices = [self._quick]
+        elif other is None:  # quick rows that the first thread has left, because of their grammar
+            choices = [self._slow, self._quick]
+        elif self._is_stuck(begun):
             while (frame := self._end.receive(wait=False)) is not None:
                 self._handle_frame(frame)
-        avoided = None if other is None else slots[other].grammar
-        for slot in self._wanted:
-            state = slots[slot]
-            if state.grammar == avoided:
-                continue
-            if thread == FIRST or (stuck and state.seconds <= SLOW_SECONDS):
-                return slot
-            if state.opening is not None and state.grammar in self._unloaded:
-                return slot
+            choices = [self._quick]
+        else:
+            choices = [self._slow]
+        slots, avoided = self._slots, None if other is None else self._slots[other].grammar
+        for rows in choices:
+            able = (slot for slot in rows if slots[slot].grammar != avoided)
+            # Of slow rows the one that is expected to take least: a grammar is loaded before a row that is always slow.
+            slot = (
+                min(able, key=lambda slot: slots[slot].seconds, default=None)
+                if rows is self._slow
+                else next(able, None)
+            )
+            if slot is not None:
+                return slot, rows.pop(slot)
         return None
 
     # requests
@@ -233,30 +244,25 @@ class StepServer:
             return
         for request in requests:
             self._handle(request)
-        if len(self._wanted) > 1:
-            slots = np.array(list(self._wanted), np.int32)
-            if (order := in_fill_order(slots, self._table)) is not slots:
-                self._wanted = {slot: self._wanted[slot] for slot in order.tolist()}
 
     def _handle(self, request: Request) -> None:
         match request:
             case Fill():
-                self._want(np.frombuffer(request.slots, np.int32), request.look_ahead)
+                self._want_all(np.frombuffer(request.slots, np.int32), request.look_ahead)
             case Edit():
                 state = self._slots[request.slot]
                 state.edits.append(request)
                 state.edit = request.version // EDIT
-                self._wanted[request.slot] = request.version, [], False
+                self._want(request.slot, state, (request.version, [], False))
                 self._table.forced[request.slot] = -1
             case Open():
-                self._slots[request.slot] = _Slot(
-                    request.grammar, request.request_id, request.version // EDIT, request, request.seconds
-                )
-                self._table.seconds[request.slot] = request.seconds
-                self._wanted[request.slot] = request.version, [], False
+                state = _Slot(request.grammar, request.request_id, request.version // EDIT, request, request.seconds)
+                self._slots[request.slot] = state
+                self._want(request.slot, state, (request.version, [], False))
                 self._table.forced[request.slot] = -1
             case Free():
-                self._wanted.pop(request.slot, None)
+                self._quick.pop(request.slot, None)
+                self._slow.pop(request.slot, None)
                 if request.slot in self._filling:
                     self._slots[request.slot].freed = request.version
                 else:
@@ -268,7 +274,7 @@ class StepServer:
                     self._unloaded.pop(key, None)
                     self._worker.uninstall(key)
 
-    def _want(self, slots: NDArray[np.int32], look_ahead: bool) -> None:
+    def _want_all(self, slots: NDArray[np.int32], look_ahead: bool) -> None:
         """Note the masks that are to be filled."""
         table = self._table
         for slot, target, tokens in zip(
@@ -276,13 +282,18 @@ class StepServer:
         ):
             state = self._slots.get(slot)
             if state is not None and target // EDIT == state.edit:  # if not, `Edit` or `Free` follows
-                self._wanted[slot] = target, tokens, look_ahead
+                self._want(slot, state, (target, tokens, look_ahead))
+
+    def _want(self, slot: int, state: _Slot, wanted: _Wanted) -> None:
+        self._quick.pop(slot, None)
+        self._slow.pop(slot, None)
+        rows = self._slow if state.seconds > SLOW_SECONDS else self._quick
+        rows[slot] = wanted
 
     def _free(self, slot: int, version: int) -> None:
         self._worker.free([slot])
         self._slots.pop(slot, None)
         self._table.status[slot] = OK
-        self._table.seconds[slot] = 0.0
         self._table.ready[slot] = version
 
     # one row

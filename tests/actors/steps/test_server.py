@@ -203,13 +203,19 @@ def test_quick_rows_do_not_wait_for_a_slow_one(peer: Peer, slow: SlowGrammar) ->
     assert peer.wait(0) == "b"
 
 
-def test_a_grammar_is_loaded_while_the_first_thread_is_busy(peer: Peer, slow: SlowGrammar) -> None:
+def test_a_grammar_is_loaded_beside_quick_rows_and_before_slow_ones(peer: Peer, slow: SlowGrammar) -> None:
     constraint = Constraint.choice(["ab", "cd"])
     dumped = compile_with(Backends(BYTES), constraint, "llguidance").grammar.dump()
-    stick(peer, slow)
-    peer.send(Load("key", "llguidance", encode(constraint), dumped), peer.open(1, grammar="key", seconds=0.01))
-    assert peer.wait(1) == "ac"
-    assert peer.table.ready[0] != peer.table.target[0]
+    load = Load("key", "llguidance", encode(constraint), dumped)
+    blocked = peer.open(0, "a", grammar="slow", seconds=0.5)
+    peer.send(load, blocked, peer.open(1, grammar="key", seconds=0.01), peer.open(2))
+    assert (peer.wait(1), peer.wait(2)) == ("ac", "ax")
+    assert slow.reached.wait(10)
+    assert peer.table.mark["busy"].tolist() == [[IDLE, 0]], "the second thread is in the slow row"
+    peer.send(peer.fill(2, "a"))
+    assert peer.wait(2) == "bc"
+    slow.release.set()
+    assert peer.wait(0) == "b"
 
 
 @pytest.mark.parametrize(("grammar", "seconds"), [("g", 0.5), ("slow", 0.0)], ids=["slow", "of the same grammar"])
