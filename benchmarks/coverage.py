@@ -32,11 +32,12 @@ refused: `guided check FILE` says what becomes of yours.
 
 *enforced*: the mask is exact while the output is written. *checked*: the library enforces a superset, and the whole
 output is validated before it may end. *refused*: 400, with the keyword's pointer. *narrower*: some valid values are
-never generated. `auto` takes the first backend that does not refuse. outlines and lm-format-enforcer, which `auto` does
-not use, enforce fewer keywords (`guided/backends/few_keywords.py`) and check the others.
+never generated. The backends are llguidance and xgrammar, of which `auto` takes the first that does not refuse; each is
+named where they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
+(`guided/backends/few_keywords.py`) and check the others.
 
-| keyword | sample | auto | {backends} |
-|---|---|---|{lines}|
+| keyword | sample | what becomes of it |
+|---|---|---|
 """
 _COLUMNS = candidates("json_schema")
 """The backends of `auto`."""
@@ -180,8 +181,14 @@ class Row(NamedTuple):
 
     keyword: str
     schema: dict[str, Any]
-    auto: str
-    backends: list[str]
+    verdicts: dict[str, str]
+    """By the backend's name, in the order of `auto`."""
+
+    def text(self) -> str:
+        """Return the verdict, or those of the backends if they differ."""
+        if len(set(self.verdicts.values())) == 1:
+            return next(iter(self.verdicts.values()))
+        return ", ".join(f"{backend}: {verdict}" for backend, verdict in self.verdicts.items())
 
 
 def row(sample: Sample, backends: Backends) -> Row:
@@ -190,9 +197,8 @@ def row(sample: Sample, backends: Backends) -> Row:
     Raises:
         AssertionError: a backend accepts the invalid instance.
     """
-    alone = [_verdict(sample, name, backends) for name in _COLUMNS]
-    first = next(((name, each) for name, each in zip(_COLUMNS, alone, strict=True) if each != "refused"), None)
-    return Row(sample.keyword, sample.schema, "refused" if first is None else f"{first[1]} ({first[0]})", alone)
+    verdicts = {name: _verdict(sample, name, backends) for name in _COLUMNS}
+    return Row(sample.keyword, sample.schema, verdicts)
 
 
 def _verdict(sample: Sample, name: str, backends: Backends) -> str:
@@ -224,10 +230,9 @@ def page() -> str:
     backends = Backends(vocabulary_of(checkpoint_path()))
     lines = []
     for each in (row(sample, backends) for sample in SAMPLES):
-        sample = json.dumps(each.schema, ensure_ascii=False).replace("|", "\\|")
-        lines.append(f"| {each.keyword} | `{sample}` | {each.auto} | {' | '.join(each.backends)} |")
-    head = _HEAD.format(backends=" | ".join(_COLUMNS), lines="|".join("---" for _ in _COLUMNS))
-    return head + "\n".join(lines) + "\n"
+        sample = json.dumps(each.schema, ensure_ascii=False, separators=(",", ":")).replace("|", "\\|")
+        lines.append(f"| {each.keyword} | `{sample}` | {each.text()} |")
+    return _HEAD + "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
