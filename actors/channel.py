@@ -7,8 +7,8 @@ costs a wake-up of tens of microseconds per message, and that thread may take th
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import secrets
 import select
 import socket
 import struct
@@ -16,7 +16,6 @@ import struct
 _LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 18
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)
-_serial = itertools.count()
 
 
 class _Frames:
@@ -46,15 +45,11 @@ class _Frames:
 
 
 class Channel:
-    """The engine's end. Used by one thread at a time; another one may poll `fd` for the end of the connection.
+    """The engine's end. Used by one thread at a time; another one may poll `fd` for the end of the connection."""
 
-    Args:
-        directory: for the socket's file; other users cannot enter it, and its path is short.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self.path = os.path.join(directory, str(next(_serial)))
-        """Where the worker connects to."""
+    def __init__(self) -> None:
+        self.path = f"\0guided-{os.getpid()}-{secrets.token_hex(8)}"
+        """Where the worker connects to: an abstract address (unix(7)), which leaves no file."""
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(self.path)
         self._listening.listen(1)
@@ -67,10 +62,13 @@ class Channel:
         self._listening.settimeout(timeout)
         try:
             connected, _ = self._listening.accept()
+            if _user_of(connected) != os.getuid():  # other users can see the address
+                connected.close()
+                return False
         except TimeoutError:
             return False
         finally:
-            self._stop_listening()
+            self._listening.close()
         self._stream.close()
         self._stream, self._frames = connected, _Frames(connected)
         connected.setblocking(False)
@@ -104,14 +102,15 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        self._stop_listening()
+        self._listening.close()
         self._stream.close()
         self._unsent = b""
 
-    def _stop_listening(self) -> None:
-        self._listening.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+
+def _user_of(stream: socket.socket) -> int:
+    """Return the user id of the process at the other end (SO_PEERCRED)."""
+    _, user, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)
 
 
 class WorkerEnd:

@@ -1,7 +1,7 @@
 """This process's connection to Ray: a light local cluster started here, or a cluster that runs already.
 
-A process has one connection, which its pools share. One thread connects, watches Ray, and connects again when Ray or
-the driver is lost: to a new local cluster, or to the same cluster once that is up again.
+A process has one connection, which its pools share. One thread connects, and connects again when the driver has ended:
+to a new local cluster, or to the same cluster once that is up again.
 """
 
 from __future__ import annotations
@@ -11,30 +11,24 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.driver.client import Driver
-from actors.driver.messages import Connected
+from actors.driver.client import Driver, RayNode
 from actors.driver.scheduling import Scheduling, check_room
-from actors.scratch import ScratchDirectory
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import NodePlacement, RayPoolOptions
 
 _STORE_BYTES = 80 << 20
 """Size of Ray's object store, Ray's own minimum. A vocabulary or a grammar is there on its way to an actor only."""
 _REACH_SECONDS = 10.0
-_STOP_SECONDS = 30.0
-_PROBE_INTERVAL_SECONDS = 1.0
-_PROBE_SECONDS = 2.0
+_STOP_SECONDS = 15.0
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 10.0
 """Shortest and longest pause between two attempts to reconnect."""
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ENVIRONMENT = {
-    # Ray ends a driver if its GCS is gone for 60 s. Steps do not need the GCS, so the actors outlive it.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
     "RAY_USAGE_STATS_ENABLED": "0",
     # For its dashboard the GCS records every task, which grows with each grammar.
     "RAY_task_events_report_interval_ms": "0",
@@ -44,6 +38,8 @@ _ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 _LOCAL_ENVIRONMENT = {
+    # Without its GCS, a local Ray ends after this time, and is started again. By default it waits for a minute.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     # With this setting all processes of the local Ray listen on 127.0.0.1 only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_metrics_collection": "0",
@@ -68,18 +64,14 @@ class Cluster:
 
     def __init__(self, address: str | None) -> None:
         self._address = address if address is not None else _address_of_this_process()
-        self._scratch: ScratchDirectory | None = None
         self._driver: Driver | None = None
-        self._ray: Connected | None = None
-        """What the driver is connected to; None while it is connecting, or lost."""
+        self._node: RayNode | None = None
         self._users = 0
         self.connected = threading.Event()
-        """Set while there is a driver."""
+        """Set while there is a driver that is connected."""
         self._leaving = threading.Event()
-        self._needed = threading.Event()
-        """Set when an actor could not be started because a process of Ray is gone."""
         self.trouble: str | None = None
-        """What was wrong with Ray at the latest probe, a few seconds ago; None if nothing was."""
+        """Why there is no connection to Ray now; None if there is one."""
         self._thread = threading.Thread(target=self._watch, name="ray-connection", daemon=True)
 
     @classmethod
@@ -106,20 +98,17 @@ class Cluster:
                 Cluster._current = None
                 self._leaving.set()
                 driver = self._driver
-                if driver is not None and self._ray is None:
-                    driver.interrupt()
-                self._thread.join(_STOP_SECONDS)
-
-    @property
-    def host(self) -> str:
-        """The address of this node for other nodes."""
-        return self.driver()[1].host
+                if driver is not None and not self.connected.is_set():
+                    driver.kill()
+                elif driver is not None and not driver.close(_STOP_SECONDS):
+                    _log.error("Ray did not end by itself: its processes were killed")
+                self._thread.join()
 
     @property
     def head(self) -> str | None:
         """The address of Ray's head. None: there is no connection now."""
-        connected = self._ray
-        return None if connected is None else f"{connected.head[0]}:{connected.head[1]}"
+        node = self._node
+        return None if node is None else node.head
 
     def reserved(self, cpus: float | None) -> float:
         """Return the CPUs that Ray reserves for an actor: `cpus`, or by default 1. A local cluster reserves none."""
@@ -133,47 +122,31 @@ class Cluster:
         Raises:
             PoolUnavailable: it has not; says what there is, and which options lower what the pool takes.
         """
-        driver, connected = self.driver()
-        placement = NodePlacement.parse(options.placement)
-        mask_actor = Scheduling(placement, self.reserved(options.actor_cpus))
-        compile_actor = Scheduling(replace(placement, amount=0.0), self.reserved(options.compile_cpus))
+        driver, node = self.driver()
+        actor = Scheduling(NodePlacement.parse(options.placement), self.reserved(options.actor_cpus))
         try:
-            nodes = driver.nodes().result(_REACH_SECONDS)
-            check_room(mask_actor, compile_actor, options.actors, nodes, connected.node_id)
+            check_room(actor, options.actors, driver.ask("nodes").result(_REACH_SECONDS), node.node_id)
         except ValueError as error:
             raise PoolUnavailable(str(error)) from None
         except TimeoutError:
             raise PoolUnavailable(f"Ray did not describe its nodes within {_REACH_SECONDS:g} s") from None
 
-    def driver(self) -> tuple[Driver, Connected]:
-        """Probe Ray now, and return the driver, which can start actors.
+    def driver(self) -> tuple[Driver, RayNode]:
+        """Return the driver, which can start actors, and this node.
 
         Raises:
-            PoolUnavailable: a process of Ray is gone that is needed to start an actor.
+            PoolUnavailable: there is no connection to Ray now.
         """
-        driver, connected = self._driver, self._ray
-        if driver is None or connected is None:
+        driver, node = self._driver, self._node
+        if driver is None or node is None:
             raise PoolUnavailable(self.trouble or "Ray is being started")
-        trouble = self._probe(driver, connected)
-        if trouble is not None:
-            self.trouble = trouble
-            self._needed.set()
-            raise PoolUnavailable(trouble)
-        return driver, connected
-
-    def _probe(self, driver: Driver, connected: Connected) -> str | None:
-        if driver.has_ended:
-            return "the process that was connected to Ray ended"
-        for name, address in (("this node's raylet", connected.raylet), ("Ray's head", connected.head)):
-            if (error := _unreachable(address)) is not None:
-                return f"{name} at {address[0]}:{address[1]} does not answer: {error}"
-        return None
+        return driver, node
 
     def _start(self) -> None:
         try:
             self._connect()
         except BaseException as error:
-            self._clean_up()
+            self._disconnect()
             if not isinstance(error, Exception):  # interrupted
                 raise
             where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
@@ -181,43 +154,28 @@ class Cluster:
         self._thread.start()
 
     def _watch(self) -> None:
-        while not self._leaving.wait(_PROBE_INTERVAL_SECONDS):
-            assert self._driver is not None
-            assert self._ray is not None
-            before, self.trouble = self.trouble, self._probe(self._driver, self._ray)
-            if self.trouble is not None and self._is_lost(self._driver, self._ray):
-                self._reconnect(self.trouble)
-            elif self.trouble != before:
-                _log.error("%s", self.trouble or "Ray answers again")
-        self._clean_up()
-
-    def _is_lost(self, driver: Driver, connected: Connected) -> bool:
-        """Return whether to reconnect: the actors have died with the driver or the raylet, or an actor is needed and
-        the head of the local Ray is gone for good."""
-        if driver.has_ended or isinstance(_unreachable(connected.raylet), ConnectionRefusedError):
-            return True
-        return self._scratch is not None and self._needed.is_set()
-
-    def _reconnect(self, why: str) -> None:
-        """Connect again. Retry until it succeeds, or the last user leaves."""
-        _log.error("Ray is lost: %s; it is %s again", why, "joined" if self._address else "started")
-        self.trouble = why
-        self.connected.clear()
-        self._clean_up()
+        """Connect again whenever the driver ends: Ray ends it when this node's raylet or the head is gone."""
         pause = _FIRST_PAUSE_SECONDS
         while not self._leaving.is_set():
+            if self.connected.is_set():
+                assert self._driver is not None
+                self._driver.ended.wait()
+                if self._leaving.is_set():
+                    break
+                self.trouble = "Ray is lost: the process that was connected to it ended"
+                _log.error("%s; it is %s again", self.trouble, "joined" if self._address else "started")
+            self._disconnect()
             try:
                 self._connect()
             except Exception as error:
-                self.trouble = f"Ray is lost: {why}; connecting again fails: {bounded(error)}"
+                self.trouble = f"Ray is lost; connecting again fails: {bounded(error)}"
                 _log.error("%s", self.trouble)
-                self._clean_up()
                 self._leaving.wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE_SECONDS)
             else:
-                self.trouble = None
+                self.trouble, pause = None, _FIRST_PAUSE_SECONDS
                 _log.warning("connected to Ray again")
-                return
+        self._disconnect()
 
     def _connect(self) -> None:
         address = self._address
@@ -234,38 +192,36 @@ class Cluster:
         """Start a local Ray. Try twice, because a busy machine may be too slow for Ray's own time limits."""
         _log.info("starting a local Ray")
         for is_small in (True, False):
-            self._scratch = ScratchDirectory()
+            directory = tempfile.mkdtemp(prefix="guided-")
             try:
-                self._start_driver(*_local(self._scratch.path), is_small=is_small)
+                self._start_driver(*_local(directory), directory, is_small)
                 return
             except PoolUnavailable as error:
                 if not is_small or self._leaving.is_set():
                     raise
                 _log.warning("Ray did not start: %s; trying once more, with all processes that Ray has", error)
-                self._clean_up()
+                self._disconnect()
 
     def _start_driver(
-        self, options: dict[str, Any], environment: dict[str, str | None], is_small: bool = False
+        self,
+        options: dict[str, Any],
+        environment: dict[str, str | None],
+        directory: str | None = None,
+        is_small: bool = False,
     ) -> None:
         given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
-        self._driver = Driver({**options, **_QUIET}, {**given, **environment}, is_small)
-        self._needed.clear()
-        if self._leaving.is_set():  # from now on `leave` interrupts the driver
+        self._driver = Driver({**options, **_QUIET}, {**given, **environment}, directory, is_small)
+        if self._leaving.is_set():  # from now on `leave` kills the driver
             raise PoolUnavailable("the pool was shut down")
-        self._ray = self._driver.connect()
+        self._node = self._driver.connect()
         self.connected.set()
 
-    def _clean_up(self) -> None:
-        driver, self._driver = self._driver, None
-        # If a process of Ray is gone already, an orderly shutdown would only wait for it.
-        if driver is not None and (self.trouble is not None or self._ray is None):
+    def _disconnect(self) -> None:
+        """End the driver, if it has not ended yet."""
+        self.connected.clear()
+        driver, self._driver, self._node = self._driver, None, None
+        if driver is not None:
             driver.kill()
-        elif driver is not None and not driver.close(_STOP_SECONDS / 2):
-            _log.error("Ray did not end by itself: its processes were killed")
-        self._ray = None
-        scratch, self._scratch = self._scratch, None
-        if scratch is not None:
-            scratch.remove()
 
 
 def _local(directory: str) -> tuple[dict[str, Any], dict[str, str | None]]:
@@ -285,15 +241,6 @@ def _local(directory: str) -> tuple[dict[str, Any], dict[str, str | None]]:
         "_temp_dir": os.path.join(directory, "ray"),
     }
     return options, {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": token}
-
-
-def _unreachable(address: tuple[str, int]) -> OSError | None:
-    """Return why there is no connection to a process, or None if there is one."""
-    try:
-        socket.create_connection(address, timeout=_PROBE_SECONDS).close()
-    except OSError as error:
-        return error
-    return None
 
 
 def _address_of_this_process() -> str | None:

@@ -9,14 +9,13 @@ import platform
 import resource
 import select
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
-
-from actors.driver.client import RemoteActor
 
 _DEFAULT_BYTES = 2 << 30
 """Memory limit of a mask actor. With all backends loaded for 131,072 tokens it takes 0.55 GiB."""
@@ -164,17 +163,6 @@ class ProcessHandle:
         os.close(fd)
 
 
-def kill_actor(actor: RemoteActor, process: ProcessHandle | None) -> None:
-    """Kill a Ray actor: first through Ray, which would otherwise report an unexpected death, then its process.
-
-    Args:
-        process: None leaves the process to Ray.
-    """
-    actor.end()
-    if process is not None:
-        process.kill(after=1.0)
-
-
 def exit_with_owner(owner: ProcessLocation) -> bool:
     """End this process as soon as the owner's process ends.
 
@@ -212,6 +200,19 @@ def _node_id() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
+
+
+def remove_later(directory: str) -> None:
+    """Remove a directory once the processes that still write there have ended. Does not wait."""
+    command = 'for pause in 0 1 3 5; do sleep "$pause"; rm -rf -- "$1"; done'
+    subprocess.Popen(
+        ["/bin/sh", "-c", command, "guided-cleanup", directory],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
 
 
 def memory_limit(wanted: int | None) -> int:

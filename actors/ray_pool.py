@@ -1,7 +1,7 @@
 """RayPool: mask workers in Ray actors, at in-process speed.
 
-Ray places, starts and ends the actors, and transfers what is rare and large (the vocabulary, compiled grammars). A step
-is one message per actor over a socket. The token bitmasks are in shared memory.
+Ray places, starts and ends the actors, and transfers the vocabulary. A step is one message per actor over a socket. The
+token bitmasks are in shared memory. Grammars are compiled in processes beside the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from actors.cluster import Cluster
 from actors.compile.grammars import Grammars
 from actors.processes import memory_limit
-from actors.scratch import ScratchDirectory
 from actors.steps.dispatcher import Dispatcher, GrammarsUnused
 from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
@@ -62,19 +61,15 @@ class RayPool:
         self._dispatcher = Dispatcher(options.pool_wait, options.max_replays, options.forced_tokens)
         self._supervisors: list[Supervisor] = []
         with contextlib.ExitStack() as undo:
+            # Its processes take seconds to warm up, so they start before Ray.
+            self._grammars = Grammars(vocabulary, options, lambda keys: self._dispatcher.announce(GrammarsUnused(keys)))
+            undo.callback(self._grammars.close)
             self._cluster = Cluster.join(options.address)
             undo.callback(self._cluster.leave)
             self._cluster.check_room(options)
-            scratch = ScratchDirectory()
-            undo.callback(scratch.remove)
             undo.callback(self._dispatcher.close)
-            self._grammars = Grammars(
-                self._cluster, vocabulary, options, lambda keys: self._dispatcher.announce(GrammarsUnused(keys))
-            )
-            undo.callback(self._grammars.close)
             settings = IncarnationSettings(
                 cluster=self._cluster,
-                directory=scratch.path,
                 vocabulary=vocabulary,
                 memory=memory_limit(options.actor_memory_bytes),
                 words=words(vocabulary.padded_vocab_size),
@@ -169,7 +164,7 @@ class RayPool:
             return self._dispatcher.placement()
 
     def compile_pids(self) -> list[int]:
-        """Return the pids of the compile processes. Asks the compile actor, which takes milliseconds."""
+        """Return the pids of the compile processes."""
         return self._grammars.compile_pids()
 
     def shutdown(self) -> None:

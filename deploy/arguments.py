@@ -32,17 +32,15 @@ def placement_group(resources: Mapping[str, float], options: ServeOptions) -> di
     """Return the settings of a deployment that reserve what a replica and its pool take, in one placement group.
 
     Otherwise the pools of two replicas could each take some of the CPUs that both need, and none would start. The
-    bundles are in the order of `Scheduling.bundle`: replica, compile actor, mask actors.
+    bundles are in the order of `Scheduling.bundle`: replica, mask actors.
     """
     if options.pool != "ray":
         return {}
     where = NodePlacement.parse(options.ray.placement)
     replica = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
-    compile_cpus, actor_cpus = (
-        1.0 if each is None else each for each in (options.ray.compile_cpus, options.ray.actor_cpus)
-    )
+    actor_cpus = 1.0 if options.ray.actor_cpus is None else options.ray.actor_cpus
     mask_actor = {"CPU": actor_cpus, **({where.name: where.amount} if where.amount else {})}
-    bundles = [replica, {"CPU": compile_cpus}, *[mask_actor] * options.ray.actors]
+    bundles = [replica, *[mask_actor] * options.ray.actors]
     settings: dict[str, Any] = {
         "placement_group_bundles": [_not_empty(each) for each in bundles],
         "placement_group_strategy": {"local": "STRICT_PACK", "spread": "SPREAD"}.get(where.kind, "PACK"),

@@ -194,7 +194,7 @@ class CompileLimits:
     """Resources of one compilation, and the number of concurrent ones."""
 
     processes: int | None = None
-    """Compilations at the same time. None: one for every CPU of the compile actor's node, at least 4, at most 16."""
+    """Compilations at the same time. None: one for every CPU of this machine, at least 4, at most 16."""
     seconds: float = 10.0
     """Time limit for one constraint with all backends that are tried for it, without the time in the queue."""
     memory_bytes: int = 224 << 20

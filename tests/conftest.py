@@ -115,12 +115,15 @@ def local_ray() -> Iterator[None]:
     from actors.cluster import Cluster
 
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in faulty_backend.environment().items():
-            patched.setenv(name, value)
-        patched.setenv("GUIDED_API_KEY", "not for Ray")
-        cluster = Cluster.join()
-    yield
-    cluster.leave()
+        for path in faulty_backend.PATHS:  # compile processes get it from here
+            patched.syspath_prepend(path)
+        with pytest.MonkeyPatch.context() as environment:
+            for name, value in faulty_backend.environment().items():
+                environment.setenv(name, value)
+            environment.setenv("GUIDED_API_KEY", "not for Ray")
+            cluster = Cluster.join()
+        yield
+        cluster.leave()
 
 
 @pytest.fixture

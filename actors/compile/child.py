@@ -102,6 +102,9 @@ class ForkServer:
 
     def close(self) -> None:
         """End the fork server, and with it all its forks."""
+        process = self._process
+        if process is not None:
+            process.kill()  # without the lock: another thread may wait in `fork` until the process is warm
         with self._lock:
             self._discard()
 

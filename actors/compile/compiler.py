@@ -1,25 +1,20 @@
-"""CompileActor: owns the compile processes, distributes constraints to them and kills those that exceed a limit.
+"""Compiler: distributes constraints to compile processes, and kills those that exceed a limit.
 
-The pool has one such actor. It never runs native code itself.
+It runs in the engine's process. Native code runs in the compile processes only.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar, NamedTuple
-
-from msgspec.msgpack import Decoder
+from typing import NamedTuple
 
 from actors.compile.child import CompileProcess, ForkServer, ProcessLost
 from actors.compile.process import CompileRequest, CompileResult
-from actors.processes import ProcessLocation, exit_with_owner
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
 from guided.cpus import available_cpus
@@ -45,7 +40,6 @@ _MAX_LOST = 4
 """Maximum number of processes that may be killed externally (for example by the OOM killer) with one constraint."""
 _RETRY_SECONDS = 1.0
 """Pause before another attempt to start a compile process."""
-_decode = Decoder(Constraint).decode
 _log = logging.getLogger(__name__)
 
 
@@ -59,109 +53,79 @@ class _Task(NamedTuple):
     """`time.monotonic()`."""
 
 
-class CompileActor:
-    """The compiler as a Ray actor. Its methods are async, so that a waiting compilation occupies no thread.
-
-    Args:
-        owner: the engine's process; this process ends with it.
-    """
-
-    RAY_OPTIONS: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, owner: ProcessLocation, vocabulary: Vocabulary, limits: CompileLimits) -> None:
-        exit_with_owner(owner)
-        self._compiler = Compiler(vocabulary, limits)
-
-    async def compile(self, constraint: bytes, backends: Sequence[str], waited: float) -> CompileResult:
-        """Compile a constraint that has waited for `waited` seconds."""
-        return await asyncio.wrap_future(self._compiler.submit(_decode(constraint), backends, waited))
-
-    async def pids(self) -> list[int]:
-        """Return the pids of the compile processes."""
-        return self._compiler.pids
-
-    async def location(self) -> ProcessLocation:
-        """Return where this actor runs; also shows that it is alive."""
-        return ProcessLocation.of_this_actor()
-
-
 class Compiler:
-    """Warm compile processes, each with a thread that feeds, watches and replaces it. First come, first served."""
+    """Warm compile processes, and a thread for each constraint that is being compiled. First come, first served."""
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         self._limits = limits
-        count = limits.processes or max(4, min(16, available_cpus()))
         self._queue: queue.Queue[_Task | None] = queue.Queue()
         self._fork_server = ForkServer(vocabulary.to_bytes())
-        self._processes: dict[int, CompileProcess] = {}
-        """By thread."""
+        self._idle: list[CompileProcess] = []
+        """The one that was used last is used next: under a light load there is one process."""
+        self._busy: set[CompileProcess] = set()
+        self._closing = threading.Event()
+        count = limits.processes or max(4, min(16, available_cpus()))
         # The fork server dies with the thread that started it, which may be any of these: they all end together.
         self._end = threading.Barrier(count)
         self._threads = [threading.Thread(target=self._work, args=(index,), daemon=True) for index in range(count)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, constraint: Constraint, backends: Sequence[str], waited: float = 0.0) -> Future[CompileResult]:
+    def submit(self, constraint: Constraint, backends: Sequence[str]) -> Future[CompileResult]:
         """Compile `constraint` with the first of `backends` that can enforce all of it, once a process is free.
 
         The future never raises: the `CompileResult` holds the error.
         """
         future: Future[CompileResult] = Future()
         future.set_running_or_notify_cancel()  # cannot be cancelled: a thread will set its result
-        self._queue.put(_Task(constraint, backends, future, time.monotonic() - waited))
+        self._queue.put(_Task(constraint, backends, future, time.monotonic()))
         return future
 
     @property
     def pids(self) -> list[int]:
         """Pids of the compile processes."""
-        return [process.pid for process in list(self._processes.values())]
+        return [process.pid for process in [*self._idle, *self._busy]]
 
     def close(self) -> None:
-        """Fail the constraints that wait, finish those that are being compiled, end the processes."""
-        with contextlib.suppress(queue.Empty):
-            while (task := self._queue.get_nowait()) is not None:
-                task.future.set_result(CompileResult(to_wire(PoolUnavailable("the compiler was shut down"))))
+        """Fail all constraints that wait or are being compiled, and end the processes."""
+        self._closing.set()
         for _ in self._threads:
             self._queue.put(None)
+        self._fork_server.close()
         for thread in self._threads:
             thread.join()
-        self._fork_server.close()
 
     def _work(self, index: int) -> None:
-        """Body of a thread: compile one constraint after the other in the thread's own process."""
-        self._process(index)
+        """Body of a thread: compile one constraint after the other."""
+        if index == 0:  # warm up before the first constraint
+            self._idle += filter(None, [self._take()])
         while (task := self._queue.get()) is not None:
             try:
-                result = self._result(index, task)
+                result = self._result(task)
             except Exception as error:  # a bug here fails one constraint and does not end the thread
                 _log.exception("a constraint was not compiled")
-                self._kill(index)
                 result = CompileResult(to_wire(BackendError(bounded(f"compiling failed: {error!r}"))))
             task.future.set_result(result)
-            self._process(index)
-        self._kill(index)
         self._end.wait()
 
-    def _process(self, index: int) -> CompileProcess:
-        """Return the live process of a thread; starts one if there is none."""
-        process = self._processes.get(index)
-        if process is not None and process.alive:
-            return process
-        self._kill(index)
-        while True:
+    def _take(self) -> CompileProcess | None:
+        """Return an idle process, or a new one. None: the compiler is being closed."""
+        while not self._closing.is_set():
             try:
-                process = self._processes[index] = self._fork_server.fork()
-                return process
-            except OSError as error:
-                _log.error("cannot start a compile process, will try again: %s", error)
-                time.sleep(_RETRY_SECONDS)
+                process = self._idle.pop()
+            except IndexError:
+                try:
+                    return self._fork_server.fork()
+                except OSError as error:
+                    _log.error("cannot start a compile process, will try again: %s", error)
+                    self._closing.wait(_RETRY_SECONDS)
+            else:
+                if process.alive:
+                    return process
+                process.kill()
+        return None
 
-    def _kill(self, index: int) -> None:
-        process = self._processes.pop(index, None)
-        if process is not None:
-            process.kill()
-
-    def _result(self, index: int, task: _Task) -> CompileResult:
+    def _result(self, task: _Task) -> CompileResult:
         """Compile a constraint with one backend after the other, until one can enforce it."""
         waited = time.monotonic() - max(task.submitted, self._fork_server.started)
         if waited > self._limits.wait_seconds:
@@ -175,9 +139,11 @@ class Compiler:
             name = task.backends[len(failed)]
             share = 1 - _RESERVE * (len(task.backends) - len(failed) - 1)
             request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
-            result, seconds = self._attempt(index, request, self._limits.seconds * share - spent)
+            result, seconds = self._attempt(request, self._limits.seconds * share - spent)
             spent += seconds
             if isinstance(result, GuidedError):
+                if isinstance(result, PoolUnavailable):
+                    return CompileResult(to_wire(result))
                 if isinstance(result, CompileTimeout):
                     timed_out.append(name)
                 elif isinstance(result, BackendError):
@@ -195,9 +161,7 @@ class Compiler:
                 break
         return CompileResult(to_wire(conclusion(failed)), seconds=spent, crashed=crashed, timed_out=timed_out)
 
-    def _attempt(
-        self, index: int, request: CompileRequest, seconds: float
-    ) -> tuple[CompileResult | GuidedError, float]:
+    def _attempt(self, request: CompileRequest, seconds: float) -> tuple[CompileResult | GuidedError, float]:
         """Compile with one backend. A process that was killed from outside is replaced, and the attempt repeated.
 
         Args:
@@ -207,8 +171,12 @@ class Compiler:
             The result, or why the process was killed or crashed; and the seconds that it took.
         """
         spent = 0.0
+        lost: ProcessLost | None = None
         for _ in range(_MAX_LOST):
-            process = self._process(index)
+            process = self._take()
+            if process is None:
+                return PoolUnavailable("the pool is shut down"), spent
+            self._busy.add(process)
             began = time.monotonic()
             result: CompileResult | GuidedError | None = None
             try:
@@ -218,9 +186,13 @@ class Compiler:
                 lost = error
             except GuidedError as error:
                 result = error
+            finally:
+                self._busy.discard(process)
+                if isinstance(result, CompileResult) and process.growth <= _MAX_GROWTH_BYTES:
+                    self._idle.append(process)
+                else:
+                    process.kill()
             spent += time.monotonic() - began
-            if not isinstance(result, CompileResult) or process.growth > _MAX_GROWTH_BYTES:
-                self._kill(index)
             if result is not None:
                 return result, spent
         return BackendError(f"compiling this constraint ended its process ({lost}), {_MAX_LOST} times"), spent

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pkgutil
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -25,11 +26,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from actors.channel import WorkerEnd
 from actors.driver import local_ray
-from actors.driver.client import ActorDied, ActorFailed
+from actors.driver.client import ActorDied, ActorFailed, RayNode
 from actors.driver.forwarder import Forwarder
-from actors.driver.messages import Call, Close, Connect, Connected, Create, End, Forward, Nodes, Reply, Request
 from actors.driver.scheduling import Scheduling
-from actors.steps.protocol import attach
+from actors.processes import remove_later
+from actors.steps.protocol import SegmentName, attach
 from guided.errors import PoolUnavailable, bounded
 
 _SHUTDOWN_SECONDS = 15.0
@@ -42,49 +43,49 @@ _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
 def main() -> None:
     """Serve the engine's process, over the socket with the descriptor in `sys.argv[1]`."""
     engine: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    connect: Connect = engine.recv()
-    sys.argv[0] = connect.program
+    options, is_small, directory, sys.argv[0] = engine.recv()
     is_connected = threading.Event()
-    threading.Thread(target=_exit_with_engine, args=(engine, is_connected), daemon=True).start()
+    threading.Thread(target=_exit_with_engine, args=(engine, is_connected, directory), daemon=True).start()
     try:
-        if connect.is_small:
-            local_ray.start(connect.options)
+        if is_small:
+            local_ray.start(options)
         else:
-            ray.init(**connect.options)
-        connected = _describe()
+            ray.init(**options)
+        context = ray.get_runtime_context()
+        node = RayNode(str(context.get_node_id()), str(context.gcs_address))
     except Exception as error:
-        engine.send(_failed(0, error))
+        engine.send((0, None, _described(error)))
         return
     is_connected.set()
-    engine.send(connected)
+    engine.send((0, node, None))
     try:
-        _Actors(engine).serve()
+        Requests(engine).serve()
     except (EOFError, OSError):
-        os._exit(1)  # the engine's process was killed: its files are being removed
-    limit = threading.Timer(_SHUTDOWN_SECONDS, os._exit, [1])  # `ray.shutdown` has no time limit
+        _exit(directory)
+    limit = threading.Timer(_SHUTDOWN_SECONDS, _exit, [directory])  # `ray.shutdown` has no time limit
     limit.daemon = True
     limit.start()
     ray.shutdown()
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _exit_with_engine(engine: Connection[Any, Any], is_connected: threading.Event) -> None:
+def _exit_with_engine(engine: Connection[Any, Any], is_connected: threading.Event, directory: str | None) -> None:
     """Exit if the engine's process ends while this process still waits for Ray, which may take forever."""
-    engine.poll(None)  # until `Connected` the engine sends nothing: the connection has ended
+    engine.poll(None)  # until it is connected, the engine sends nothing: the connection has ended
     if not is_connected.is_set():
-        os._exit(1)
+        _exit(directory)
 
 
-def _describe() -> Connected:
-    context = ray.get_runtime_context()
-    node_id = str(context.get_node_id())
-    (node,) = (node for node in ray.nodes() if node["NodeID"] == node_id)
-    head, _, port = context.gcs_address.rpartition(":")
-    raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
-    return Connected(node_id, str(ray.util.get_node_ip_address()), raylet, (head.strip("[]"), int(port)))
+def _exit(directory: str | None) -> None:
+    """End this process, which ends the Ray that it has started; then the directory of that Ray is removed."""
+    if directory is not None:
+        remove_later(directory)
+    os._exit(1)
 
 
-class _Actors:
-    """The actors of the engine's process."""
+class Requests:
+    """The requests of the engine's process: the public methods, by name. The engine gives each actor a number."""
 
     def __init__(self, engine: Connection[Any, Any]) -> None:
         self._engine = engine
@@ -92,64 +93,72 @@ class _Actors:
         self._actors: dict[int, Any] = {}
 
     def serve(self) -> None:
-        """Handle requests until one of them is to close.
+        """Handle requests until one of them is `close`.
 
         Raises:
             EOFError, OSError: the engine's process has ended.
         """
         while True:
-            number, request = self._engine.recv()
-            match request:
-                case Close():
-                    return
-                case Call():  # in order
-                    self._answer(number, self._call, request)
-                case _:  # these block as long as Ray's head is gone
-                    threading.Thread(
-                        target=self._answer, args=(number, self._handle, number, request), daemon=True
-                    ).start()
+            number, name, arguments = self._engine.recv()
+            if name == "close":
+                return
+            handle = (number, getattr(self, name), *arguments)
+            if name == "call":  # in order
+                self._answer(*handle)
+            else:  # these block as long as Ray's head is gone
+                threading.Thread(target=self._answer, args=handle, daemon=True).start()
 
-    def _handle(self, number: int, request: Request) -> Any:
-        match request:
-            case Create():
-                actor_class = _actor_class(request.actor_class).options(**_ray_options(request.scheduling))
-                self._actors[number] = actor_class.remote(*request.arguments)
-            case Forward():
-                self._forward(self._actors[request.actor], request)
-            case Nodes():
-                return ray.nodes()
-            case End():
-                if (actor := self._actors.pop(request.actor, None)) is not None:
-                    ray.kill(actor)
+    def create(self, number: int, actor_class: str, scheduling: Scheduling, arguments: tuple[Any, ...]) -> None:
+        """Start an actor. Returns when Ray has accepted it."""
+        defined = _actor_class(actor_class).options(**_ray_options(scheduling))
+        self._actors[number] = defined.remote(*arguments)
 
-    def _call(self, request: Call) -> Future[Any]:
-        if request.actor not in self._actors:
+    def call(self, number: int, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        """Call a method of an actor."""
+        if number not in self._actors:
             raise RayActorError
-        future: Future[Any] = getattr(self._actors[request.actor], request.method).remote(*request.arguments).future()
+        future: Future[Any] = getattr(self._actors[number], method).remote(*arguments).future()
         return future
 
-    def _forward(self, actor: Any, request: Forward) -> None:
-        table = attach(request.segment)
+    def forward(self, number: int, path: str, segment: SegmentName) -> None:
+        """Forward the steps of an actor on another node. Returns when the engine can send the first one."""
+        actor, table = self._actors[number], attach(segment)
         if table is None:
             raise PoolUnavailable("the memory of the engine's process cannot be mapped")
-        end = WorkerEnd.connect(request.path)
+        end = WorkerEnd.connect(path)
         Forwarder(end, table, actor.deliver.remote, lambda: ray.get(actor.collect.remote())).start()
 
+    def nodes(self) -> Any:
+        """Return the nodes of the cluster, as `ray.nodes` describes them."""
+        return ray.nodes()
+
+    def end(self, number: int) -> None:
+        """Have Ray end an actor."""
+        if (actor := self._actors.pop(number, None)) is not None:
+            ray.kill(actor)
+
     def _answer(self, number: int, action: Callable[..., Any], *arguments: Any) -> None:
-        """Call `action`, and reply with its result. If that is a future: with its result, once it has one."""
+        """Call `action`, and send its result. If that is a future: its result, once it has one."""
         try:
             result = action(*arguments)
         except Exception as error:
-            self._send(_failed(number, error))
+            self._send(number, None, _described(error))
             return
         if isinstance(result, Future):
-            result.add_done_callback(lambda done: self._send(_reply(number, done)))
+            result.add_done_callback(lambda done: self._send_done(number, done))
         else:
-            self._send(Reply(number, result))
+            self._send(number, result, None)
 
-    def _send(self, reply: Reply) -> None:
+    def _send_done(self, number: int, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            self._send(number, done.result(), None)
+        else:
+            self._send(number, None, _described(error))
+
+    def _send(self, number: int, result: Any, error: Exception | None) -> None:
         with self._lock, contextlib.suppress(OSError):  # the engine's process has ended: `serve` raises
-            self._engine.send(reply)
+            self._engine.send((number, result, error))
 
 
 def _ray_options(scheduling: Scheduling) -> dict[str, Any]:
@@ -173,14 +182,9 @@ def _actor_class(name: str) -> Any:
     return ray.remote(num_cpus=0, **actor_class.RAY_OPTIONS)(actor_class)
 
 
-def _reply(number: int, done: Future[Any]) -> Reply:
-    error = done.exception()
-    return Reply(number, done.result()) if error is None else _failed(number, error)
-
-
-def _failed(number: int, error: BaseException) -> Reply:
+def _described(error: BaseException) -> Exception:
     cause = error.cause if isinstance(error, RayTaskError) else error
-    return Reply(number, error=(ActorDied if isinstance(error, RayActorError) else ActorFailed)(bounded(cause)))
+    return (ActorDied if isinstance(error, RayActorError) else ActorFailed)(bounded(cause))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ class Scheduling:
     cpus: float = 0.0
     """CPUs that Ray reserves for it."""
     index: int = 0
-    """Number of the mask actor, or -1 for the compile actor. Actors are placed on the fitting nodes in turn."""
+    """Number of the mask actor. Actors are placed on the fitting nodes in turn."""
 
     @property
     def bundle(self) -> int:
-        """The bundle of a placement group for the actor: after those of the engine and of the compile actor."""
-        return 2 + self.index
+        """The bundle of a placement group for the actor: after that of the engine."""
+        return 1 + self.index
 
     def choose(self, nodes: Nodes, here: str) -> tuple[str | None, dict[str, Any]]:
         """Return the id of the node for the actor, and options of `ray.remote`. Without an id, Ray spreads the actors.
@@ -63,7 +63,7 @@ class Scheduling:
             most = max(node["Resources"].get("CPU", 0) for node in found)
             raise ValueError(
                 f"an actor needs {self.cpus:g} CPUs on one node, and of the nodes of placement {where.text!r} none has "
-                f"more than {most:g}: lower actor_cpus and compile_cpus"
+                f"more than {most:g}: lower actor_cpus"
             )
         return fitting
 
@@ -77,29 +77,25 @@ class Scheduling:
         return where.kind == "spread" or node.get("Labels", {}).get(where.name) == where.value
 
 
-def check_room(mask_actor: Scheduling, compile_actor: Scheduling, number: int, nodes: Nodes, here: str) -> None:
+def check_room(actor: Scheduling, number: int, nodes: Nodes, here: str) -> None:
     """Check that the nodes of the cluster have room for a pool, whatever runs there now.
 
     Args:
-        mask_actor: how each of the `number` mask actors is placed.
+        actor: how each of the `number` mask actors is placed.
         here: the id of this process's node.
 
     Raises:
         ValueError: they have not; says what there is, and which options lower what the pool takes.
     """
-    where = mask_actor.placement
+    where = actor.placement
     if where.kind == "group":  # it has been reserved already
         return
-    found = mask_actor.candidates(nodes, here)
-    compile_actor.candidates(nodes, here)
-    cpus = sorted((node["Resources"].get("CPU", 0.0) for node in found), reverse=True)
-    rest = [cpus[0] - compile_actor.cpus, *cpus[1:]]
-    if mask_actor.cpus and sum(each // mask_actor.cpus for each in rest) < number:
-        wanted = number * mask_actor.cpus + compile_actor.cpus
+    found = actor.candidates(nodes, here)
+    cpus = [node["Resources"].get("CPU", 0.0) for node in found]
+    if actor.cpus and sum(each // actor.cpus for each in cpus) < number:
         raise ValueError(
-            f"the pool reserves {wanted:g} CPUs, {mask_actor.cpus:g} for each of {number} mask actors and "
-            f"{compile_actor.cpus:g} for compilation; the nodes of placement {where.text!r} have {sum(cpus):g}: lower "
-            "num_actors, actor_cpus or compile_cpus"
+            f"the pool reserves {actor.cpus:g} CPUs for each of {number} mask actors, and the nodes of placement "
+            f"{where.text!r} have {sum(cpus):g}: lower num_actors or actor_cpus"
         )
     amounts = [node["Resources"].get(where.name, 0.0) for node in found]
     if where.amount and sum(each // where.amount for each in amounts) < number:

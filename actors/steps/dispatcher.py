@@ -125,6 +125,8 @@ class Dispatcher:
         """Sequences that were edited, moved or failed since the last step."""
         self._budgeted: set[SequenceState] = set()
         """Sequences with a budget."""
+        self._holding: set[SequenceState] = set()
+        """Sequences of a backend that holds the interpreter lock while it computes a mask."""
         self._lost: dict[int, GuidedError] = {}
         """Errors for `failures`, by sequence id."""
         self._deaths: Counter[str] = Counter()
@@ -155,6 +157,9 @@ class Dispatcher:
         state = self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar)
         if sequence.budget is not None:
             self._budgeted.add(state)
+        adapter = BACKENDS.get(grammar.backend)
+        if adapter is not None and adapter.holds_interpreter_lock:
+            self._holding.add(state)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         """See `MaskPool.free`."""
@@ -162,7 +167,7 @@ class Dispatcher:
             self._lost.pop(sequence_id, None)
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
-                for states in (self._late, self._changed, self._budgeted):
+                for states in (self._late, self._changed, self._budgeted, self._holding):
                     states.discard(state)
                 if state.worker is not None:
                     state.worker.free(state)
@@ -272,11 +277,9 @@ class Dispatcher:
         """Return whether a backend that holds the interpreter lock would share the worker with another one.
 
         While it computes a mask, no other thread of the worker runs. So its sequences go to the last worker, and the
-        others avoid that worker as long as it has such sequences.
+        others avoid that worker as long as there are such sequences.
         """
-        if _holds_lock(state):
-            return len(self._workers) > 1 and worker is not self._workers[-1]
-        return worker is self._workers[-1] and any(map(_holds_lock, worker.sequences.values()))
+        return bool(self._holding) and (worker is self._workers[-1]) != (state in self._holding)
 
     # a step: back
 
@@ -441,8 +444,3 @@ def _error_of(state: SequenceState, error: GuidedError, marked: Sequence[Sequenc
         error = WorkerDied(f"{error.message} while it computed this request's mask")
         error.retryable = False
     return error
-
-
-def _holds_lock(state: SequenceState) -> bool:
-    adapter = BACKENDS.get(state.grammar.backend)
-    return adapter is not None and adapter.holds_interpreter_lock

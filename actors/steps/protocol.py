@@ -7,7 +7,7 @@ A sequence that is open on a worker holds a slot there, one line of the table. E
     ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
     mask[slot, :]     worker   the token bitmask
     forced[slot, :]   worker   the tokens from here on that have no alternative, -1 behind the last
-    seconds[slot]     worker   CPU seconds that accepting the tokens and filling the mask took
+    seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
     status[slot]      worker   `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget; or
                                `FAILED`: the sequence is over, and a message says why
 

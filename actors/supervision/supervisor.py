@@ -19,10 +19,9 @@ from typing import Any
 
 from actors.channel import Channel
 from actors.cluster import Cluster
-from actors.driver.client import Driver, RemoteActor
-from actors.driver.messages import Connected
+from actors.driver.client import Driver, RayNode, RemoteActor
 from actors.driver.scheduling import Scheduling
-from actors.processes import ProcessHandle, ProcessLocation, kill_actor, package_version
+from actors.processes import ProcessHandle, ProcessLocation, package_version
 from actors.steps.connection import WorkerConnection
 from actors.steps.dispatcher import WorkerDown, WorkerUp
 from actors.steps.protocol import IDLE, IMPORTING, Segment
@@ -50,8 +49,6 @@ class IncarnationSettings:
     """What every incarnation of a pool's actors is started with."""
 
     cluster: Cluster
-    directory: str
-    """For the sockets; private, with a short path."""
     vocabulary: Vocabulary
     memory: int
     """Limit of one actor's memory, in bytes."""
@@ -80,7 +77,6 @@ class Supervisor:
         self._seconds_up = 0.0
         """Seconds that the incarnation was up. Set when it has ended."""
         self._actor: RemoteActor | None = None
-        self._process: ProcessHandle | None = None
         self._up: tuple[WorkerConnection, ProcessLocation] | None = None
         """Set while the actor is up."""
         self._stopping = threading.Event()
@@ -128,11 +124,9 @@ class Supervisor:
         """Begin to end the actor for good, whether it is up or still starting. `join` waits for the end."""
         self._stopping.set()
         os.eventfd_write(self._wake, 1)
-        actor, process = self._actor, self._process
+        actor = self._actor
         if actor is not None:
-            kill_actor(actor, None)
-        if process is not None and self._settings.cluster.trouble is not None:
-            process.send_kill()  # otherwise Ray ends it, and would report the kill as unexpected
+            actor.end()
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` for the end of the actor. Returns whether it has ended."""
@@ -163,8 +157,8 @@ class Supervisor:
     def _live(self) -> None:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
-        driver, ray = self._settings.cluster.driver()
-        actor = self._actor = self._wait(self._create_actor(driver, ray), _START_SECONDS, "start an actor")
+        driver, node = self._settings.cluster.driver()
+        actor = self._actor = self._wait(self._create_actor(driver, node), _START_SECONDS, "start an actor")
         self._incarnation += 1
         process = ProcessHandle(None)
         try:
@@ -174,17 +168,18 @@ class Supervisor:
                     f"{location.host} has version {location.version or 'unknown'} of guided, and this process "
                     f"{package_version() or 'unknown'}: install the same one on all nodes"
                 )
-            process = self._process = ProcessHandle(location.pid if location.is_beside(ray.node_id) else None)
-            connection = self._connect(actor, location, ray.node_id)
+            process = ProcessHandle(location.pid if location.is_beside(node.node_id) else None)
+            connection = self._connect(actor, location, node.node_id)
             _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
             self._serve(actor, process, connection, location)
         finally:
-            self._actor = self._process = None
-            kill_actor(actor, process)
+            self._actor = None
+            actor.end()  # first, because Ray would report a kill as an unexpected death
+            process.kill(after=1.0)
 
-    def _create_actor(self, driver: Driver, ray: Connected) -> Future[Any]:
+    def _create_actor(self, driver: Driver, node: RayNode) -> Future[Any]:
         settings = self._settings
-        owner = ProcessLocation.here(ray.node_id)
+        owner = ProcessLocation.here(node.node_id)
         return driver.create(
             "actors.supervision.mask_actor:MaskActor",
             owner,
@@ -211,7 +206,7 @@ class Supervisor:
     def _connect(self, actor: RemoteActor, location: ProcessLocation, node_id: str) -> WorkerConnection:
         """Connect to the actor, with a new slot table: directly if it can reach our memory, otherwise through Ray."""
         settings = self._settings
-        segment, channel = Segment(settings.options.slots, settings.words), Channel(settings.directory)
+        segment, channel = Segment(settings.options.slots, settings.words), Channel()
         try:
             attached = False
             if location.is_beside(node_id):

@@ -339,7 +339,6 @@ OPTIONS = (
             "Nodes for the mask actors: local, spread (all), a Ray resource (NAME:AMOUNT) or node label (NAME=VALUE).",
         ),
         Option("ray.actor_cpus", "CPUs that Ray reserves per mask actor. Default: 1 on a cluster that is joined."),
-        Option("ray.compile_cpus", "CPUs that Ray reserves for the compile actor. Default: 1, likewise."),
         Option("ray.slots", "Maximum number of open sequences per mask actor."),
         Option("engine.forced_tokens", "Append tokens without an alternative without a forward pass for each."),
         Option("engine.num_speculative_tokens", "Draft tokens per sequence and step, by prompt lookup. 0: off."),

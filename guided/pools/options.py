@@ -75,7 +75,6 @@ class RayPoolOptions:
             out). "NAME=VALUE": nodes with this label. "group:ID": the placement group with this id, as the Ray Serve
             application makes it (`deploy.arguments.bundles`).
         actor_cpus: CPUs that Ray reserves for each mask actor. None: 1; 0 in a local cluster that the pool starts.
-        compile_cpus: the same for the compile actor.
         slots: maximum number of sequences that are open on one actor at the same time. Unused slots take no memory.
         mask_limit: seconds that one mask may take. The actor is killed after that, and the sequence fails with
             `MaskTimeout`. The actor's other sequences are opened on another actor.
@@ -102,7 +101,6 @@ class RayPoolOptions:
     address: str | None = None
     placement: str = "local"
     actor_cpus: float | None = None
-    compile_cpus: float | None = None
     slots: int = 4096
     mask_limit: float = 5.0
     max_replays: int = 0
@@ -115,7 +113,7 @@ class RayPoolOptions:
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("num_actors", "slots", "max_compiling"), Range(1)),
-        **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus", "compile_cpus"), Range(0)),
+        **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus"), Range(0)),
         "mask_limit": Range(0, exclusive=True),
         "actor_memory_bytes": Range(256 << 20),
     }

@@ -19,8 +19,8 @@ def wait(channel: Channel, events: int) -> bool:
     return bool(poller.poll(10_000))
 
 
-def test_messages_go_both_ways(directory: str) -> None:
-    pair = ConnectedPair(directory)
+def test_messages_go_both_ways() -> None:
+    pair = ConnectedPair()
     assert pair.channel.receive() is None
     assert pair.end.receive(wait=False) is None
     pair.channel.send(b"there")
@@ -32,8 +32,8 @@ def test_messages_go_both_ways(directory: str) -> None:
     pair.connection.close()
 
 
-def test_the_end_of_the_other_side_is_noticed(directory: str) -> None:
-    pair = ConnectedPair(directory)
+def test_the_end_of_the_other_side_is_noticed() -> None:
+    pair = ConnectedPair()
     pair.end.close()
     assert wait(pair.channel, 0), "POLLHUP"
     pair.channel.send(b"not delivered")
@@ -42,16 +42,16 @@ def test_the_end_of_the_other_side_is_noticed(directory: str) -> None:
     pair.connection.close()
 
 
-def test_the_end_of_the_engine_ends_the_workers_wait(directory: str) -> None:
-    pair = ConnectedPair(directory)
+def test_the_end_of_the_engine_ends_the_workers_wait() -> None:
+    pair = ConnectedPair()
     threading.Timer(0.1, pair.connection.close).start()
     with pytest.raises(ConnectionError):
         pair.end.receive()
     pair.end.close()
 
 
-def test_a_worker_that_does_not_read_blocks_nothing(directory: str) -> None:
-    pair = ConnectedPair(directory)
+def test_a_worker_that_does_not_read_blocks_nothing() -> None:
+    pair = ConnectedPair()
     messages = [bytes([index]) * 100_000 for index in range(100)]
     for message in messages:
         pair.channel.send(message)
@@ -68,15 +68,15 @@ def test_a_worker_that_does_not_read_blocks_nothing(directory: str) -> None:
     pair.connection.close()
 
 
-def test_nothing_can_connect_after_the_worker(directory: str) -> None:
-    pair = ConnectedPair(directory)
+def test_nothing_can_connect_after_the_worker() -> None:
+    pair = ConnectedPair()
     assert not Path(pair.channel.path).exists()
     pair.end.close()
     pair.connection.close()
 
 
-def test_a_channel_without_a_worker(directory: str) -> None:
-    channel = Channel(directory)
+def test_a_channel_without_a_worker() -> None:
+    channel = Channel()
     assert not channel.accept(0.05)
     channel.send(b"x")
     channel.close()

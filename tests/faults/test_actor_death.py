@@ -205,7 +205,7 @@ def has_ended_or_cleans_up(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("ending", ["SIGKILL", "SIGKILL of all that descends from it", "raise"])
 def test_nothing_is_left_when_the_engines_process_is_gone(ending: str, short_directory: str) -> None:
-    """Actors, compile processes, Ray's own processes, sockets and files."""
+    """Actors, compile processes, Ray's own processes and files."""
     here = Path(__file__)
     engine = subprocess.Popen(
         [sys.executable, "-c", ENGINE, "raise" if ending == "raise" else "wait"],
@@ -227,7 +227,7 @@ def test_nothing_is_left_when_the_engines_process_is_gone(ending: str, short_dir
         family = [process for process in family if not has_ended_or_cleans_up(process)]
         if ending != "raise":
             scratch = list(Path(short_directory).glob("guided-*"))
-            assert len(scratch) == 2, "one with the pool's sockets, and one of Ray"
+            assert len(scratch) == 1, "of the local Ray"
             assert all(path.stat().st_mode & 0o077 == 0 for path in scratch), "private"
             if ending != "SIGKILL":  # as vLLM ends its engine's process
                 for process in psutil.Process(engine.pid).children(recursive=True):
@@ -238,7 +238,8 @@ def test_nothing_is_left_when_the_engines_process_is_gone(ending: str, short_dir
         gone, alive = psutil.wait_procs(family, timeout=30)
         assert not alive, [process.cmdline() for process in alive if process.is_running()]
         assert len(gone) >= (len(pids) if ending != "raise" else 0)
-        until(lambda: not list(Path(short_directory).glob("guided-*")), 15)
+        if "descends" not in ending:  # then nothing is left that could remove it
+            until(lambda: not list(Path(short_directory).glob("guided-*")), 15)
     finally:
         engine.kill()
         engine.communicate()

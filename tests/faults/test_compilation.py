@@ -233,29 +233,3 @@ def test_constraints_that_wait_are_bounded(pool: RayPool, tmp_path: Path) -> Non
     for future in futures:
         future.exception(WAIT)
     assert pool.compile(one_more, [NAME]).result(WAIT).backend == NAME
-
-
-def test_the_compile_actor_is_replaced(pool: RayPool, tmp_path: Path) -> None:
-    reached = tmp_path / "reached"
-    slow = new(f"wait@compile={tmp_path / 'go_on'}", f"touch={reached}")
-    future = pool.compile(slow, [NAME])
-    until(reached.exists)
-    template = psutil.Process(pool.compile_pids()[0]).parent()
-    actor = template.parent() if template is not None else None
-    assert actor is not None
-    (tmp_path / "go_on").touch()
-    actor.kill()
-    assert future.result(WAIT).backend == NAME
-    assert pool.compile(new(), [NAME]).result(WAIT).backend == NAME
-
-
-def test_a_frozen_compile_actor_is_replaced(pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = psutil.Process(pool.compile_pids()[0]).parent()
-    actor = template.parent() if template is not None else None
-    assert actor is not None
-    os.kill(actor.pid, signal.SIGSTOP)
-    with monkeypatch.context() as patched:
-        patched.setattr("actors.compile.grammars._GRACE_SECONDS", -30.0)
-        assert type(pool.compile(new(), [NAME]).exception(WAIT)) is CompileTimeout
-    assert pool.compile(new(), [NAME]).result(WAIT).backend == NAME
-    until(lambda: not psutil.pid_exists(actor.pid))

@@ -50,7 +50,6 @@ def test_a_server_killed_in_mid_stream(short_directory: str) -> None:
         family = family_of(server.process.pid)
         names = " ".join(process.name() for process in family)
         assert names.count("ray::MaskActor") == 2
-        assert "ray::CompileActor" in names
         assert os.listdir(short_directory)
         files = shared_files(family)
         body = {"prompt": "a", "max_tokens": 1900, "stream": True, "regex": "[a-z ]{1800,}"}
@@ -89,7 +88,7 @@ from actors import RayPool
 from guided.constraint import Constraint
 from guided.sequence import GuidedSequence
 
-pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], placement="spread", actor_cpus=0.25, compile_cpus=0.25)
+pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], placement="spread", actor_cpus=0.25)
 grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(60)
 sequences = [GuidedSequence("request", each, []) for each in (1, 2)]
 for sequence in sequences:
@@ -98,8 +97,7 @@ pool.submit(sequences)
 assert sum(len(part.rows) for part in pool.collect(60).ready) == 2
 workers = [psutil.Process(worker.pid) for worker in pool.status().workers]
 assert len({worker.ppid() for worker in workers}) == 2, "each raylet has started one"
-compiler = psutil.Process(pool.compile_pids()[0]).parent().parent()
-print(*[worker.pid for worker in workers], *pool.compile_pids(), compiler.pid, flush=True)
+print(*[worker.pid for worker in workers], *pool.compile_pids(), flush=True)
 time.sleep(600)
 """
 
@@ -123,13 +121,12 @@ def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
         assert engine.stdout is not None
         pids = engine.stdout.readline().split()
         family = [psutil.Process(int(pid)) for pid in pids]
-        assert len(family) >= 4
-        assert list(scratch.glob("guided-*"))
+        assert len(family) >= 3
         family += family_of(engine.pid)
         engine.kill()
         engine.wait(SECONDS)
         assert_all_end(family)
-        until(lambda: not list(scratch.glob("guided-*")), SECONDS)
+        assert not list(scratch.glob("guided-*")), "only a local Ray has files"
         raylets = [each for each in psutil.Process(cluster.pid).children(recursive=True) if each.name() == "raylet"]
         assert len(raylets) == 2
     finally:

@@ -35,7 +35,7 @@ class Frozen(StepDriver):
     def __init__(self, directory: Path) -> None:
         self.reached, self.go_on = directory / "reached", directory / "go_on"
         self.segment = Segment(SLOTS, WORDS)
-        channel = Channel(str(directory))
+        channel = Channel()
         self.process = multiprocessing.get_context("spawn").Process(
             target=serve, args=(channel.path, self.segment.name, str(self.reached), str(self.go_on)), daemon=True
         )
@@ -44,7 +44,7 @@ class Frozen(StepDriver):
         assert self.process.pid is not None
         self.pid = self.process.pid
         self.connection = WorkerConnection("frozen", self.pid, channel, self.segment)
-        other = ThreadActor(str(directory), {"fast": ScriptedGrammar([tokens(text) for text in TEXTS])})
+        other = ThreadActor({"fast": ScriptedGrammar([tokens(text) for text in TEXTS])})
         self.dispatcher = Dispatcher(pool_wait=60.0, max_replays=0)
         for connection in (self.connection, other.connection):
             connection.loaded |= {"fast", "stuck"}

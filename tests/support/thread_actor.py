@@ -21,15 +21,11 @@ from guided.worker import MaskWorker
 
 
 class ConnectedPair:
-    """Both ends of a channel, and the slot table between them.
+    """Both ends of a channel, and the slot table between them."""
 
-    Args:
-        directory: for the socket.
-    """
-
-    def __init__(self, directory: str, *, slots: int = 8, index: int = 0) -> None:
+    def __init__(self, *, slots: int = 8, index: int = 0) -> None:
         self.segment = Segment(slots, WORDS)
-        self.channel = Channel(directory)
+        self.channel = Channel()
         self.end = WorkerEnd.connect(self.channel.path)
         assert self.channel.accept(10)
         self.connection = WorkerConnection(f"mask worker {index}", os.getpid(), self.channel, self.segment)
@@ -38,10 +34,8 @@ class ConnectedPair:
 class ThreadActor:
     """A worker with grammars, served by a `StepServer` for as long as the test runs."""
 
-    def __init__(
-        self, directory: str, grammars: Mapping[str, CompiledGrammar], *, slots: int = 8, index: int = 0
-    ) -> None:
-        self.pair = ConnectedPair(directory, slots=slots, index=index)
+    def __init__(self, grammars: Mapping[str, CompiledGrammar], *, slots: int = 8, index: int = 0) -> None:
+        self.pair = ConnectedPair(slots=slots, index=index)
         self.connection = self.pair.connection
         self.worker = MaskWorker(BYTES)
         for key, grammar in grammars.items():

@@ -14,6 +14,7 @@ from thread_actor import ThreadActor
 
 from actors.steps.connection import WorkerConnection
 from actors.steps.dispatcher import Dispatcher, WorkerDown, WorkerUp
+from actors.steps.protocol import IDLE
 from guided.errors import MaskTimeout, WorkerDied
 
 ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
@@ -22,8 +23,7 @@ ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
 class Cluster(StepDriver):
     """A dispatcher with actors that know the grammars `fast` and `slow`."""
 
-    def __init__(self, directory: str, number: int = 2, slots: int = 8, **options: Any) -> None:
-        self.directory = directory
+    def __init__(self, number: int = 2, slots: int = 8, **options: Any) -> None:
         self.dispatcher = Dispatcher(**{"pool_wait": 30.0, "max_replays": 0, **options})
         super().__init__(self.dispatcher)
         self.slow = SlowGrammar(ABC, slow_at=1)
@@ -33,7 +33,7 @@ class Cluster(StepDriver):
 
     def join(self, slots: int = 8) -> ThreadActor:
         grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
-        actor = ThreadActor(self.directory, grammars, slots=slots, index=len(self.actors))
+        actor = ThreadActor(grammars, slots=slots, index=len(self.actors))
         self.actors.append(actor)
         self.dispatcher.announce(WorkerUp(actor.connection))
         return actor
@@ -47,8 +47,13 @@ class Cluster(StepDriver):
         return index
 
     def end(self, index: int, hung: bool = False) -> None:
-        error = MaskTimeout(f"worker {index} hung") if hung else WorkerDied(f"worker {index} died")
-        self.dispatcher.announce(WorkerDown(self.actors[index].connection, error, "hung" if hung else "died"))
+        connection = self.actors[index].connection
+        if hung:
+            slot = min((slot for slot, _ in connection.busy()), default=IDLE)
+            down = WorkerDown(connection, MaskTimeout(f"worker {index} hung"), "hung", slot)
+        else:
+            down = WorkerDown(connection, WorkerDied(f"worker {index} died"))
+        self.dispatcher.announce(down)
 
     def close(self) -> None:
         self.slow.release.set()

@@ -58,7 +58,7 @@ try:
 except PoolUnavailable as error:
     sys.exit(str(error))
 """
-_POOL_OPTIONS = ("address", "placement", "num_actors", "actor_cpus", "compile_cpus")
+_POOL_OPTIONS = ("address", "placement", "num_actors", "actor_cpus")
 """Those that say what a pool takes of a cluster."""
 _FIND_GPU = "import torch, sys; sys.exit(not torch.cuda.is_available() and 'no CUDA device')"
 _TRY_GPU = """

@@ -50,12 +50,12 @@ def test_an_actor_without_a_reference_is_ended(driver: Driver) -> None:
     actor = driver.create(SAMPLE).result(WAIT)
     process = psutil.Process(actor.call("pid").result(WAIT))
     del actor
-    driver.nodes().result(WAIT)
+    driver.ask("nodes").result(WAIT)
     process.wait(WAIT)
 
 
 def test_nodes(driver: Driver) -> None:
-    (node,) = driver.nodes().result(WAIT)
+    (node,) = driver.ask("nodes").result(WAIT)
     assert node["Alive"]
 
 

@@ -47,8 +47,8 @@ WAIT = 60.0
 class Engine:
     """The engine's side, by hand."""
 
-    def __init__(self, directory: str, slots: int = 64) -> None:
-        self.channel = Channel(directory)
+    def __init__(self, slots: int = 64) -> None:
+        self.channel = Channel()
         self.segment = Segment(slots, WORDS)
         self.table = self.segment.table
 
@@ -108,8 +108,8 @@ class Actor:
 
 
 @pytest.fixture
-def engine(directory: str) -> Iterator[Engine]:
-    engine = Engine(directory)
+def engine() -> Iterator[Engine]:
+    engine = Engine()
     yield engine
     engine.channel.close()
     engine.segment.close()

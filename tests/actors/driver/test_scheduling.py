@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,28 +56,27 @@ def test_an_impossible_placement_is_refused_with_what_there_is(placement: str, c
 
 
 @pytest.mark.parametrize(
-    ("placement", "mask_cpus", "compile_cpus", "says"),
+    ("placement", "cpus", "says"),
     [
-        ("local", 1, 1, None),
-        ("local", 1, 1.5, "the pool reserves 4.5 CPUs, 1 for each of 3 mask actors and 1.5 for compilation; the nodes"),
-        ("local", 1.5, 0, "of placement 'local' have 4: lower num_actors, actor_cpus or compile_cpus"),
-        ("spread", 1, 3, None),
-        ("spread", 2, 2, "of placement 'spread' have 6: lower"),
-        ("guided_mask", 0, 2, None),
-        ("guided_mask:2", 0, 0, "3 mask actors take 2 of guided_mask each, and the nodes have 4: lower num_actors"),
-        ("guided_mask", 0, 3, "an actor needs 3 CPUs on one node"),
-        ("group:" + 36 * "0", 8, 8, None),
+        ("local", 1, None),
+        (
+            "local",
+            1.5,
+            "1.5 CPUs for each of 3 mask actors, and the nodes of placement 'local' have 4: lower num_actors",
+        ),
+        ("spread", 1, None),
+        ("spread", 3, "of placement 'spread' have 4: lower num_actors or actor_cpus"),
+        ("guided_mask", 0, None),
+        ("guided_mask:2", 0, "3 mask actors take 2 of guided_mask each, and the nodes have 4: lower num_actors"),
+        ("guided_mask", 3, "an actor needs 3 CPUs on one node"),
+        ("group:" + 36 * "0", 8, None),
     ],
 )
-def test_a_cluster_without_room_for_three_actors(
-    placement: str, mask_cpus: float, compile_cpus: float, says: str | None
-) -> None:
-    where = NodePlacement.parse(placement)
-    mask_actor = Scheduling(where, mask_cpus)
-    compile_actor = Scheduling(replace(where, amount=0.0), compile_cpus)
+def test_a_cluster_without_room_for_three_actors(placement: str, cpus: float, says: str | None) -> None:
+    actor = Scheduling(NodePlacement.parse(placement), cpus)
     if says is None:
-        check_room(mask_actor, compile_actor, 3, NODES, "a")
+        check_room(actor, 3, NODES, "a")
         return
     with pytest.raises(ValueError, match="lower") as raised:
-        check_room(mask_actor, compile_actor, 3, NODES, "a")
+        check_room(actor, 3, NODES, "a")
     assert says in str(raised.value)

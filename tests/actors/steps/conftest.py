@@ -9,7 +9,7 @@ from thread_cluster import Cluster
 
 
 @pytest.fixture
-def cluster(directory: str) -> Iterator[Cluster]:
-    cluster = Cluster(directory)
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
     yield cluster
     cluster.close()

@@ -65,8 +65,8 @@ def test_an_actor_that_comes_up_ends_the_wait_of_a_step(cluster: Cluster) -> Non
     assert cluster.collect() == ["ax", "ax"]
 
 
-def test_without_an_actor_sequences_wait_and_then_fail(directory: str) -> None:
-    cluster = Cluster(directory, number=0, pool_wait=0.3)
+def test_without_an_actor_sequences_wait_and_then_fail() -> None:
+    cluster = Cluster(number=0, pool_wait=0.3)
     cluster.open(1)
     started = time.monotonic()
     assert cluster.step((1, ""), deadline=0.0) == ["late"]
@@ -106,8 +106,8 @@ def test_a_slot_is_used_again_only_after_the_worker_has_freed_it(cluster: Cluste
     until(lambda: bool(connection.table.ready[slot] < 0))
 
 
-def test_more_sequences_than_slots_wait_for_a_slot(directory: str) -> None:
-    cluster = Cluster(directory, number=1, slots=3)
+def test_more_sequences_than_slots_wait_for_a_slot() -> None:
+    cluster = Cluster(number=1, slots=3)
     cluster.open(1, 2, 3, 4, 5)
     assert cluster.step(*((number, "") for number in (1, 2, 3, 4, 5)), deadline=0.1) == ["ax"] * 3 + ["late"] * 2
     assert cluster.dispatcher.decided() == []
@@ -274,8 +274,8 @@ def test_a_hang_loses_its_sequence_and_moves_the_others(cluster: Cluster) -> Non
     assert cluster.where(3) == cluster.where(4) == 1
 
 
-def test_with_replays_a_sequence_ends_at_the_next_death(directory: str) -> None:
-    cluster = Cluster(directory, number=3, max_replays=1)
+def test_with_replays_a_sequence_ends_at_the_next_death() -> None:
+    cluster = Cluster(number=3, max_replays=1)
     cluster.open(1, grammar="slow")
     cluster.open(2, 3, 4)
     assert all_ready(cluster.step((1, ""), (2, ""), (3, ""), (4, "")))
@@ -293,8 +293,8 @@ def test_with_replays_a_sequence_ends_at_the_next_death(directory: str) -> None:
     cluster.close()
 
 
-def test_a_grammar_with_a_fatal_first_mask_is_rejected(directory: str) -> None:
-    cluster = Cluster(directory, number=3)
+def test_a_grammar_with_a_fatal_first_mask_is_rejected() -> None:
+    cluster = Cluster(number=3)
     for number in (1, 2):
         cluster.slow.reached.clear()
         cluster.open(number, grammar="slow", text="a")
@@ -366,7 +366,7 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_output(
 ) -> None:
     """Steps of any rows, deadlines, rollbacks, frees, forks, actors that die, hang and join: a mask is right, or the
     row is not ready."""
-    cluster = Cluster(str(tmp_path_factory.mktemp("s")), slots=6, max_replays=data.draw(st.sampled_from([0, 2])))
+    cluster = Cluster(slots=6, max_replays=data.draw(st.sampled_from([0, 2])))
     cluster.slow.release.set()
     letters = {tokens(letter)[0]: letter for letter in "abcdxyz"}
     wants = {"": "ax", "a": "b", "ab": "cd", "abc": ".", "x": "y", "xy": "z"}

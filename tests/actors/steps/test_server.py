@@ -45,8 +45,8 @@ FAST = ScriptedGrammar([tokens("ab"), tokens("ac"), tokens("xyz")])
 class Peer:
     """The engine's side, by hand."""
 
-    def __init__(self, directory: str, **grammars: ScriptedGrammar) -> None:
-        self.actor = ThreadActor(directory, {"g": FAST, **grammars})
+    def __init__(self, **grammars: ScriptedGrammar) -> None:
+        self.actor = ThreadActor({"g": FAST, **grammars})
         self.channel = self.actor.pair.channel
         self.table = self.actor.pair.segment.table
 
@@ -94,8 +94,8 @@ def slow() -> Iterator[SlowGrammar]:
 
 
 @pytest.fixture
-def peer(directory: str, slow: SlowGrammar) -> Iterator[Peer]:
-    peer = Peer(directory, slow=slow)
+def peer(slow: SlowGrammar) -> Iterator[Peer]:
+    peer = Peer(slow=slow)
     yield peer
     slow.release.set()
     peer.actor.connection.close()
@@ -255,9 +255,9 @@ def test_a_slot_is_free_only_after_its_row_was_filled(peer: Peer, slow: SlowGram
     assert peer.actor.worker.num_open == 1
 
 
-def test_rows_of_a_grammar_that_the_second_thread_holds_are_not_forgotten(directory: str) -> None:
+def test_rows_of_a_grammar_that_the_second_thread_holds_are_not_forgotten() -> None:
     first, second = (SlowGrammar([tokens("abc")], slow_at=1) for _ in range(2))
-    peer = Peer(directory, slow=first, second=second)
+    peer = Peer(slow=first, second=second)
     stick(peer, first)
     peer.send(peer.open(1, grammar="second"), peer.open(2, grammar="second"))
     peer.wait(1), peer.wait(2)
