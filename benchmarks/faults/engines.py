@@ -1,4 +1,4 @@
-"""The engines under test: vLLM's `AsyncLLM`, with its own masks or with ours in two ways, and our `AsyncLLM`.
+"""The engines under test: vLLM's `AsyncLLM`, with its own masks or with ours, and our `AsyncLLM`.
 
 vLLM's engine runs in the environment that has vLLM. Its engine core is a separate process, as it is in its server.
 """
@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from benchmarks.faults.requests import PROMPT, Request
 
 MAX_MODEL_LEN = 1024
-PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
-
 
 Output = tuple[str, int, str | None, str | None]
 """Text so far, number of tokens so far, finish reason, error."""
@@ -43,35 +41,29 @@ class _VLLM:
             max_model_len=MAX_MODEL_LEN,
             structured_outputs_config={"backend": backend, "disable_any_whitespace": backend == "guidance"},
             disable_log_stats=True,
-            logits_processors=[PLUGIN] if way == "plugin" else None,
             additional_config={"guided": {"num_actors": 2}} if way else {},
         )
         self._way = way
         self._engine = AsyncLLM.from_engine_args(arguments)
 
     async def generate(self, request_id: str, request: Request) -> AsyncIterator[Output]:
+        from vllm.exceptions import GenerationError, VLLMValidationError
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
         kind: dict[str, Any] = {}
-        if request.constraint and (self._way == "plugin" or (self._way and request.backend)):
-            kind["extra_args"] = {**_plain(request), "guided_request_id": request_id}
-        elif request.constraint:
+        if request.constraint:
             kind["structured_outputs"] = StructuredOutputsParams(**request.constraint)
+            if self._way and request.backend:
+                kind["extra_args"] = {"guided_backend": request.backend}
         params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=not request.constraint, **kind)
-        async for output in self._engine.generate(PROMPT, params, request_id):
-            one = output.outputs[0]
-            error = self._reported(request_id) if one.finish_reason and self._way else None
-            if one.finish_reason == "error":
-                error = error or "error"
-            yield one.text, len(one.token_ids), one.finish_reason, error
-
-    @staticmethod
-    def _reported(request_id: str) -> str | None:
-        """Return the error that the plugin reported outside of vLLM's answer, as its middleware does."""
-        from guided.integrations.vllm.error_reports import take
-
-        error = take(request_id)
-        return None if error is None else f"{error.code}: {error}"
+        text, tokens = "", 0
+        try:
+            async for output in self._engine.generate(PROMPT, params, request_id):
+                one = output.outputs[0]
+                text, tokens = one.text, len(one.token_ids)
+                yield text, tokens, one.finish_reason, "error" if one.finish_reason == "error" else None
+        except (GenerationError, VLLMValidationError) as error:
+            yield text, tokens, "error", f"{type(error).__name__}: {error}"
 
     async def state(self) -> str:
         if self._engine.errored:
@@ -117,7 +109,7 @@ def vllm(model: str, way: str = "", backend: str = "guidance") -> Engine:
     """Return vLLM's engine, with defaults for the rest.
 
     Args:
-        way: "": vLLM's own masks. "plugin": our logits processor. "switch": `GUIDED_VLLM=1`.
+        way: "": vLLM's own masks. "switch": `GUIDED_VLLM=1`.
         backend: of structured outputs.
     """
     return _VLLM(model, way, backend)

@@ -2,7 +2,7 @@
 `benchmarks.engine_throughput`.
 
 The arguments are WAY, MODEL, `dummy` or `real` weights, the batch size, and the type of the weights. WAY is `unguided`,
-`own:BACKEND` (vLLM's structured outputs), `switch:POOL` (with `GUIDED_VLLM=1`) or `plugin:POOL` (our logits processor).
+`own:BACKEND` (vLLM's structured outputs) or `switch:POOL` (with `GUIDED_VLLM=1`).
 A command is a list of requests, and its answer is what the engine generated and the time that it took. Imports only
 what vLLM's environment has.
 """
@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks.child_process import answer_writer
 
-PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 MAX_MODEL_LEN = 1024
 
 
@@ -32,9 +31,7 @@ def engine(way: str, model: str, dummy: bool, max_num_seqs: int, dtype: str) -> 
     if kind in ("own", "switch"):
         named = backend if kind == "own" else "guidance"
         options["structured_outputs_config"] = {"backend": named, "disable_any_whitespace": True}
-    if kind == "plugin":
-        options["logits_processors"] = [PLUGIN]
-    if kind in ("plugin", "switch"):
+    if kind == "switch":
         options["additional_config"] = {"guided": {"pool": backend, **({"num_actors": 2} if backend == "ray" else {})}}
     if dummy:
         options["load_format"] = "dummy"
@@ -57,16 +54,10 @@ def params(way: str, request: dict[str, Any]) -> Any:
     from vllm.sampling_params import StructuredOutputsParams
 
     usual = {"max_tokens": request["max_tokens"], "temperature": request["temperature"], "seed": request["seed"]}
-    kind = way.partition(":")[0]
     constraint = {name: request[name] for name in ("json", "regex") if name in request}
-    if kind == "unguided":
+    if way == "unguided":
         return SamplingParams(**usual, ignore_eos=True)
-    if kind in ("own", "switch"):
-        return SamplingParams(**usual, structured_outputs=StructuredOutputsParams(**constraint))
-    extra = {"regex": request["regex"]} if "regex" in request else {"json_schema": request["json"]}
-    if "json_schema" in extra:
-        extra["whitespace_pattern"] = ""
-    return SamplingParams(**usual, extra_args={**extra, "backend": "llguidance"})
+    return SamplingParams(**usual, structured_outputs=StructuredOutputsParams(**constraint))
 
 
 def main() -> None:

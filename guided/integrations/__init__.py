@@ -1,4 +1,4 @@
-"""Guided decoding inside other engines: vLLM's logits processors, and transformers' `generate()`.
+"""Guided decoding inside other engines: vLLM's structured outputs, and transformers' `generate()`.
 
-Nothing else in `guided` imports this package. Only `guided.integrations.vllm.processor` imports vLLM.
+Nothing else in `guided` imports this package.
 """

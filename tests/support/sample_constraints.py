@@ -10,8 +10,6 @@ from typing import Any
 
 import jsonschema
 
-from guided.integrations.vllm.error_reports import REQUEST_ID
-
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -31,29 +29,24 @@ SMALL = {
 """Every backend enforces all of it."""
 DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 CITIES = ["Lisbon", "Kyoto", "São Paulo"]
+NUMBERS = r"<[0-9]{1,4}(,[0-9]{1,4})?>"
 LARK = 'start: "<" NUMBER ("," NUMBER)? ">"\nNUMBER: /[0-9]{1,4}/'
 GBNF = 'root ::= "<" number ("," number)? ">"\nnumber ::= [0-9] [0-9]? [0-9]?'
+TAG = {
+    "type": "tag",
+    "begin": "<person>",
+    "content": {"type": "json_schema", "json_schema": SCHEMA},
+    "end": "</person>",
+}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A constraint in the form of `extra_args` and `vllm_xargs`."""
+    """Fields of a request body, and a check of its output."""
 
     name: str
-    extra: dict[str, Any]
+    fields: dict[str, Any]
     is_valid: Callable[[str], bool]
-
-    def params(self, request_id: str = "", **sampling: Any) -> Any:
-        """Return vLLM's sampling parameters."""
-        from vllm import SamplingParams
-
-        extra = {**self.extra, REQUEST_ID: request_id} if request_id else self.extra
-        usual = {
-            "max_tokens": 300,
-            "temperature": 1.0,
-            "ignore_eos": not self.extra,
-        }  # unconstrained outputs would end at random
-        return SamplingParams(**{**usual, **sampling}, extra_args=extra or None)
 
 
 def satisfies(schema: dict[str, Any]) -> Callable[[str], bool]:
@@ -70,26 +63,38 @@ def matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
-def regex(pattern: str, **extra: Any) -> Wanted:
-    return Wanted(f"regex {pattern}", {"regex": pattern, **extra}, matches(pattern))
+def own(name: str, is_valid: Callable[[str], bool], backend: str | None = None, **outputs: Any) -> Wanted:
+    """A request with these `structured_outputs`."""
+    extra = {} if backend is None else {"vllm_xargs": {"guided_backend": backend}}
+    return Wanted(name, {"structured_outputs": outputs, **extra}, is_valid)
 
 
-_NUMBERS = r"<[0-9]{1,4}(,[0-9]{1,4})?>"
+def regex(pattern: str, backend: str | None = None) -> Wanted:
+    return own(f"regex {pattern}", matches(pattern), backend, regex=pattern)
+
+
 KINDS = [
-    Wanted("schema", {"json_schema": json.dumps(SCHEMA), "whitespace_pattern": ""}, satisfies(SCHEMA)),
+    own("schema", satisfies(SCHEMA), json=SCHEMA, disable_any_whitespace=True),
+    own("schema as text", satisfies(SCHEMA), json=json.dumps(SCHEMA), whitespace_pattern=""),
     regex(DATE),
-    Wanted("choice", {"choice": CITIES}, CITIES.__contains__),
-    Wanted("lark", {"grammar": LARK}, matches(_NUMBERS)),
-    Wanted("gbnf", {"grammar": GBNF}, matches(_NUMBERS)),
+    own("choice", CITIES.__contains__, choice=CITIES),
+    own("lark", matches(NUMBERS), grammar=LARK),
+    own("gbnf", matches(NUMBERS), grammar=GBNF),
+    own(
+        "structural tag",
+        lambda text: satisfies(SCHEMA)(text.removeprefix("<person>").removesuffix("</person>")),
+        structural_tag=json.dumps({"type": "structural_tag", "format": TAG}),
+    ),
+    Wanted(
+        "response_format",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}},
+        satisfies(SCHEMA),
+    ),
 ]
 BACKENDS = [
-    Wanted(f"{kind} {backend}", {**extra, "backend": backend}, is_valid)
-    for backend in ("llguidance", "xgrammar", "outlines", "lm-format-enforcer")
-    for kind, extra, is_valid in [
-        ("schema", {"json_schema": json.dumps(SMALL)}, satisfies(SMALL)),
-        ("regex", {"regex": DATE}, matches(DATE)),
-    ]
-    if (kind, backend) != ("regex", "lm-format-enforcer")
+    one
+    for backend in ("guidance", "xgrammar", "outlines", "lm-format-enforcer")
+    for one in (own(f"schema {backend}", satisfies(SMALL), backend, json=SMALL), regex(DATE, backend))
+    if one.name.startswith("schema") or backend != "lm-format-enforcer"
 ]
-PLAIN = Wanted("plain", {}, lambda text: True)
 LONG = regex("[a-z ]{350}")

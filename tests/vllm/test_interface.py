@@ -40,55 +40,33 @@ DEFINED = [
     (SCHEDULER, "Scheduler", "get_grammar_bitmask(self, scheduler_output)"),
     (SCHEDULER, "Scheduler", "update_from_output(self, scheduler_output, model_runner_output)"),
     (SCHEDULER, "Scheduler", "_preempt_request(self, request, timestamp, drop_stale_output)"),
-    # activation.py, admission.py
+    # activation.py
     (
         "sampling_params.py",
         "SamplingParams",
         "_validate_structured_outputs(self, model_config, structured_outputs_config, tokenizer)",
     ),
-    ("entrypoints/generate/base/serving.py", "GenerateBaseServing", "_raise_if_error(self, finish_reason, request_id)"),
-    # processor.py
-    ("v1/sample/logits_processor/interface.py", "LogitsProcessor", "update_state(self, batch_update)"),
-    ("v1/sample/logits_processor/interface.py", "LogitsProcessor", "apply(self, logits)"),
-    (
-        "v1/worker/gpu/sample/logits_processor/interface.py",
-        "LogitsProcessor",
-        "add_request(self, req_idx, sampling_params)",
-    ),
-    ("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsProcessor", "apply(self, logits, ctx)"),
 ]
 """File, class and signature of what is overridden, replaced or called."""
 
 WRITTEN = [
-    (MANAGER, "self._use_async_grammar_compilation ="),
     (MANAGER, "self.reasoner_cls"),
+    (MANAGER, "mask_stride = max_num_spec_tokens + (0 if is_diffusion else 1)"),
+    (MASKED, "cumulative_index += mask_stride"),
     ("v1/structured_output/request.py", "reasoning_ended"),
     ("sampling_params.py", "_backend: str | None"),
+    ("parser/engine/adapters.py", "def implicit_reasoning_end_token_ids(self)"),
     (SCHEDULER, "self.prev_step_scheduled_req_ids: set[str]"),
     (SCHEDULER, "self.current_step < request.next_decode_eligible_step"),
-    (SCHEDULER, "FINISHED_ERROR"),
+    (SCHEDULER, "self.grammar_compile_error_reqs: dict[str, RequestError]"),
+    (SCHEDULER, "error=request_errors.get(request.request_id)"),
     (SCHEDULER, "len(strip_speculative_padding(spec_tokens.get(req_id, [])))"),
     ("v1/core/sched/output.py", "pending_structured_output_tokens: bool"),
     ("v1/engine/core.py", "self.structured_output_manager = StructuredOutputManager(vllm_config)"),
     ("v1/engine/core.py", "vllm_config.scheduler_config.get_scheduler_cls()"),
 ]
-"""File and text: attributes that are read or written, and the order in which vLLM makes the two objects."""
-
-ADAPTERS = "parser/engine/adapters.py"
-BY_VERSION = {
-    "0.32": [
-        (SCHEDULER, "self.grammar_compile_error_reqs: set[str]"),
-        (MASKED, "cumulative_index += 1 + num_spec_tokens"),
-    ],
-    "0.33": [
-        (SCHEDULER, "self.grammar_compile_error_reqs: dict[str, RequestError]"),
-        (SCHEDULER, "error=request_errors.get(request.request_id)"),
-        (MASKED, "cumulative_index += mask_stride"),
-        (MANAGER, "mask_stride = max_num_spec_tokens + (0 if is_diffusion else 1)"),
-        (ADAPTERS, "def implicit_reasoning_end_token_ids(self)"),
-    ],
-}
-"""By minor version: how failed requests are handed over, how the lines of a bitmask are counted, and what 0.33 adds."""
+"""File and text: attributes that are read or written, the lines of a bitmask, how failed requests are handed over, and
+the order in which vLLM makes the manager and the scheduler."""
 
 
 def _root() -> Path:
@@ -128,8 +106,3 @@ def test_it_is_defined(file: str, owner: str, signature: str) -> None:
 @pytest.mark.parametrize(("file", "text"), WRITTEN)
 def test_it_is_written(file: str, text: str) -> None:
     assert text in _text(file)
-
-
-def test_the_layout_is_that_of_one_version() -> None:
-    found = [version for version, texts in BY_VERSION.items() if all(text in _text(file) for file, text in texts)]
-    assert len(found) == 1

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm.v1.engine.core
 from faulty_pool import FaultyPool
 from sample_constraints import CITIES, DATE, SCHEMA, matches, satisfies
 from scripted_grammar import STOP, ScriptedBackends
-from vllm import LLM, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.request import Request
-from vllm_engine import MAX_MODEL_LEN
+from vllm_server import MAX_MODEL_LEN
 
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
 from guided.errors import PoolUnavailable
 from guided.integrations.vllm import activation
-from guided.integrations.vllm.configuration import model_vocabulary
-from guided.integrations.vllm.manager import GuidedManager
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.inline import InlinePool
+from guided.pools.opening import PoolOpener
 from guided.vocabulary import Vocabulary
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import vllm.v1.engine.core
+from vllm import LLM, SamplingParams
+from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
+from vllm.parser.engine.parser_engine import ReasoningEnd
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.request import Request
+
+from guided.integrations.vllm.manager import GuidedManager
 
 OWN: list[tuple[dict[str, Any], Any]] = [
     ({"json": SCHEMA, "disable_any_whitespace": True}, satisfies(SCHEMA)),
@@ -79,18 +85,17 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 def host(request: pytest.FixtureRequest, vllm_model: Path) -> Iterator[Host]:
     pools: list[FaultyPool] = []
 
-    def open_pool(config: Any, options: Any) -> FaultyPool:
-        pools.append(FaultyPool(model_vocabulary(config)))
+    def open_pool(vocabulary: Vocabulary) -> FaultyPool:
+        pools.append(FaultyPool(vocabulary))
         return pools[-1]
 
     with pytest.MonkeyPatch.context() as patched:
         for place, name in (
             (vllm.v1.engine.core, "StructuredOutputManager"),
             (SamplingParams, "_validate_structured_outputs"),
-            (activation, "_active"),
         ):
             patched.setattr(place, name, getattr(place, name))  # restored at the end
-        patched.setattr("guided.integrations.vllm.configuration.open_pool", open_pool)
+        patched.setattr("guided.integrations.vllm.configuration.find_pool", lambda name, options: open_pool)
         patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patched.setenv("GUIDED_VLLM", "1")
         activation.activate()
@@ -190,14 +195,10 @@ class TestAdmission:
     def test_the_same_parameters_twice(self, host: Host) -> None:
         """vLLM keeps what validation wrote into the caller's object."""
         host.calm()
-        own = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
-        extra = SamplingParams(max_tokens=20, extra_args={"choice": ["yes", "no"]})
-        for params in (own, extra, own, extra):
+        params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+        for _ in range(2):
             outputs = host.llm.generate(["a", "b"], params, use_tqdm=False)
             assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
-        extra.extra_args = None
-        (output,) = host.llm.generate("a", extra, use_tqdm=False)
-        assert output.outputs[0].text not in ("yes", "no")
 
     def test_a_constraint_is_not_validated_in_the_engine(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         text = GuidedParams(Constraint.json_schema(SCHEMA)).to_text()
@@ -209,13 +210,18 @@ class TestAdmission:
 
 # the gates of reasoning, and draft tokens: no engine
 
-END_OF_THOUGHT, WIDTH = 19, 40
+END_OF_THOUGHT, WIDTH, STRIDE = 19, 40, 5
 VOCABULARY = Vocabulary(
     token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20))),
     stop_token_ids=(STOP,),
     special_token_ids=frozenset({STOP}),
     padded_vocab_size=WIDTH,
 )
+
+
+def use_pool(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], InlinePool]) -> None:
+    """Have managers open this pool."""
+    monkeypatch.setattr("guided.integrations.vllm.manager.pool_opener", lambda config: PoolOpener(open_pool))
 
 
 class Reasoner:
@@ -229,13 +235,34 @@ class Reasoner:
         return END_OF_THOUGHT in list(delta_ids)
 
 
+class ToolReasoner(ParserEngineReasoningAdapter):
+    """Its reasoning ends at `END_OF_THOUGHT`, or at 1 or 9, with which the output begins then."""
+
+    implicit_reasoning_end_token_ids = frozenset({1, 9})
+    reasoning_end_token_ids = frozenset({1, 9, END_OF_THOUGHT})
+
+    def __init__(self, tokenizer: object = None) -> None:
+        pass
+
+    def is_reasoning_end(self, input_ids: list[int]) -> bool:
+        return False
+
+    def is_reasoning_end_streaming(self, input_ids: list[int], delta_ids: list[int]) -> bool:
+        return not self.reasoning_end_token_ids.isdisjoint(delta_ids)
+
+    def find_reasoning_end(self, token_ids: Sequence[int]) -> ReasoningEnd | None:
+        place = next((place for place, token in enumerate(token_ids) if token in self.reasoning_end_token_ids), None)
+        return None if place is None else ReasoningEnd(place, token_ids[place] != END_OF_THOUGHT)
+
+
 def subject_config() -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
         scheduler_config=SimpleNamespace(max_num_seqs=4, get_scheduler_cls=lambda: object),
         model_config=SimpleNamespace(skip_tokenizer_init=True, get_vocab_size=lambda: WIDTH, is_diffusion=False),
         structured_outputs_config=SimpleNamespace(enable_in_reasoning=False),
-        additional_config={"guided": {"pool": "inline"}},
+        additional_config={},
+        num_speculative_tokens=STRIDE - 1,
     )
 
 
@@ -249,14 +276,12 @@ def structured_request(reasoning_ended: bool | None = None) -> Request:
 class Subject:
     """A manager and one request for the text "1 2 3 4"."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasons: bool) -> None:
-        pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
-        monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", lambda config, options: pool)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasoner: type[Any] | None = None) -> None:
+        use_pool(monkeypatch, lambda: InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY)))  # type: ignore[arg-type]
         self.manager = GuidedManager(subject_config())
         self.manager.tokenizer = None
-        if reasons:
-            self.manager.reasoner_cls = Reasoner
-        self.request = structured_request(reasoning_ended=False if reasons else None)
+        self.manager.reasoner_cls = reasoner
+        self.request = structured_request(reasoning_ended=None if reasoner is None else False)
         self.manager.grammar_init(self.request)
         self.request.structured_output_request._grammar.result(60)
 
@@ -265,7 +290,8 @@ class Subject:
         self.drafts = {"r": drafts}
         masks = self.manager.grammar_bitmask({"r": self.request}, ["r"], self.drafts)
         assert masks is not None
-        return ["all" if (row == -1).all() else allowed_ids(row).tolist() for row in masks]
+        assert len(masks) == STRIDE
+        return ["all" if (row == -1).all() else allowed_ids(row).tolist() for row in masks[: 1 + len(drafts)]]
 
     def accept(self, *tokens: int) -> bool:
         self.request.append_output_token_ids(list(tokens))
@@ -277,30 +303,30 @@ class TestStart:
         """Requests that wait for the pool would have vLLM poll, and take the processor time that opening it needs."""
         opened: list[InlinePool] = []
 
-        def open_slowly(config: Any, options: Any) -> InlinePool:
+        def open_slowly() -> InlinePool:
             time.sleep(0.5)
             opened.append(InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY)))  # type: ignore[arg-type]
             return opened[0]
 
-        monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", open_slowly)
+        use_pool(monkeypatch, open_slowly)
         GuidedManager(subject_config())
         assert opened
 
     def test_the_engine_starts_without_its_pool(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(config: Any, options: Any) -> InlinePool:
+        def fail() -> InlinePool:
             raise PoolUnavailable("told to fail")
 
-        monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", fail)
+        use_pool(monkeypatch, fail)
         manager = GuidedManager(subject_config())
-        manager.grammar_init(request := structured_request())
-        error = request.structured_output_request._grammar.exception(60)
-        assert isinstance(error, PoolUnavailable)
-        assert manager.take_failed() == ["r"]
+        manager.grammar_init(structured_request())
+        error = manager.errors["r"]
+        assert (error.code, error.message, error.retryable) == ("pool_unavailable", "told to fail", True)
+        assert type(error.to_exception()).__name__ == "RetryableRequestError", "a 503"
 
 
 class TestDraftTokens:
     def test_each_draft_has_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, reasons=False)
+        subject = Subject(monkeypatch)
         assert subject.rows([1, 2]) == [[1], [2], [3]]
         assert subject.accept(1)  # the drafts were rejected by the engine
         assert subject.rows([2, 3, 4]) == [[2], [3], [4], [STOP]]
@@ -309,22 +335,22 @@ class TestDraftTokens:
         assert subject.accept(STOP)
 
     def test_an_invalid_draft_is_not_acceptable(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, reasons=False)
+        subject = Subject(monkeypatch)
         assert subject.rows([1, 7, 3]) == [[1], [2], [STOP], [STOP]]
         assert subject.drafts["r"] == [1, -1, -1]
         assert subject.accept(1, 2)
         assert subject.rows([3, -1]) == [[3], [4], "all"]
 
     def test_a_token_that_its_mask_forbids_ends_the_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, reasons=False)
+        subject = Subject(monkeypatch)
         subject.rows([])
         assert not subject.accept(7)
-        assert subject.manager.take_failed() == ["r"]
+        assert subject.manager.errors["r"].code == "token_rejected"
 
 
 class TestReasoning:
     def test_the_constraint_begins_after_the_end_of_the_reasoning(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, reasons=True)
+        subject = Subject(monkeypatch, Reasoner)
         assert subject.rows([]) == ["all"]
         assert subject.accept(7)
         assert subject.rows([8, END_OF_THOUGHT, 1]) == ["all", "all", [1], [2]]
@@ -332,7 +358,29 @@ class TestReasoning:
         assert subject.rows([3]) == [[3], [4]]
 
     def test_drafts_without_an_end_are_unconstrained(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, reasons=True)
+        subject = Subject(monkeypatch, Reasoner)
         assert subject.rows([8, 9]) == ["all", "all", "all"]
         assert subject.accept(8, END_OF_THOUGHT)
         assert subject.rows([]) == [[1]]
+
+    @pytest.mark.parametrize("drafts", [[], [8], [8, 7]])
+    def test_a_token_that_ends_it_and_can_not_begin_the_output_is_forbidden(
+        self, monkeypatch: pytest.MonkeyPatch, drafts: list[int]
+    ) -> None:
+        subject = Subject(monkeypatch, ToolReasoner)
+        every = [token for token in range(32 * 2) if token != 9]
+        assert subject.rows(drafts) == [every] * (1 + len(drafts))
+
+    def test_a_token_that_ends_it_and_begins_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        subject = Subject(monkeypatch, ToolReasoner)
+        rows = subject.rows([8, 1, 2])
+        assert [9 in row for row in rows[:2]] == [False, False]
+        assert rows[2:] == [[2], [3]]
+        assert subject.accept(8, 1, 2)
+        assert subject.rows([3]) == [[3], [4]]
+
+    def test_drafts_with_an_end_before_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        subject = Subject(monkeypatch, ToolReasoner)
+        rows = subject.rows([8, END_OF_THOUGHT, 1])
+        assert [9 in row for row in rows[:2]] == [False, False]
+        assert rows[2:] == [[1], [2]]

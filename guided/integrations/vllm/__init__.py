@@ -1,1 +1,1 @@
-"""The vLLM plugin: `vllm serve MODEL --logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor`."""
+"""vLLM's structured outputs, enforced by our pool: `GUIDED_VLLM=1 vllm serve MODEL`."""

@@ -1,8 +1,11 @@
-"""The switch: with the environment variable `GUIDED_VLLM=1`, vLLM's structured outputs use our pool.
+"""The switch: with the environment variable `GUIDED_VLLM=1`, vLLM's structured outputs are enforced by our pool.
 
 vLLM calls `activate`, a general plugin, in every process before anything else. Two parts of vLLM are replaced:
 the manager of structured outputs, in the engine's process, and the validation of `structured_outputs`, in the process
-that admits requests. Both are internal to vLLM, so they are replaced only in versions with which this was tested.
+that admits requests. Both are internal to vLLM, so an untested version is refused.
+
+The rest is imported inside `activate`. vLLM goes on after an exception while it imports a plugin, and does not start
+after one that the plugin raises.
 """
 
 from __future__ import annotations
@@ -10,50 +13,59 @@ from __future__ import annotations
 import logging
 import os
 
-from guided.integrations.vllm import pool_reports
-from guided.integrations.vllm.run_directory import SWITCH, announce
-
-TESTED_VERSIONS = ("0.32.0",)
+SWITCH = "GUIDED_VLLM"
+"""The environment variable: 1 (on), "force" (on, also with an untested version), or 0."""
+TESTED_VERSIONS = ("0.33.0",)
 """Versions of vLLM with which `tests/vllm` passes."""
 _log = logging.getLogger("guided.integrations")
-_active = False
 
 
 def activate() -> None:
-    """Make this process a part of the run, and replace vLLM's structured outputs if the switch is on. Idempotent."""
-    global _active
-    announce()
-    _show_log()
-    pool_reports.expose()
-    if _active or os.environ.get(SWITCH, "").lower() in ("", "0", "false", "off"):
+    """Replace vLLM's structured outputs if the switch is on. Idempotent.
+
+    Raises:
+        RuntimeError: this version of vLLM is untested.
+        ValueError: the switch has another value.
+    """
+    switch = os.environ.get(SWITCH, "").lower()
+    if switch in ("", "0", "false", "off"):
         return
+    if switch not in ("1", "true", "on", "force"):
+        raise ValueError(f"{SWITCH} is {switch!r}; it must be 1, 0 or force")
     import vllm
 
-    version = vllm.__version__.partition("+")[0]
-    if version not in TESTED_VERSIONS:
-        _log.warning(
-            "%s has no effect: it was not tested with vLLM %s, but with %s. vLLM's own backends enforce "
-            "response_format and structured_outputs. For masks of guided, pass --logits-processors "
-            "guided.integrations.vllm.processor:GuidedLogitsProcessor and put constraints into vllm_xargs",
-            SWITCH,
-            version,
-            ", ".join(TESTED_VERSIONS),
-        )
-        return
+    check_version(vllm.__version__, forced=switch == "force")
+    _show_log()
     import vllm.v1.engine.core
     from vllm.sampling_params import SamplingParams
 
+    from guided.integrations.vllm import metrics
     from guided.integrations.vllm.admission import validate_structured_outputs
     from guided.integrations.vllm.manager import GuidedManager
 
     vllm.v1.engine.core.StructuredOutputManager = GuidedManager
     SamplingParams._validate_structured_outputs = validate_structured_outputs
-    _active = True
+    metrics.expose()
 
 
-def is_active() -> bool:
-    """Whether vLLM's structured outputs use our pool, in this process."""
-    return _active
+def check_version(version: str, forced: bool) -> None:
+    """Check that this version of vLLM is tested.
+
+    Args:
+        forced: log a warning instead of raising the error.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    if version.partition("+")[0] in TESTED_VERSIONS:
+        return
+    tested = ", ".join(TESTED_VERSIONS)
+    if not forced:
+        raise RuntimeError(
+            f"{SWITCH}=1 works with vLLM {tested}, and this is vLLM {version}: install vLLM {tested}, set "
+            f"{SWITCH}=force to try this version, or {SWITCH}=0 for vLLM's own structured outputs"
+        )
+    _log.warning("%s=force: guided was not tested with vLLM %s, but with %s", SWITCH, version, tested)
 
 
 def _show_log() -> None:

@@ -4,6 +4,10 @@ vLLM's own manager compiles grammars and fills masks in the engine's process. Th
 for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the deadline leaves the
 batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask is ready
 (`scheduling.py`).
+
+vLLM's `StructuredOutputBackend` and its grammar class would be the narrower interface. They don't fit masks of other
+processes: a grammar is asked for one row at a time, each answer is waited for, also between the rows of draft tokens,
+and a row can't be late. Compilations would wait in vLLM's few threads.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.outputs import RequestError
+from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
+from guided.bitmask import words
 from guided.errors import GuidedError, TokenRejected
-from guided.integrations.vllm import error_reports
-from guided.integrations.vllm.configuration import pool_opener, step_wait, stop_token
+from guided.integrations.vllm.configuration import pool_opener, step_wait
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.integrations.vllm.scheduling import guided_scheduler
@@ -52,37 +58,43 @@ class _Output:
 
 @dataclass(slots=True)
 class _Step:
-    """The lines of one step's bitmask."""
+    """The lines of one step's bitmask: for each request one per draft token, one more, and unused ones."""
 
     drafts: list[tuple[str, list[int]]]
     """The requests and their draft tokens."""
     rows: list[GuidedRow] = field(default_factory=list)
     """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
-    lines: dict[str, range] = field(default_factory=dict)
-    """Lines of each request: one per draft token, and one more."""
-    count: int = 0
+    reasoning: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By request, if tokens of its output may end its reasoning: the number of lines before that end, and the line that
+    has the mask of the empty output."""
 
 
 class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     """vLLM's `StructuredOutputManager`, with masks from a pool."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config)
-        if not self._use_async_grammar_compilation:
+        if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
             raise ValueError(
                 "guided's structured outputs don't work with distributed_executor_backend=external_launcher"
             )
+        super().__init__(vllm_config)
         self._opener = pool_opener(vllm_config)
+        # vLLM accepts requests only after this. While requests wait, vLLM's processes poll and take two cores, and a
+        # local Ray that starts then can exceed its limit of 30 s. After a failure, which is logged, requests try again.
+        self._opener.open().exception()
         weakref.finalize(self, self._opener.close)
-        self._masker = Masker(self._opener, self._note_failure, vllm_config.model_config.get_vocab_size())
+        self.errors: dict[str, RequestError] = {}
+        """The errors of failed requests, by vLLM's id, until the requests are freed. Any thread adds entries."""
+        self._masker = Masker(self._opener, self._note_failure)
         self._step_wait = step_wait(vllm_config)
+        self._stride = 1 + vllm_config.num_speculative_tokens
+        """Number of lines that a request has in a bitmask."""
+        self._words = words(vllm_config.model_config.get_vocab_size())
         self._outputs: dict[str, _Output] = {}
         """By vLLM's request id. The thread that receives requests adds entries."""
         self._slow: dict[str, _Output] = {}
         """Requests that had a late mask. They join a batch only when their mask is ready, until `_QUICK_MASKS` masks in
         succession took less than a step."""
-        self._failed: list[str] = []
-        """Ids of requests that failed since the last `take_failed`."""
         self._missing: list[str] = []
         """Ids of requests without a mask in this step."""
         self._step: _Step | None = None
@@ -91,8 +103,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         config.scheduler_cls = guided_scheduler(config.get_scheduler_cls())
 
     def _note_failure(self, request_id: str, error: GuidedError) -> None:
-        self._failed.append(request_id)
-        error_reports.report_engine_request(request_id, error)
+        """Note a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
+        code = error.code if error.status >= 429 else "validation_error"
+        self.errors[request_id] = RequestError(code, str(error), error.retryable)
 
     # vLLM's interface
 
@@ -101,10 +114,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         structured = request.structured_output_request
         if structured is None:
             return
-        params = GuidedParams.from_text(structured.params._backend)
-        guided = self._masker.begin(params, stop_token(request.sampling_params), request.request_id)
-        stops = frozenset(request.sampling_params.stop_token_ids or ())
-        self._outputs[request.request_id] = _Output(guided, stops)
+        guided = self._masker.begin(request.request_id, GuidedParams.from_text(structured.params._backend))
+        self._outputs[request.request_id] = _Output(guided, frozenset(request.sampling_params.stop_token_ids or ()))
         structured.grammar = guided.compiled
 
     def grammar_bitmask(
@@ -113,27 +124,29 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         structured_output_request_ids: list[str],
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> NDArray[np.int32] | None:
-        """Return the masks of a step, int32 `[rows, words]`: one row per request and one per draft token."""
+        """Return the masks of a step, int32 `[requests * stride, words]`: for each request as many lines as vLLM's."""
         if not structured_output_request_ids:
             return None
         step = self._step
         if step is None or step.drafts != _drafts(structured_output_request_ids, scheduled_spec_decode_tokens):
             step = self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
-        bitmask = self._masker.collect(self._step_wait, may_be_late=True)
-        if len(bitmask) < step.count:
-            constrained, bitmask = bitmask, np.full((step.count, bitmask.shape[1]), -1, np.int32)
-            bitmask[[row.logits_row for row in step.rows]] = constrained
-        discarded = {step.rows[index].logits_row for index in self._masker.discarded}
-        for request_id, lines in step.lines.items():
-            output = self._outputs[request_id]
-            output.masks = bitmask[lines.start : lines.stop]
+        bitmask = np.full((len(step.drafts) * self._stride, self._words), -1, np.int32)
+        discarded = self._masker.collect(bitmask, self._step_wait)
+        for number, (request_id, drafts) in enumerate(step.drafts):
+            output = self._outputs.get(request_id)
+            if output is None:
+                continue
+            first = number * self._stride
+            output.masks = bitmask[first : first + 1 + len(drafts)]
+            if request_id in step.reasoning:
+                count, beginning = step.reasoning[request_id]
+                self._mask_reasoning_ends(requests[request_id], output.masks[:count], bitmask[beginning])
             if output.stops:
                 self._allow_stops(output)
-            invalid = next((index for index, line in enumerate(lines[1:]) if line in discarded), None)
+            invalid = next((place for place in range(len(drafts)) if first + place + 1 in discarded), None)
             if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
-                tokens = scheduled_spec_decode_tokens[request_id]
-                scheduled_spec_decode_tokens[request_id] = [*tokens[:invalid], *[-1] * (len(tokens) - invalid)]
+                scheduled_spec_decode_tokens[request_id] = [*drafts[:invalid], *[-1] * (len(drafts) - invalid)]
             if output.request.late or output.request.error is not None:
                 self._slow[request_id], output.quick = output, 0
                 self._missing.append(request_id)
@@ -141,8 +154,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
         """Return the draft tokens to be verified. The mask before an invalid one forbids it."""
-        output = self._outputs.get(request.request_id)
-        if output is None:
+        if request.request_id not in self._outputs:
             return spec_tokens
         return [] if request.request_id in self._slow else list(strip_speculative_padding(spec_tokens))
 
@@ -151,14 +163,12 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         output = self._outputs.get(request.request_id)
         if output is None or not new_token_ids:
             return True
-        start = 0
-        if self.reasoner_cls is not None:
-            start = self._get_constraint_bounds(request, new_token_ids, spec_tokens_committed=True).grammar_start
-            if start > len(new_token_ids):
-                return True
-            request.structured_output_request.reasoning_ended = True
+        start = self._get_constraint_bounds(request, new_token_ids, spec_tokens_committed=True).grammar_start
+        if start > len(new_token_ids):
+            return True
+        request.structured_output_request.reasoning_ended = True
         for mask, token in zip(output.masks if output.masks is not None else (), new_token_ids, strict=False):
-            if not int(mask[token >> 5]) >> (token & 31) & 1:
+            if not _allows(mask, token):
                 self._masker.fail(
                     output.request, TokenRejected(f"the engine sampled token {token}, which is forbidden")
                 )
@@ -186,6 +196,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         slow = self._slow
         if not slow:
             return set()
+        self._step = None
         held = {name for name, output in slow.items() if output.request.error is not None or in_flight(name)}
         decided = self._masker.decided()
         asking: dict[str, _Output] = {}
@@ -196,9 +207,10 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             elif name not in held and (late or output.asked != len(output.tokens)):
                 asking[name] = output
         if asking:
-            self._step = None
-            self._masker.prepare([GuidedRow(output.request, 0, output.tokens) for output in asking.values()])
-            self._masker.collect(0.0, may_be_late=True)
+            self._masker.prepare(
+                [GuidedRow(each.request, line, each.tokens) for line, each in enumerate(asking.values())]
+            )
+            self._masker.collect(np.empty((len(asking), self._words), np.int32), 0.0)
         for name, output in asking.items():
             output.asked = len(output.tokens)
             output.quick += 1
@@ -213,17 +225,14 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         missing, self._missing = self._missing, []
         return missing
 
-    def take_failed(self) -> list[str]:
-        """Return the ids of requests that failed, once."""
-        failed, self._failed = self._failed, []
-        return failed
-
     def free(self, request_ids: Iterable[str]) -> None:
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
         for request_id in request_ids:
             output = self._outputs.pop(request_id, None)
             self._slow.pop(request_id, None)
+            self.errors.pop(request_id, None)
             if output is not None:
+                self._step = None
                 self._masker.end(output.request)
 
     # steps
@@ -233,33 +242,63 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     ) -> _Step:
         """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
         self._step = step = _Step(_drafts(request_ids, drafts))
-        for request_id, given in step.drafts:
-            output = self._outputs[request_id]
+        for number, (request_id, given) in enumerate(step.drafts):
+            output = self._outputs.get(request_id)
+            if output is None:  # it is over, and vLLM still transfers its blocks
+                continue
             tokens = strip_speculative_padding(given)
-            grammar_start = constraint_start = 0
-            if self.reasoner_cls is not None:
-                grammar_start, constraint_start = self._get_constraint_bounds(requests[request_id], tokens)
-            step.lines[request_id] = lines = range(step.count, step.count + 1 + len(given))
-            step.count = lines.stop
+            grammar_start, constraint_start = self._get_constraint_bounds(requests[request_id], tokens)
+            first = number * self._stride
+            if constraint_start and self._implicit_ends(requests[request_id]):
+                ends_before_output = grammar_start == constraint_start <= len(tokens)
+                beginning = first + constraint_start if ends_before_output else first
+                step.reasoning[request_id] = min(constraint_start, 1 + len(tokens)), beginning
+                if not ends_before_output:
+                    step.rows.append(GuidedRow(output.request, first, output.tokens))
             for count in range(constraint_start, len(tokens) + 1):
                 consumed = tokens[grammar_start:count]
                 before = [*output.tokens, *consumed] if consumed else output.tokens
-                step.rows.append(GuidedRow(output.request, lines[count], before, len(consumed)))
+                step.rows.append(GuidedRow(output.request, first + count, before, len(consumed)))
         self._masker.prepare(step.rows)
         return step
 
+    def _implicit_ends(self, request: Request) -> frozenset[int]:
+        """Return the tokens that end the reasoning and begin the output, such as the start of a tool call."""
+        reasoner = self._get_reasoner(request)
+        if isinstance(reasoner, ParserEngineReasoningAdapter):
+            return frozenset(reasoner.implicit_reasoning_end_token_ids)
+        return frozenset()
+
+    def _mask_reasoning_ends(self, request: Request, masks: NDArray[np.int32], beginning: NDArray[np.int32]) -> None:
+        """Forbid the tokens that end the reasoning where the output can't begin with them. Others are allowed.
+
+        Args:
+            masks: int32 `[lines, words]`, those before the end of the reasoning.
+            beginning: int32 `[words]`, the mask of the empty output.
+        """
+        forbidden = [token for token in self._implicit_ends(request) if not _allows(beginning, token)]
+        masks[:] = -1
+        for token in forbidden:
+            masks[:, token >> 5] &= ~_bit(token)
+
     def _allow_stops(self, output: _Output) -> None:
         """Allow the request's own stop tokens in those of its masks that allow the end of the output."""
+        vocabulary = self._masker.vocabulary
         assert output.masks is not None
+        assert vocabulary is not None
         for mask in output.masks:
-            complete = any(int(mask[token >> 5]) >> (token & 31) & 1 for token in self._masker.stop_token_ids)
-            for token in output.stops - self._masker.stop_token_ids:
+            complete = any(_allows(mask, token) for token in vocabulary.stop_token_ids)
+            for token in output.stops.difference(vocabulary.stop_token_ids):
                 word = mask[token >> 5]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
 
 
 def _drafts(request_ids: Iterable[str], drafts: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
     return [(name, list(drafts.get(name, ()))) for name in request_ids]
+
+
+def _allows(mask: NDArray[np.int32], token: int) -> bool:
+    return bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
 def _bit(token: int) -> np.int32:

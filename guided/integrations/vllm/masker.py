@@ -1,7 +1,7 @@
-"""Masker: computes the masks of the guided rows of a vLLM batch, in a pool.
+"""Masker: the masks of the guided rows of vLLM's batch, from a pool.
 
 A row is without a mask if its request has failed, or if the mask is late: not ready at the step's deadline. Such a row
-is allowed one token only, a stop token. The caller discards that token, or it ends the request.
+is allowed a stop token only, and vLLM discards the token that is sampled from it. An error of a row raises nothing.
 """
 
 from __future__ import annotations
@@ -9,42 +9,26 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from operator import methodcaller
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided.bitmask import pack, words
 from guided.errors import GuidedError, InternalError, PoolUnavailable, TokenRejected, bounded
-from guided.integrations.blocking import finish_step
 from guided.integrations.vllm.request_params import GuidedParams
-from guided.kernel import apply_bitmask
 from guided.pools.opening import PoolOpener
 from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
-
-if TYPE_CHECKING:
-    import torch
-
-    from guided.integrations.vllm.tensor_parallel import Ranks
+from guided.vocabulary import Vocabulary
 
 _log = logging.getLogger("guided.integrations")
-UNKNOWN_TOKEN = InternalError(
-    "the last token of this output is unknown when it has to be masked: with asynchronous scheduling, vLLM passes it "
-    "only to logits processors that are given by name (--logits-processors "
-    "guided.integrations.vllm.processor:GuidedLogitsProcessor), not to those of entry points"
-)
-_FLOOR = -1e4
-"""Lowest logit of an allowed token. vLLM, or another processor, may have written -inf to every token that a mask
-allows: such a token is sampled only if nothing else is left."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,11 +36,11 @@ class GuidedRequest:
     """One guided request in the engine. Made by `Masker.begin`."""
 
     name: str
-    report_id: str | None
-    """The id that an error is reported under, if there is one."""
-    stop_token: int
+    """Unique within the masker's life: vLLM may use an id again."""
+    request_id: str
+    """vLLM's id."""
     compiled: Future[GuidedRequest] = field(default_factory=Future)
-    """Ends with this request once its grammar is installed, or with the error that fails it."""
+    """Ends with this request when its grammar is compiled. Stays open if the request fails before."""
     error: GuidedError | None = None
     late: set[int] = field(default_factory=set)
     """Ids of the request's sequences with a late mask at the last `collect`."""
@@ -71,7 +55,8 @@ class GuidedRow(NamedTuple):
     """One guided row of a step."""
 
     request: GuidedRequest
-    logits_row: int
+    line: int
+    """The line of the bitmask."""
     token_ids: Sequence[int]
     """All output tokens before it, by reference."""
     drafts: int = 0
@@ -79,36 +64,26 @@ class GuidedRow(NamedTuple):
 
 
 class Masker:
-    """Computes the masks of an engine's batches. A row's error raises nothing.
-
-    Used from one thread, except `begin`.
+    """Computes the masks of an engine's batches. Used from one thread, except `begin`.
 
     Args:
         pool: an opener. The caller closes the pool.
-        report: called with the id and the error of each request that fails, if it has an id; from any thread.
-        width: number of logits.
-        ranks: the processes that mask the same batch. None: only this one.
+        report: called with vLLM's request id and the error of each request that fails; from any thread.
     """
 
-    def __init__(
-        self, pool: PoolOpener, report: Callable[[str, GuidedError], None], width: int, ranks: Ranks | None = None
-    ) -> None:
+    def __init__(self, pool: PoolOpener, report: Callable[[str, GuidedError], None]) -> None:
         self._opener = pool
         self._report = report
-        self._width = width
-        self._ranks = ranks
-        self.computes = ranks is None or ranks.computes
-        """Whether this process computes the masks, instead of receiving them from another rank."""
         self._processor: GuidedProcessor | None = None
         self._lock = threading.Lock()
         """Guards `_processor` and the compilation of a request against its end."""
         self._names = map(str, itertools.count())
         self._sequence_ids = itertools.count()
         self._requests: dict[str, GuidedRequest] = {}
+        """By name: the requests that have not ended."""
         self._rows: Sequence[GuidedRow] = ()
-        self.discarded: set[int] = set()
-        """Indices of the step's rows that come after the end of the output, or after an invalid draft token. They need
-        no mask: the engine discards their tokens."""
+        self._discarded: set[int] = set()
+        """Indices of the step's rows after a stop token, or after an invalid draft token."""
         self._prepared: dict[int, int] = {}
         """Sequence id -> index of its row, for the rows that were prepared."""
         self._sequences: tuple[GuidedSequence, ...] = ()
@@ -117,17 +92,17 @@ class Masker:
 
     # requests
 
-    def begin(self, params: GuidedParams | Exception, stop_token: int, report_id: str | None = None) -> GuidedRequest:
+    def begin(self, request_id: str, params: GuidedParams | GuidedError) -> GuidedRequest:
         """Add a request, and compile its constraint once the pool is open. From any thread.
 
         Args:
-            params: the guided parameters. An exception: they are invalid, and the request fails with it.
+            params: an error fails the request.
         """
-        request = GuidedRequest(next(self._names), report_id, stop_token)
+        request = GuidedRequest(next(self._names), request_id)
         self._requests[request.name] = request
-        if isinstance(params, Exception):
+        if isinstance(params, GuidedError):
             self.fail(request, params)
-        elif self.computes:
+        else:
             self._opener.open().add_done_callback(partial(self._compile, request, params))
         return request
 
@@ -140,124 +115,80 @@ class Masker:
                 self._processor = self._processor or GuidedProcessor(pool)
                 grammar = self._processor.initialize(request.name, params.constraint, params.backend)
         except Exception as error:
-            known = isinstance(error, InternalError) or not isinstance(error, GuidedError) or not opening.exception()
-            self.fail(request, error if known else PoolUnavailable(str(error)))
+            invalid = isinstance(error, GuidedError) and not isinstance(error, InternalError)
+            of_pool = invalid and opening.exception() is not None  # for example a model without a tokenizer
+            self.fail(request, PoolUnavailable(str(error)) if of_pool else error)
         else:
             grammar.add_done_callback(partial(self._compiled, request))
 
     def _compiled(self, request: GuidedRequest, grammar: Future[Grammar]) -> None:
         if (error := grammar.exception()) is not None:
             self.fail(request, error)
-        elif not request.compiled.done():
+        else:
             request.compiled.set_result(request)
 
     def end(self, request: GuidedRequest) -> None:
-        """Remove a request. Idempotent."""
+        """Remove a request: close its matchers and free its grammar. Idempotent."""
         self._requests.pop(request.name, None)
         with self._lock:
             request.ended = True
-        self.release(request)
-        self._free(request, methodcaller("free", request.name))
-
-    def release(self, request: GuidedRequest) -> None:
-        """Close a request's matchers. Its next row opens them again, from its tokens."""
-        if request.sequences:
-            self._discard_step()
-        for sequence in request.sequences:
-            self._free(request, methodcaller("free_sequence", sequence.sequence_id))
-        request.sequences.clear()
-        request.committed.clear()
+        self._discard_step()
         request.late.clear()
-
-    def _free(self, request: GuidedRequest, free: Callable[[GuidedProcessor], None]) -> None:
         try:
             if self._processor is not None:
-                free(self._processor)
+                self._processor.free(request.name)
         except Exception:
-            _log.exception("request %s can't be freed", request.report_id or "without an id")
+            _log.exception("request %s can't be freed", request.request_id)
 
     def fail(self, request: GuidedRequest, error: BaseException) -> None:
-        """Report an error. From now on, the request's rows are allowed its stop token only. From any thread."""
-        if request.error is not None:
-            return
-        known = error if isinstance(error, GuidedError) else InternalError(bounded(f"{type(error).__name__}: {error}"))
-        request.error = known
-        _log.error("guided request %s fails: %s", request.report_id or "without an id", known)
-        try:
-            if request.report_id is not None:
-                self._report(request.report_id, known)
-        except Exception:
-            _log.exception("the error of request %s can't be reported", request.report_id)
-        if not request.compiled.done():
-            request.compiled.set_exception(known)
+        """Report an error. From now on, the request's rows have no mask. From any thread."""
+        if request.error is None:
+            known = (
+                error if isinstance(error, GuidedError) else InternalError(bounded(f"{type(error).__name__}: {error}"))
+            )
+            request.error = known
+            self._report(request.request_id, known)
 
     @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end an output. Empty until the pool is open."""
-        return frozenset() if self._processor is None else frozenset(self._processor.vocabulary.stop_token_ids)
+    def vocabulary(self) -> Vocabulary | None:
+        """The vocabulary of the masks. None: no constraint has been compiled."""
+        return None if self._processor is None else self._processor.vocabulary
 
     # a step
 
-    def prepare(self, rows: Sequence[GuidedRow], wait: float | None = None, error: Exception | None = None) -> bool:
-        """Start to compute the masks of `rows`. `collect` or `apply` follows, or the next `prepare`.
-
-        Args:
-            wait: seconds to wait for grammars. Requests without one fail then. None: if a grammar or a token is
-                missing, False is returned.
-            error: why the tokens of `rows` are not available. Their requests fail.
-        """
+    def prepare(self, rows: Sequence[GuidedRow]) -> None:
+        """Start to compute the masks of `rows`, whose requests are compiled. `collect` or another `prepare` follows."""
         self._discard_step()
-        self._rows, self.discarded, self._prepared = rows, set(), {}
-        if not self.computes or not rows:
-            return True
-        if wait is None and not all(_is_known(row) and _is_ready(row) for row in rows):
-            return False
-        self._wait_for_grammars(wait or 0.0)
-        try:
-            if error is not None:
-                raise error
-            self._submit()
-        except Exception as failure:
-            self._fail_rows(failure)
-        return True
+        self._rows, self._discarded, self._prepared = rows, set(), {}
+        if rows:
+            try:
+                self._submit(rows)
+            except Exception as error:
+                self._fail_rows(error)
 
-    def _wait_for_grammars(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for row in self._rows:
-            if not _is_ready(row):
-                try:
-                    row.request.compiled.exception(max(0.0, deadline - time.monotonic()))
-                except TimeoutError:
-                    message = f"the constraint is still being compiled after {seconds:g} s: send the request again"
-                    self.fail(row.request, PoolUnavailable(message))
-
-    def _submit(self) -> None:
-        rows, processor = self._rows, self._processor
-        if processor is None:  # the pool can't be opened: all requests have failed
-            return
-        sequences: list[GuidedSequence] = []
+    def _submit(self, rows: Sequence[GuidedRow]) -> None:
+        processor = self._processor
+        assert processor is not None
         stops = processor.vocabulary.stop_token_ids
         for index, row in enumerate(rows):
-            last = row.token_ids[-max(1, row.drafts) :]
-            if not _is_known(row):
-                self.fail(row.request, UNKNOWN_TOKEN)
-            elif any(token in stops or token == row.request.stop_token or token < 0 for token in last):
-                self.discarded.add(index)  # the output is complete, or a draft token before it is invalid
-        complete = {rows[index].request.name for index in self.discarded if not rows[index].drafts}
+            if any(token in stops for token in row.token_ids[-max(1, row.drafts) :]):
+                self._discarded.add(index)
+        complete = {rows[index].request.name for index in self._discarded if not rows[index].drafts}
         for name, error in processor.failures().items():  # of requests that lost a matcher between steps
             if name in self._requests and name not in complete:
                 self.fail(self._requests[name], error)
+        sequences: list[GuidedSequence] = []
         for index, row in enumerate(rows):
-            if row.request.error is None and index not in self.discarded:
-                sequence = self._sequence(row)
+            if row.request.error is None and index not in self._discarded:
+                sequence = self._sequence(processor, row)
                 self._prepared[sequence.sequence_id] = index
                 sequences.append(sequence)
         if self._sequences != tuple(sequences):  # the same tuple again costs least
             self._sequences = tuple(sequences)
-        processor.prepare(self._sequences, list(self._prepared.values()))
+        processor.prepare(self._sequences, [rows[index].line for index in self._prepared.values()])
         self._in_step = True
 
-    def _sequence(self, row: GuidedRow) -> GuidedSequence:
+    def _sequence(self, processor: GuidedProcessor, row: GuidedRow) -> GuidedSequence:
         """Return the sequence of a row, with its current tokens."""
         request, drafts = row.request, row.drafts
         while len(request.sequences) <= drafts:
@@ -268,41 +199,38 @@ class Masker:
         sequence = request.sequences[drafts]
         sequence.output_token_ids = row.token_ids
         if drafts:  # this sequence's last draft tokens may have been replaced by other tokens
-            assert self._processor is not None
-            self._processor.rollback(sequence.sequence_id, request.committed.get(drafts, 0))
+            processor.rollback(sequence.sequence_id, request.committed.get(drafts, 0))
             request.committed[drafts] = len(row.token_ids) - drafts
         return sequence
 
-    def collect(self, deadline: float, may_be_late: bool = False) -> NDArray[np.int32]:
-        """Wait for the masks of the prepared rows.
+    def collect(self, bitmask: NDArray[np.int32], deadline: float) -> set[int]:
+        """Write the masks of the prepared rows.
 
         Args:
-            deadline: seconds to wait at most.
-            may_be_late: a row without its mask by then is late. Otherwise its request fails.
+            bitmask: int32 `[lines, words]`. The lines of rows without a mask allow a stop token only.
+            deadline: seconds to wait at most. A row without its mask by then is late.
 
         Returns:
-            int32 `[rows, words]`. Rows of failed and late requests allow their stop token only. So do rows with a
-            token that is discarded in any case: after the end of the output, or after an invalid draft token.
+            The lines after a stop token or an invalid draft token. vLLM samples nothing from them.
         """
-        bitmask = np.empty((len(self._rows), words(self._width)), np.int32)
-        computed = set(self._prepared.values()) if self._in_step else set()
+        computed: set[int] = set()
         if self._in_step:
             self._in_step = False
             assert self._processor is not None
-            collect = partial(self._processor.collect, bitmask, deadline)
             try:
-                if may_be_late:
-                    self._record_report(collect())
-                else:
-                    lines = list(self._prepared.values())
-                    self._record_report(finish_step(self._processor, self._sequences, lines, collect, deadline))
+                computed = set(self._prepared.values())
+                self._record_report(self._processor.collect(bitmask, deadline))
             except Exception as error:
                 self._fail_rows(error)
-        for index, row in enumerate(self._rows):
-            without = index not in computed or index in self.discarded
-            if without or row.request.error is not None or row.request.late:
-                bitmask[index] = pack([row.request.stop_token], self._width)
-        return bitmask
+        without = [
+            row.line
+            for index, row in enumerate(self._rows)
+            if index not in computed or index in self._discarded or row.request.error is not None or row.request.late
+        ]
+        if without:
+            stops = self.vocabulary.stop_token_ids[:1] if self.vocabulary is not None else ()
+            bitmask[without] = pack(stops, bitmask.shape[1] * 32)
+        return {self._rows[index].line for index in self._discarded}
 
     def _record_report(self, report: ApplyReport) -> None:
         for index in self._prepared.values():
@@ -313,29 +241,9 @@ class Masker:
             index = self._prepared[sequence_id]
             row = self._rows[index]
             if row.drafts and isinstance(error, TokenRejected):
-                self.discarded.add(index)  # the engine rejects the draft token in the row before
+                self._discarded.add(index)  # vLLM rejects the draft token in the row before
             else:
                 self.fail(row.request, error)
-
-    def apply(self, logits: torch.Tensor, deadline: float) -> None:
-        """Write -inf to all tokens that the masks of the prepared rows forbid, in place.
-
-        Args:
-            logits: float `[rows, width]`.
-            deadline: seconds to wait at most. Requests without a mask fail then.
-        """
-        if not self._rows:
-            return
-        bitmask = self.collect(deadline)
-        if self._ranks is not None:
-            self._ranks.share(bitmask)
-        rows = [row.logits_row for row in self._rows]
-        try:
-            apply_bitmask(logits, bitmask, rows, least=_FLOOR)
-        except Exception as error:
-            self._fail_rows(error)
-            logits[rows] = float("-inf")
-            logits[rows, [row.request.stop_token for row in self._rows]] = 0.0
 
     def decided(self) -> set[int]:
         """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
@@ -345,7 +253,9 @@ class Masker:
     def _discard_step(self) -> None:
         """Finish a prepared step that the engine does not use."""
         if self._in_step:
-            self.collect(0.0, may_be_late=True)
+            assert self._processor is not None
+            width = words(self._processor.vocabulary.padded_vocab_size)
+            self.collect(np.empty((1 + max(row.line for row in self._rows), width), np.int32), 0.0)
 
     def _fail_rows(self, error: Exception) -> None:
         """Fail this step's requests after an unexpected error."""
@@ -353,13 +263,3 @@ class Masker:
         self._in_step = False
         for row in self._rows:
             self.fail(row.request, error)
-
-
-def _is_known(row: GuidedRow) -> bool:
-    """Whether the row's last token is known, not a placeholder of vLLM's. Invalid draft tokens count as known."""
-    return bool(row.drafts) or not row.token_ids or row.token_ids[-1] >= 0
-
-
-def _is_ready(row: GuidedRow) -> bool:
-    """Whether the row's request has its grammar, or has failed."""
-    return row.request.compiled.done() or row.request.error is not None

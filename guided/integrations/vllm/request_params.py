@@ -1,6 +1,7 @@
-"""Guided parameters of a vLLM request, read from `SamplingParams.extra_args` (HTTP: `vllm_xargs`).
+"""The constraint of a vLLM request: read from its `structured_outputs`, and sent to the engine's process as text.
 
-`vllm_xargs` takes strings, numbers and flat lists of them, so a JSON schema is passed as a JSON string there.
+`response_format`, tools and Python callers all end in `SamplingParams.structured_outputs`. The constraint is validated
+once, in the process that admits requests, without native code.
 """
 
 from __future__ import annotations
@@ -8,44 +9,37 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from guided.backends import AUTO, candidates, resolve
-from guided.constraint import KINDS, Constraint
-from guided.errors import InternalError, InvalidConstraint, InvalidRequest, bounded
-from guided.integrations.vllm.error_reports import REQUEST_ID
-from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
+from guided.constraint import KINDS, Constraint, ConstraintKind
+from guided.errors import InternalError, InvalidRequest, bounded
+from guided.request import GivenConstraint, GivenWhitespace, build, take_whitespace
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config import StructuredOutputsConfig
+    from vllm.sampling_params import StructuredOutputsParams
 
-_OPTIONS = ("whitespace_pattern", "backend")
-_MEANT = {
-    "json_schema": ("json", "schema", "guided_json", "guided_schema", "response_format", "structured_outputs"),
-    "json_object": ("json_mode", "guided_json_object"),
-    "regex": ("pattern", "re", "guided_regex"),
-    "choice": ("choices", "enum", "guided_choice"),
-    "grammar": ("ebnf", "gbnf", "lark", "cfg", "guided_grammar"),
-    "backend": ("guided_decoding_backend",),
-    "whitespace_pattern": ("guided_whitespace_pattern",),
+BACKEND = "guided_backend"
+"""The parameter in `SamplingParams.extra_args` (HTTP: `vllm_xargs`) that names a request's backend."""
+_FIELDS: Mapping[str, ConstraintKind] = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
-"""Our names -> other names for the same fields elsewhere."""
-_OURS = {other: name for name, others in _MEANT.items() for other in others}
-VALIDATED = "guided_constraint"
-"""The parameter with the validated constraint, as text. Written in the process that admits requests."""
-FROM_EXTRA_ARGS = "_guided_from_extra_args"
-"""Attribute of `structured_outputs` that were made from guided parameters."""
+"""Fields of `structured_outputs` -> our kinds. vLLM has checked that one is given."""
+_UNENFORCED = frozenset({*KINDS, "json", "backend", "response_format", "structured_outputs"})
+"""Names in `vllm_xargs` that are meant as a constraint. vLLM would ignore them."""
 _PREFIX = "guided:"
-_CLOSE = 0.8
-"""Similarity (`difflib`) from which a name counts as a misspelt one."""
-_TRUE, _FALSE = (True, 1, "true"), (False, 0, "false")
-"""`vllm_xargs` has no booleans: pydantic converts them to numbers."""
 
 
 @dataclass(frozen=True)
 class GuidedParams:
-    """The validated guided parameters of one request."""
+    """The validated constraint of one request, and its backend."""
 
     constraint: Constraint
     backend: str = AUTO
@@ -68,90 +62,61 @@ class GuidedParams:
         return cls(Constraint(kind, source, whitespace), backend)
 
 
-def guided_params(params: SamplingParams) -> GuidedParams | None:
-    """Read and check the guided parameters, in the process that admits requests. None: the request has no constraint.
+def guided_params(params: SamplingParams, config: StructuredOutputsConfig) -> GuidedParams | None:
+    """Validate the constraint of a request. None: it has none.
+
+    Args:
+        config: vLLM's `--structured-outputs-config`.
 
     Raises:
-        InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: as from `guided serve`.
+        InvalidRequest: the constraint is invalid, or another parameter does not go with it.
     """
     extra = params.extra_args or {}
-    _reject_near_misses(extra)
-    given = take_one(_given(extra))
-    pattern = extra.get("whitespace_pattern")
-    whitespace = take_whitespace(given, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
-    backend = resolve(_backend(extra))
-    if given is None:
-        if extra.get("backend") is not None:
-            raise InvalidRequest(f"backend needs a constraint beside it: {', '.join(KINDS)}", param="backend")
+    for name in extra:
+        if name in _UNENFORCED or (name.startswith("guided_") and name != BACKEND):
+            raise InvalidRequest(
+                f"{bounded(name, 60)} is not enforced in vllm_xargs: use structured_outputs or response_format "
+                f"(and {BACKEND} in vllm_xargs for the backend)",
+                param=name,
+            )
+    outputs = params.structured_outputs
+    if outputs is None or outputs.all_constraints_none():
+        if extra.get(BACKEND) is not None:
+            raise InvalidRequest(f"{BACKEND} needs a constraint beside it", param=BACKEND)
         return None
-    constraint = build(given, whitespace, strict_schema=extra.get("strict_schema") in _TRUE)
-    candidates(given.kind, backend)
-    if params.structured_outputs is not None and not is_ours(params.structured_outputs):
-        raise InvalidConstraint(
-            f"structured_outputs and {given.kind} are given: a request takes one constraint", param="structured_outputs"
-        )
-    reject_overwriting(params, given.kind)
-    refuse_stops(constraint, stop=params.stop, stop_token_ids=params.stop_token_ids)
+    _reject_overwriting(params)
+    constraint = _constraint(outputs, config)
+    backend = extra.get(BACKEND, config.backend)
+    if not isinstance(backend, str):
+        raise InvalidRequest(f"{BACKEND} is a string, not {type(backend).__name__}", param=BACKEND)
+    backend = resolve(backend, param=BACKEND)
+    candidates(constraint.kind, backend, param=BACKEND)
     return GuidedParams(constraint, backend)
 
 
-def is_ours(structured_outputs: Any) -> bool:
-    """Whether `structured_outputs` were made from `vllm_xargs`, for an earlier request with the same parameters."""
-    return bool(getattr(structured_outputs, FROM_EXTRA_ARGS, False))
+def _constraint(outputs: StructuredOutputsParams, config: StructuredOutputsConfig) -> Constraint:
+    if outputs.json_object is False:
+        raise InvalidRequest("json_object takes true: leave it out for no constraint", param="structured_outputs")
+    field, kind = next(pair for pair in _FIELDS.items() if getattr(outputs, pair[0]) is not None)
+    given = GivenConstraint(kind, f"structured_outputs.{field}", getattr(outputs, field))
+    whitespace: list[GivenWhitespace] = []
+    if outputs.whitespace_pattern is not None:
+        whitespace.append(GivenWhitespace("structured_outputs.whitespace_pattern", outputs.whitespace_pattern))
+    elif field in ("json", "json_object", "structural_tag") and (
+        outputs.disable_any_whitespace or config.disable_any_whitespace
+    ):
+        whitespace.append(GivenWhitespace("structured_outputs.disable_any_whitespace", ""))
+    closed = outputs.disable_additional_properties or config.disable_additional_properties
+    return build(given, take_whitespace(given, whitespace), additional_properties=not closed)
 
 
-def reject_overwriting(params: SamplingParams, constraint: str) -> None:
-    """Reject parameters that overwrite masks, or change where an output ends.
-
-    Args:
-        constraint: what has the constraint: a kind, or a field.
-    """
-    if params.ignore_eos:
-        raise InvalidRequest(
-            f"ignore_eos can't be kept: the output ends where the {constraint} constraint does", param="ignore_eos"
-        )
+def _reject_overwriting(params: SamplingParams) -> None:
+    """Reject parameters that overwrite masks, or change where an output ends."""
     overwriting = {
+        "ignore_eos": params.ignore_eos,
         "thinking_token_budget": params.thinking_token_budget is not None,
         "trace_decode_token_ids": bool(params.trace_decode_token_ids),
     }
     for name, given in overwriting.items():
         if given:
-            raise InvalidRequest(f"{name} would write over what the {constraint} constraint allows", param=name)
-
-
-def request_id(params: SamplingParams) -> str | None:
-    """Return the id that errors are reported under, even if other parameters are invalid."""
-    value = (params.extra_args or {}).get(REQUEST_ID)
-    return None if value is None else str(value)
-
-
-def _reject_near_misses(extra: Mapping[str, Any]) -> None:
-    """Reject names that are probably meant as ours. Others belong to vLLM, or to other plugins."""
-    known = (*KINDS, *_OPTIONS)
-    for name in extra:
-        if name in known or name in (REQUEST_ID, VALIDATED):
-            continue
-        plain = name.lower().replace("-", "_")
-        meant = [_OURS[plain]] if plain in _OURS else get_close_matches(plain, known, 1, _CLOSE)
-        if meant or plain.startswith("guided_"):
-            hint = f"did you mean {meant[0]}? " if meant else ""
-            raise InvalidRequest(
-                f"there is no {bounded(name, 60)} here: {hint}there are {', '.join(known)}", param=name
-            )
-
-
-def _given(extra: Mapping[str, Any]) -> list[GivenConstraint]:
-    given = [GivenConstraint(kind, kind, extra[kind]) for kind in KINDS if extra.get(kind) is not None]
-    json_object = extra.get("json_object")
-    if json_object is None or json_object in _TRUE:
-        return given
-    if json_object in _FALSE:
-        return [one for one in given if one.kind != "json_object"]
-    raise InvalidConstraint("json_object takes true or false (or 1 or 0)", param="json_object")
-
-
-def _backend(extra: Mapping[str, Any]) -> str:
-    value = extra.get("backend")
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"backend is a string, not {type(value).__name__}", param="backend")
-    return value or AUTO
+            raise InvalidRequest(f"{name} can't be kept beside a constraint: leave one of the two out", param=name)

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestError
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.request import Request
 
@@ -24,8 +25,8 @@ class _GuidedScheduling:
     requests: dict[str, Request]
     running: list[Request]
     current_step: int
-    grammar_compile_error_reqs: set[str]
-    """vLLM ends these requests with `FINISHED_ERROR`, after this step."""
+    grammar_compile_error_reqs: dict[str, RequestError]
+    """vLLM ends these requests with their errors, after this step."""
     prev_step_scheduled_req_ids: set[str]
     _preempt_request: Any
     _held_back: frozenset[str] | set[str] = frozenset()
@@ -74,5 +75,5 @@ class _GuidedScheduling:
         return output
 
     def update_from_output(self, *args: Any, **options: Any) -> Any:
-        self.grammar_compile_error_reqs.update(self.structured_output_manager.take_failed())
+        self.grammar_compile_error_reqs.update(self.structured_output_manager.errors)
         return super().update_from_output(*args, **options)  # type: ignore[misc]

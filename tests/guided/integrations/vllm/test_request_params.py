@@ -1,7 +1,8 @@
-"""Guided parameters in vLLM's extra arguments, and rejections with the messages of our HTTP server."""
+"""The constraint in vLLM's `structured_outputs`, with the rejections of our HTTP server."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,74 +11,76 @@ import pytest
 from engine.server.constraints import requested_constraint as asked_over_http
 from engine.server.protocol import CompletionRequest
 from guided.constraint import Constraint
-from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
-from guided.integrations.vllm.request_params import GuidedParams, guided_params, request_id
+from guided.errors import GuidedError, InternalError, InvalidRequest
+from guided.integrations.vllm.request_params import GuidedParams, guided_params
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+TAG = json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": "a+"}})
+CONFIG: Any = SimpleNamespace(backend="auto", disable_any_whitespace=False, disable_additional_properties=False)
 
 
-def params(extra: dict[str, Any] | None, **others: Any) -> Any:
-    plain = {
-        "stop": [],
-        "stop_token_ids": [],
-        "ignore_eos": False,
-        "structured_outputs": None,
-        "thinking_token_budget": None,
-        "trace_decode_token_ids": None,
-    }
-    return SimpleNamespace(extra_args=extra, **{**plain, **others})
+def params(extra: dict[str, Any] | None = None, others: dict[str, Any] | None = None, **outputs: Any) -> Any:
+    """Stand-in for vLLM's `SamplingParams` with these `structured_outputs`."""
+    fields = ("json", "json_object", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")
+    switches = dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), False)
+    given = {**dict.fromkeys(fields), **switches, **outputs}
+    structured = SimpleNamespace(**given, all_constraints_none=lambda: not outputs) if outputs else None
+    plain = {"ignore_eos": False, "thinking_token_budget": None, "trace_decode_token_ids": None}
+    return SimpleNamespace(extra_args=extra, structured_outputs=structured, **{**plain, **(others or {})})
 
 
-@pytest.mark.parametrize("extra", [None, {}, {"session_id": "s"}, {"json_object": 0}, {"json_object": "false"}])
-def test_requests_without_a_constraint(extra: dict[str, Any] | None) -> None:
-    assert guided_params(params(extra, stop=["x"], ignore_eos=True)) is None
+@pytest.mark.parametrize("name", [None, "kv_transfer_params", "session_id", "target_token", "x"])
+def test_requests_without_a_constraint(name: str | None) -> None:
+    """Other extra arguments belong to vLLM, and to other plugins."""
+    extra = None if name is None else {name: "x"}
+    assert guided_params(params(extra, {"ignore_eos": True}), CONFIG) is None
 
 
 @pytest.mark.parametrize(
-    ("extra", "constraint"),
+    ("outputs", "constraint"),
     [
-        ({"json_schema": SCHEMA}, Constraint.json_schema(SCHEMA)),
-        ({"json_schema": {"type": "integer"}}, Constraint.json_schema({"type": "integer"})),
-        ({"json_object": 1, "whitespace_pattern": " ?"}, Constraint.json_object(whitespace=" ?")),
-        ({"regex": "[0-9]+"}, Constraint.regex("[0-9]+")),
+        ({"json": SCHEMA}, Constraint.json_schema(SCHEMA)),
+        ({"json": {"type": "integer"}}, Constraint.json_schema({"type": "integer"})),
+        ({"json": SCHEMA, "disable_any_whitespace": True}, Constraint.json_schema(SCHEMA, whitespace="")),
+        ({"json_object": True, "whitespace_pattern": " ?"}, Constraint.json_object(whitespace=" ?")),
+        ({"regex": "[0-9]+", "disable_any_whitespace": True}, Constraint.regex("[0-9]+")),
         ({"choice": ["yes", "no"]}, Constraint.choice(["yes", "no"])),
         ({"grammar": 'start: "a"'}, Constraint.grammar('start: "a"')),
+        ({"structural_tag": TAG}, Constraint.structural_tag(TAG)),
     ],
 )
-def test_every_kind(extra: dict[str, Any], constraint: Constraint) -> None:
-    assert guided_params(params(extra)) == GuidedParams(constraint)
+def test_every_kind(outputs: dict[str, Any], constraint: Constraint) -> None:
+    assert guided_params(params(**outputs), CONFIG) == GuidedParams(constraint)
 
 
-def test_the_backend() -> None:
-    found = guided_params(params({"regex": "a", "backend": "outlines_core", "guided_request_id": 7}))
-    assert found == GuidedParams(Constraint.regex("a"), "outlines")
+def test_the_options_of_the_server() -> None:
+    config: Any = SimpleNamespace(backend="guidance", disable_any_whitespace=True, disable_additional_properties=True)
+    found = guided_params(params(json=SCHEMA), config)
+    closed = Constraint.json_schema(SCHEMA, whitespace="", additional_properties=False)
+    assert found == GuidedParams(closed, "llguidance")
+    named = guided_params(params({"guided_backend": "outlines_core"}, json=SCHEMA), config)
+    assert named == GuidedParams(closed, "outlines")
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("field", "value"),
     [
-        {"json_schema": '{"type": "objekt"}'},
-        {"json_schema": '{"$ref": "https://example.com/schema"}'},
-        {"json_schema": "{"},
-        {"regex": "a", "choice": ["b"]},
-        {"regex": ""},
-        {"regex": "a{100000}"},
-        {"regex": "a\x00"},
-        {"choice": []},
-        {"grammar": " "},
-        {"grammar": 'start: "a"', "backend": "lm-format-enforcer"},
-        {"regex": "a", "backend": "unknown"},
-        {"whitespace_pattern": " "},
-        {"regex": "a", "whitespace_pattern": " "},
-        {"json_object": True, "whitespace_pattern": "a{100000}"},
+        ("json", '{"type": "objekt"}'),
+        ("json", '{"$ref": "https://example.com/schema"}'),
+        ("json", "{"),
+        ("regex", ""),
+        ("regex", "a{100000}"),
+        ("regex", "a\x00"),
+        ("choice", []),
+        ("grammar", " "),
     ],
-    ids=str,
 )
-def test_rejected_as_by_our_server(extra: dict[str, Any]) -> None:
+def test_rejected_as_by_our_server(field: str, value: Any) -> None:
+    body = CompletionRequest.model_validate({"model": "m", "prompt": "p", "structured_outputs": {field: value}})
     with pytest.raises(GuidedError) as theirs:
-        asked_over_http(CompletionRequest.model_validate({"model": "m", "prompt": "p", **extra}))
+        asked_over_http(body)
     with pytest.raises(GuidedError) as ours:
-        guided_params(params(extra))
+        guided_params(params(**{field: value}), CONFIG)
     assert type(ours.value) is type(theirs.value)
     assert (str(ours.value), ours.value.param) == (str(theirs.value), theirs.value.param)
 
@@ -86,75 +89,49 @@ def test_rejected_as_by_our_server(extra: dict[str, Any]) -> None:
     ("others", "param"),
     [
         ({"ignore_eos": True}, "ignore_eos"),
-        ({"structured_outputs": object()}, "structured_outputs"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
     ],
 )
 def test_parameters_that_would_overwrite_masks_are_rejected(others: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as rejected:
-        guided_params(params({"regex": "a+"}, **others))
+        guided_params(params(None, others, regex="a+"), CONFIG)
     assert rejected.value.param == param
 
 
-@pytest.mark.parametrize("others", [{"stop": ["x"]}, {"stop_token_ids": [5]}])
-def test_stops_are_rejected(others: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as rejected:
-        guided_params(params({"regex": "a+"}, **others))
-    assert [rejected.value.param] == list(others)
-
-
-def test_the_engine_reads_the_validated_constraint() -> None:
-    given = GuidedParams(Constraint.json_schema(SCHEMA, whitespace=" ?"), "xgrammar")
-    assert GuidedParams.from_text(given.to_text()) == given
-    for text in (None, "xgrammar"):
-        assert isinstance(GuidedParams.from_text(text), InternalError)
-
-
 @pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("json", "json_schema"),
-        ("schema", "json_schema"),
-        ("json_shema", "json_schema"),
-        ("regexp", "regex"),
-        ("Regex", "regex"),
-        ("choices", "choice"),
-        ("ebnf", "grammar"),
-        ("guided_schema", "json_schema"),
-        ("back-end", "backend"),
-        ("whitespace_patern", "whitespace_pattern"),
-    ],
+    "name", ["json", "json_schema", "regex", "backend", "response_format", "guided_json", "guided_decoding_backend"]
 )
-def test_near_misses_are_not_ignored(name: str, meant: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"did you mean {meant}") as rejected:
-        guided_params(params({name: "x"}))
+@pytest.mark.parametrize("outputs", [{}, {"regex": "a"}], ids=str)
+def test_constraints_elsewhere_are_not_ignored(name: str, outputs: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="use structured_outputs") as rejected:
+        guided_params(params({name: "x"}, **outputs), CONFIG)
     assert rejected.value.param == name
 
 
-def test_options_without_a_constraint_are_not_ignored() -> None:
-    with pytest.raises(InvalidRequest, match="needs a constraint"):
-        guided_params(params({"backend": "outlines"}))
+@pytest.mark.parametrize(
+    ("backend", "outputs", "words"),
+    [
+        ("outlines", {}, "needs a constraint"),
+        ("unknown", {"regex": "a"}, "there is no backend 'unknown'"),
+        (5, {"regex": "a"}, "is a string, not int"),
+        ("lm-format-enforcer", {"grammar": 'start: "a"'}, "does not support"),
+    ],
+)
+def test_backends_are_checked(backend: Any, outputs: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as rejected:
+        guided_params(params({"guided_backend": backend}, **outputs), CONFIG)
+    assert rejected.value.param == "guided_backend"
 
 
-@pytest.mark.parametrize("name", ["kv_transfer_params", "session_id", "kv_cache_report_mode", "target_token", "x"])
-def test_parameters_of_vllm_and_of_other_plugins_are_theirs(name: str) -> None:
-    assert guided_params(params({name: "x"})) is None
+def test_json_object_false_is_no_constraint() -> None:
+    with pytest.raises(InvalidRequest, match="json_object takes true"):
+        guided_params(params(json_object=False), CONFIG)
 
 
-def test_the_id_is_known_if_other_parameters_are_invalid() -> None:
-    assert request_id(params({"regex": 5, "guided_request_id": "a"})) == "a"
-    assert request_id(params({"regex": 5})) is None
-    assert request_id(params(None)) is None
-
-
-@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_decoding_backend"])
-def test_former_names_are_not_ignored(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="did you mean"):
-        guided_params(params({name: "x"}))
-
-
-@pytest.mark.parametrize("extra", [{"backend": 5}, {"json_object": "perhaps"}, {"json_object": [1]}])
-def test_values_of_other_types_are_rejected(extra: dict[str, Any]) -> None:
-    with pytest.raises((InvalidRequest, InvalidConstraint)):
-        guided_params(params(extra))
+def test_the_engine_reads_the_validated_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = GuidedParams(Constraint.json_schema(SCHEMA, whitespace=" ?"), "xgrammar")
+    monkeypatch.setattr("guided.schema.document.parse", None)  # it is not validated again
+    assert GuidedParams.from_text(given.to_text()) == given
+    for text in (None, "xgrammar"):
+        assert isinstance(GuidedParams.from_text(text), InternalError)

@@ -1,0 +1,101 @@
+"""Our metrics in vLLM's `/metrics`: the guided requests, and the state of the pool.
+
+The engine's process has the pool, and its parent answers `/metrics`. So the engine writes the pool's state to a file,
+named by its process id, and the parent reads those of its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import REGISTRY, Counter
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from guided.pools.metrics import pool_metrics
+from guided.pools.protocol import MaskPool, PoolStatus
+
+REQUESTS = Counter("guided_requests", "Requests whose constraint guided enforces, by its kind.", ["kind"])
+"""Counted where requests are admitted."""
+_INTERVAL = 2.0
+"""Seconds between two states of the pool."""
+_log = logging.getLogger("guided.integrations")
+
+
+class ReportedPool:
+    """A `MaskPool` that logs its state, and writes it for the process that answers `/metrics`, until it is shut down.
+
+    Args:
+        pool: the pool that everything is asked of.
+    """
+
+    def __init__(self, pool: MaskPool) -> None:
+        self._pool = pool
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._report, args=(_file(os.getpid()),), daemon=True)
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def shutdown(self) -> None:
+        """See `MaskPool.shutdown`."""
+        self._closed.set()
+        self._thread.join()
+        self._pool.shutdown()
+
+    def _report(self, file: Path) -> None:
+        last = ""
+        try:
+            while not self._closed.is_set():
+                status = self._pool.status()
+                new = file.with_suffix(f".{os.urandom(8).hex()}")
+                new.write_bytes(msgspec.json.encode(status))
+                new.replace(file)
+                up = sum(worker.state == "up" for worker in status.workers)
+                state = f"{up} of {len(status.workers)} workers of the mask pool are up"
+                state += f": {status.trouble}" if status.trouble else ""
+                if state != last:
+                    _log.info("%s", state)
+                last = state
+                self._closed.wait(_INTERVAL)
+        except Exception as error:  # for example a full disk
+            _log.info("the mask pool is not reported any more: %s", error)
+        file.unlink(missing_ok=True)
+
+
+@cache
+def expose() -> None:
+    """Add the pools of this process's engines to its metrics. Idempotent."""
+    REGISTRY.register(_Pools())
+
+
+class _Pools(Collector):
+    def collect(self) -> Iterator[Metric]:
+        children = [child.pid for child in multiprocessing.active_children()]
+        yield from pool_metrics(list(_statuses([os.getpid(), *(pid for pid in children if pid is not None)])))
+
+    def describe(self) -> Iterator[Metric]:
+        """Return no names: reading them would need a pool."""
+        return iter(())
+
+
+def _statuses(pids: list[int]) -> Iterator[PoolStatus]:
+    for file in map(_file, pids):
+        with contextlib.suppress(OSError, ValueError):  # a process without a pool
+            if file.stat().st_uid == os.getuid():
+                yield msgspec.json.decode(file.read_bytes(), type=PoolStatus)
+
+
+def _file(pid: int) -> Path:
+    return Path(tempfile.gettempdir(), f"guided-vllm-{pid}.json")
