@@ -47,8 +47,8 @@ lint: $(VENV)/.installed-dev  ## Check style, types, imports and dead code
 	$(BIN)/lint-imports
 	$(BIN)/vulture
 
-bench: $(VENV)/.installed-dev  ## Measure memory and tokens/s of the default server
-	$(BIN)/python -m benchmarks.serving_startup $(ARGS)
+bench: $(VENV)/.installed-dev  ## Measure throughput and latency of the default server
+	$(BIN)/python -m benchmarks.serving $(ARGS)
 
 install: $(VENV)/.installed  ## Install what `guided serve` needs into .venv
 

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +17,10 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, JsonProcess
-from benchmarks.paths import ROOT
-from benchmarks.peers.loop import Samples, Slowness
+from benchmarks.injected_faults import environment
+from benchmarks.peers.loop import Samples
 from benchmarks.peers.rows import Document
-from benchmarks.report import fail
-from benchmarks.slow_backend import SECONDS_VARIABLE
+from benchmarks.report import ROOT, fail
 from benchmarks.workload import Tokens
 
 
@@ -30,15 +30,11 @@ class Candidate:
 
     label: str
     way: str
-    """A key of `benchmarks.peers.host.WAYS`."""
-    backends: frozenset[str]
-    """The backends that it supports."""
+    """See `benchmarks.peers.host.way_of`."""
     python: str = sys.executable
     options: dict[str, Any] = field(default_factory=dict)
-    in_process: bool = False
-    """Whether masks are computed in the engine's process."""
     root: Path = ROOT
-    """The checkout that it runs in."""
+    """The checkout of `guided` and `actors` that it measures."""
 
 
 def vllm_candidate(python: str | None) -> Candidate | None:
@@ -53,30 +49,25 @@ def vllm_candidate(python: str | None) -> Candidate | None:
     )
     if probe.returncode:
         fail(f"--vllm-python: {python} has no vLLM (docs/benchmarks.md)")
-    backends = frozenset({"llguidance", "xgrammar", "outlines", "lm-format-enforcer"})
-    return Candidate("vLLM's manager", "vllm", backends, python, in_process=True)
+    return Candidate("vLLM's manager", "vllm", python)
 
 
 class Comparison:
     """The processes of the candidates. Use it in a `with` block."""
 
-    def __init__(
-        self, candidates: Sequence[Candidate], tokens: Tokens, *, threads: int = 1, slow_seconds: float = 0.2
-    ) -> None:
+    def __init__(self, candidates: Sequence[Candidate], tokens: Tokens) -> None:
         self.candidates = list(candidates)
         self._tokens = tokens
-        self._threads = threads
-        self._slow_seconds = slow_seconds
         self._processes: dict[str, JsonProcess] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Comparison:
         with contextlib.ExitStack() as stack:
             for candidate in self.candidates:
-                process = stack.enter_context(_process(candidate, self._slow_seconds))
+                process = stack.enter_context(_process(candidate, stack))
                 self._processes[candidate.label] = process
                 vocabulary = {"vocabulary": str(self._tokens.path), "width": self._tokens.width}
-                options = {**vocabulary, "stop": self._tokens.stop, "threads": self._threads, **candidate.options}
+                options = {**vocabulary, "stop": self._tokens.stop, **candidate.options}
                 process.send({"do": "start", "way": candidate.way, "options": options})
             for candidate in tqdm(self.candidates, desc="starting", leave=False, disable=None):
                 self._processes[candidate.label].answer()
@@ -88,53 +79,37 @@ class Comparison:
     ) -> None:
         self._stack.close()
 
-    def load(self, backend: str, documents: Sequence[Document]) -> tuple[list[Candidate], list[Document]]:
-        """Compile the documents in all candidates that support `backend`.
-
-        Returns:
-            Those candidates, and the documents that all of them can compile.
-        """
-        able = [candidate for candidate in self.candidates if backend in candidate.backends]
+    def load(self, backend: str, documents: Sequence[Document]) -> list[Document]:
+        """Compile the documents in all candidates. Returns those that all of them can compile."""
         # Our Ray pool compiles first. It ends what takes too long or too much memory, and the others skip it. They then
         # compile at the same time, because nothing is measured yet.
-        first = [candidate for candidate in able if candidate.way == "ray"]
+        first = [candidate for candidate in self.candidates if candidate.way == "ray"]
         left = list(documents)
-        for group in (first, [candidate for candidate in able if candidate not in first]):
+        for group in (first, [candidate for candidate in self.candidates if candidate not in first]):
             fields = [dataclasses.asdict(one) for one in left]
             for candidate in group:
                 self._processes[candidate.label].send({"do": "load", "backend": backend, "documents": fields})
             for candidate in tqdm(group, desc=f"compiling for {backend}", leave=False, disable=None):
                 refused = self._processes[candidate.label].answer()["refused"]
                 left = [one for one in left if one.name not in refused]
-        return able, left
+        return left
 
     def start(
-        self,
-        candidates: Sequence[Candidate],
-        documents: Sequence[Document],
-        batch: int,
-        forward_seconds: float,
-        slow: Slowness | None = None,
-        pinned: Sequence[Document] = (),
+        self, documents: Sequence[Document], batch: int, forward_seconds: float, pinned: Sequence[Document] = ()
     ) -> Measurement:
-        """Start the same rows in each candidate."""
+        """Start the same rows in each candidate. The first row writes the pinned documents, if there are any."""
         names = [document.name for document in documents]
-        for candidate in candidates:
+        for candidate in self.candidates:
             self._processes[candidate.label].ask(
                 {
                     "do": "begin",
                     "batch": batch,
                     "documents": names,
                     "pinned": [document.name for document in pinned],
-                    "slow": dataclasses.asdict(slow or Slowness()),
                     "forward_seconds": forward_seconds,
                 }
             )
-        return Measurement([(candidate, self._processes[candidate.label]) for candidate in candidates])
-
-    def pid(self, candidate: Candidate) -> int:
-        """Return the process id of a candidate's engine."""
-        return self._processes[candidate.label].pid
+        return Measurement([(candidate, self._processes[candidate.label]) for candidate in self.candidates])
 
 
 _WARM_UP = 5
@@ -169,20 +144,22 @@ class Measurement:
                 process.ask({"do": "run", "steps": _WARM_UP, "seconds": share})
                 answer = process.ask({"do": "run", "steps": turn, "seconds": share})
                 for name, values in answer.items():
-                    getattr(samples[candidate.label], name, []).extend(values)  # an earlier version has other names
+                    getattr(samples[candidate.label], name).extend(values)
                 bar.update(turn)
         for _, process in self._running:
             process.ask({"do": "end"})
         return samples
 
 
-def _process(candidate: Candidate, slow_seconds: float) -> JsonProcess:
-    """Start a `benchmarks.peers.host`."""
+def _process(candidate: Candidate, stack: contextlib.ExitStack) -> JsonProcess:
+    """Start a `benchmarks.peers.host`: this checkout's, with the candidate's `guided` and `actors`."""
     root = candidate.root
-    paths = [str(root)] if candidate.way == "vllm" else [str(root / "benchmarks" / "startup"), str(root)]
-    environment = SINGLE_THREADED | {"PYTHONPATH": os.pathsep.join(paths), SECONDS_VARIABLE: str(slow_seconds)}
-    if candidate.way == "vllm":
-        environment |= VLLM_ON_CPU
+    if root != ROOT:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="guided-")))
+        for package, where in {"guided": root, "actors": root, "benchmarks": ROOT}.items():
+            (folder / package).symlink_to(where / package)
+        root = folder
+    variables = SINGLE_THREADED | (VLLM_ON_CPU if candidate.way == "vllm" else {}) | environment(root)
     return JsonProcess(
-        "benchmarks.peers.host", label=candidate.label, environment=environment, python=candidate.python, root=root
+        "benchmarks.peers.host", label=candidate.label, environment=variables, python=candidate.python, root=root
     )

@@ -1,34 +1,27 @@
 """How many real schemas does a backend enforce, and how fast? MaskBench's protocol.
 
-    python -m benchmarks.maskbench [--data FILE] [--backend auto] [--limit N] [--out FILE]
+    python -m benchmarks.maskbench
 
 Compiles each schema and replays its instances token by token. Valid ones must be accepted, invalid ones rejected.
-Prints the outcomes, the refusals by keyword, and the times. Exit status 1 if an invalid instance is accepted.
+Prints the outcomes, the refusals by keyword, and the times. Writes maskbench.{json,png}. Exit
+status 1 if an invalid instance is accepted.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jsonschema import Draft202012Validator
-from jsonschema.validators import validator_for
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
 from tqdm import tqdm
 
-from benchmarks.paths import RESULTS
-from benchmarks.report import exit_with, machine, percentiles, print_table, write_json
+from benchmarks import report
+from benchmarks.property_order import in_schema_order
 from benchmarks.workload import DATA, read_rows, tekken
 from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
@@ -74,12 +67,12 @@ class Result:
         return named[-1] if named else ""
 
     def row(self) -> dict[str, Any]:
-        """Return the line of `--out`."""
+        """Return the line of `--lines`."""
         names = ("id", "outcome", "backend", "keyword", "pointer", "reason", "checked")
         return {
             **{name: getattr(self, name) for name in names},
             "first mask [ms]": round(1e3 * self.compile_seconds, 3) or None,
-            "mask [us]": percentiles(self.mask_seconds, 1e6).get("mean"),
+            "mask [us]": report.percentiles(self.mask_seconds, 1e6).get("mean"),
         }
 
 
@@ -153,55 +146,6 @@ def _accepts(matcher: Matcher, document: Any, vocabulary: Vocabulary, seconds: l
     return matcher.is_accepting()
 
 
-def in_schema_order(value: Any, schema: Any) -> Any:
-    """Return a valid `value` with its properties in the order of the schema's text, which a grammar may require."""
-    with suppress(Unresolvable, re.error):
-        return _Order(schema).ordered(value, [schema])
-    return value
-
-
-class _Order:
-    def __init__(self, root: Any) -> None:
-        self._validator = validator_for(root, Draft202012Validator)(root)
-        self._resolver = Registry().with_resource("", DRAFT202012.create_resource(root)).resolver()
-
-    def ordered(self, value: Any, schemas: Iterable[Any]) -> Any:
-        parts = [part for schema in schemas for part in self._parts(value, schema)]
-        if isinstance(value, list):
-            return [self.ordered(item, [_of_item(part, at) for part in parts]) for at, item in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
-        known = [name for keyword in ("properties", "required") for part in parts for name in part.get(keyword, ())]
-        names = dict.fromkeys(name for name in (*known, *value) if name in value)
-        return {name: self.ordered(value[name], _of_property(parts, name)) for name in names}
-
-    def _parts(self, value: Any, schema: Any) -> Iterator[dict[str, Any]]:
-        """Yield the schema, in the place of its `properties`, and the parts of it that `value` satisfies."""
-        if not isinstance(schema, dict):
-            return
-        for keyword, content in {**schema, "properties": None}.items():
-            if keyword == "properties":
-                yield schema
-            elif keyword == "$ref":
-                yield from self._parts(value, self._resolver.lookup(content).contents)
-            elif keyword in ("allOf", "anyOf", "oneOf", "then", "else"):
-                for part in content if isinstance(content, list) else [content]:
-                    if self._validator.evolve(schema=part).is_valid(value):
-                        yield from self._parts(value, part)
-
-
-def _of_item(part: dict[str, Any], index: int) -> Any:
-    items = part.get("items")
-    prefix = items if isinstance(items, list) else part.get("prefixItems", ())  # a list before draft 2020-12
-    return prefix[index] if index < len(prefix) else items
-
-
-def _of_property(parts: Iterable[dict[str, Any]], name: str) -> Iterator[Any]:
-    for part in parts:
-        yield part.get("properties", {}).get(name, part.get("additionalProperties"))
-        yield from (schema for pattern, schema in part.get("patternProperties", {}).items() if re.search(pattern, name))
-
-
 def summary(results: Sequence[Result]) -> dict[str, Any]:
     """Return the table of results."""
     count = len(results)
@@ -218,36 +162,41 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "enforced while written [%]": round(100 * written / max(1, outcomes["passes"]), 2),
         "refused by keyword": dict(refused.most_common()),
         "backends": dict(Counter(result.backend for result in results if result.backend).most_common()),
-        "first mask [ms]": percentiles([result.compile_seconds for result in results if result.compile_seconds]),
-        "mask [us]": percentiles([seconds for result in results for seconds in result.mask_seconds], 1e6),
+        "first mask [ms]": report.percentiles([each.compile_seconds for each in results if each.compile_seconds]),
+        "mask [us]": report.percentiles([seconds for result in results for seconds in result.mask_seconds], 1e6),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.start(__doc__)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of MaskBench (default: %(default)s)")
     parser.add_argument("--backend", default=AUTO)
     parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a compilation")
     parser.add_argument("--limit", type=int, help="only the first N schemas")
     parser.add_argument("--every", type=int, default=1, help="only every Nth schema")
-    parser.add_argument("--out", type=Path, help="write one line of JSON per schema to this file")
-    parser.add_argument("--results", type=Path, help=f"folder for the table (maskbench.json), such as {RESULTS}")
+    parser.add_argument("--lines", type=Path, help="write one line of JSON per schema to this file")
     options = parser.parse_args(argv)
-    started_on = machine()
+    if options.quick:
+        options.every = 40
+    started_on = report.machine()
     entries = read_rows(options.data)[: options.limit : options.every]
     names = candidates("json_schema", options.backend)
     judged = judge_all(entries, Vocabulary.from_tekken(tekken()), names, options.seconds)
     results = list(tqdm(judged, total=len(entries), disable=None, mininterval=1))
     table = summary(results)
     shares = [{"outcome": name, "schemas": table["outcomes"][name], "%": table["percent"][name]} for name in OUTCOMES]
-    print_table(shares, {name: name for name in ("outcome", "schemas", "%")})
+    report.print_table(shares, {name: name for name in ("outcome", "schemas", "%")})
     for name in list(table)[3:]:
         print(f"{name}: {json.dumps(table[name], ensure_ascii=False)}")
-    if options.out:
-        options.out.write_text("".join(json.dumps(each.row(), ensure_ascii=False) + "\n" for each in results))
-    if options.results:
-        write_json(options.results / "maskbench.json", vars(options), table, started_on)
-    exit_with([f"{each.id} accepts {each.reason[:200]}" for each in results if each.outcome == "accepts invalid"])
+    if options.lines:
+        options.lines.write_text("".join(json.dumps(each.row(), ensure_ascii=False) + "\n" for each in results))
+    report.write_json(options.out / "maskbench.json", vars(options), table, started_on)
+    title = f"{len(entries)} schemas, {options.backend}"
+    shown = [{"way": options.backend, **share} for share in shares]
+    report.plot(options.out / "maskbench.png", title, shown, ("outcome",), {"%": "% of the schemas"})
+    report.exit_with(
+        [f"{each.id} accepts {each.reason[:200]}" for each in results if each.outcome == "accepts invalid"]
+    )
 
 
 if __name__ == "__main__":

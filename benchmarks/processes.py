@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +69,3 @@ def memory(root: int, root_kind: str) -> list[dict[str, Any]]:
             sizes = {f"{name}_mib": round(getattr(full, name) / MIB, 1) for name in ("rss", "pss", "uss")}
             rows.append({"process": kind, "pid": process.pid, **sizes})
     return rows
-
-
-def own_memory() -> dict[str, float]:
-    """Return the resident memory of this process: `anonymous` (its own) and `files` (code that may be shared)."""
-    found = dict(re.findall(r"^(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE))
-    return {"anonymous": int(found["RssAnon"]) / 1024, "files": (int(found["RssFile"]) + int(found["RssShmem"])) / 1024}
-
-
-def segments() -> list[dict[str, float]]:
-    """Return the shared-memory segments of this process: reserved size, and memory in use."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if "memfd:guided-slots" in os.readlink(f"/proc/self/fd/{name}"):
-                status = os.stat(f"/proc/self/fd/{name}")
-                found[status.st_ino] = {"reserved": status.st_size / MIB, "taken": status.st_blocks * 512 / MIB}
-    return list(found.values())

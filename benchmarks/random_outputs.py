@@ -8,7 +8,8 @@ could. An output that ends with a stop token is validated as a whole by code tha
 when it crashes or takes longer than `--limit` seconds for one constraint and backend.
 
 Prints a line per backend and kind, and every violation: an invalid output, a row that fails, a crash of a library. The
-exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`.
+exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`. Writes
+random_outputs.{json,png}.
 Ctrl-C ends the run early.
 """
 
@@ -16,25 +17,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
 import itertools
-import json
-import multiprocessing
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.chaos.server import default_vocabulary
-from benchmarks.random_constraints.languages import Case
+from benchmarks import report
 from benchmarks.random_constraints.schemas import schema_case
-from benchmarks.random_constraints.walks import COLUMNS, Result, random_case, run_case
-from benchmarks.report import exit_with, print_table
+from benchmarks.random_constraints.walks import WAYS, Result, random_case, run_case
+from benchmarks.servers import default_vocabulary
+from benchmarks.workload import read_rows
+from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import Backends
+from guided.errors import CompileTimeout, GuidedError
 
 _OUTCOMES = {
     "stop": "valid stop",
@@ -47,112 +46,75 @@ _OUTCOMES = {
     "crashed": "crashed",
     "timeout": "timeout",
 }
+COLUMNS = {"way": "backend", "kind": "kind", **_OUTCOMES}
 _VIOLATIONS = ("invalid", "failed", "error", "crashed")
 _ENDED = ("stop", "invalid")
 
 
+def _judge(backends: Backends, options: argparse.Namespace, number: int, schema: Any, backend: str) -> list[Result]:
+    """Run one case with one backend, in a process that is killed after `--limit` seconds."""
+    set_time_limit(options.limit)
+    case = random_case(options.seed, number) if schema is None else schema_case(schema)
+    source = random.Random(f"{options.seed} {number} {backend}")
+    return run_case(backends, case, backend, source, options.outputs, options.tokens)
+
+
+def measure(options: argparse.Namespace, schemas: Sequence[Any]) -> tuple[Counter[tuple[str, str, str]], list[str]]:
+    """Return the counts by backend, kind and outcome; and the violations."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    violations: list[str] = []
+    process, ended = BackendProcess(default_vocabulary()), 0
+    numbers: Iterable[int] = range(options.first, len(schemas)) if schemas else itertools.count(options.first)
+    with contextlib.suppress(KeyboardInterrupt), tqdm(total=options.count, unit=" outputs", disable=None) as bar:
+        for number in itertools.islice(numbers, options.cases):
+            schema = schemas[number] if schemas else None
+            kind = "json_schema" if schemas else random_case(options.seed, number).kind
+            for backend in options.backend or WAYS:
+                try:
+                    results = process.call(_judge, options, number, schema, backend)
+                except GuidedError as error:
+                    results = [Result("timeout" if isinstance(error, CompileTimeout) else "crashed", str(error))]
+                for result in results:
+                    counts[backend, kind, result.outcome] += result.count
+                    if result.outcome in _ENDED:
+                        ended += result.count
+                        bar.update(result.count)
+                    if result.outcome in _VIOLATIONS:
+                        violations.append(f"case {number}, {kind}, {backend}: {result.outcome}: {result.detail}")
+                        tqdm.write(violations[-1])
+            if ended >= options.count:
+                break
+    process.stop()
+    return counts, violations
+
+
 def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.start(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of all cases")
-    parser.add_argument("--count", type=int, default=20_000, help="number of outputs that end with a stop token")
+    parser.add_argument("--count", type=int, default=5000, help="number of outputs that end with a stop token")
     parser.add_argument("--cases", type=int, default=10**9, help="maximum number of constraints")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--outputs", type=int, default=6, help="outputs per constraint and backend")
     parser.add_argument("--tokens", type=int, default=120, help="maximum length of an output")
     parser.add_argument("--limit", type=float, default=15.0, help="seconds for one constraint and backend")
     parser.add_argument("--schemas", type=Path, help="MaskBench's schemas (.jsonl.gz) instead of random constraints")
-    parser.add_argument("--backend", choices=COLUMNS, action="append", help="default: all, and auto")
+    parser.add_argument("--backend", choices=WAYS, action="append", help="default: all, and auto")
     options = parser.parse_args()
-    counts: Counter[tuple[str, str, str]] = Counter()
-    violations: list[str] = []
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Runner(options) as runner,
-        tqdm(total=options.count, unit=" outputs", disable=None) as bar,
-    ):
-        cases = Cases(options)
-        for number in itertools.islice(cases.numbers, options.cases):
-            case = cases[number]
-            for backend in options.backend or COLUMNS:
-                for result in runner.run(number, backend):
-                    counts[backend, case.kind, result.outcome] += result.count
-                    if result.outcome in _ENDED:
-                        bar.update(result.count)
-                    if result.outcome in _VIOLATIONS:
-                        violations.append(f"case {number}, {backend}: {result.outcome}: {result.detail} {case.value!r}")
-                        tqdm.write(violations[-1])
-            if sum(number for (_, _, outcome), number in counts.items() if outcome in _ENDED) >= options.count:
-                break  # a disabled bar does not count
-    print_table(_rows(counts), {"backend": "backend", "kind": "kind", **_OUTCOMES})
-    exit_with(violations)
-
-
-def _rows(counts: Counter[tuple[str, str, str]]) -> Iterator[dict[str, Any]]:
+    if options.quick:
+        options.count = 200
+    started_on = report.machine()
+    schemas = [row["schema"] for row in read_rows(options.schemas)] if options.schemas else []
+    counts, violations = measure(options, schemas)
+    rows: list[dict[str, Any]] = []
     for backend, kind in dict.fromkeys((backend, kind) for backend, kind, _ in sorted(counts)):
-        yield {"backend": backend, "kind": kind, **{name: counts[backend, kind, name] for name in _OUTCOMES}}
-
-
-class Cases:
-    """The constraints by number: random ones, or those of a file."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._seed = options.seed
-        self._schemas: list[Any] | None = None
-        self.numbers: Iterable[int] = itertools.count(options.first)
-        if options.schemas is not None:
-            with gzip.open(options.schemas, "rt") as lines:
-                self._schemas = [json.loads(line)["schema"] for line in lines]
-            self.numbers = range(options.first, len(self._schemas))
-
-    def __getitem__(self, number: int) -> Case:
-        return random_case(self._seed, number) if self._schemas is None else schema_case(self._schemas[number])
-
-
-class Runner:
-    """A process that runs cases, replaced after a crash or a timeout."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._context = multiprocessing.get_context("spawn")
-
-    def __enter__(self) -> Runner:
-        self._start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def _start(self) -> None:
-        self._pipe, inner = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(inner, self._options), daemon=True)
-        self._process.start()
-        inner.close()
-        self._pipe.recv()  # ready
-
-    def run(self, number: int, backend: str) -> list[Result]:
-        """Run one case with one backend."""
-        self._pipe.send((number, backend))
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            if self._pipe.poll(self._options.limit):
-                results: list[Result] = self._pipe.recv()
-                return results
-        self._process.join(0.5)
-        code = self._process.exitcode
-        self._process.kill()
-        self._process.join()
-        self._start()
-        return [Result("timeout") if code is None else Result("crashed", f"exit code {code}")]
-
-
-def _serve(pipe: Connection, options: argparse.Namespace) -> None:
-    backends, cases = Backends(default_vocabulary()), Cases(options)
-    pipe.send("ready")
-    while True:
-        number, backend = pipe.recv()
-        source = random.Random(f"{options.seed} {number} {backend}")
-        pipe.send(run_case(backends, cases[number], backend, source, options.outputs, options.tokens))
+        found = {name: counts[backend, kind, name] for name in _OUTCOMES}
+        rows.append({"way": backend, "kind": kind, **found})
+    report.print_table(rows, COLUMNS)
+    results = {"outputs": rows, "violations": violations}
+    report.write_json(options.out / "random_outputs.json", vars(options), results, started_on)
+    title = f"random outputs of random constraints, seed {options.seed}, {len(violations)} violations"
+    report.plot(options.out / "random_outputs.png", title, rows, ("kind",), {"stop": "valid outputs that end stop"})
+    report.exit_with(violations)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,8 +17,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from benchmarks.paths import ROOT
-
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+"""Where results are written by default."""
+Panels = Mapping[str, str]
 LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enforcer", "ray", "transformers")
 
 
@@ -48,14 +53,17 @@ def percentiles(values: Sequence[float], scale: float = 1e3) -> dict[str, float]
 
 
 def machine() -> dict[str, Any]:
-    """Describe this machine: processor, library versions, load average."""
+    """Describe this machine: commit and date, processor, library versions, load average."""
     versions: dict[str, str] = {}
     for name in LIBRARIES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
         "cpus": len(os.sched_getaffinity(0)),
         "processor": _processor(),
         "python": platform.python_version(),
@@ -87,22 +95,7 @@ def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on:
         "setting": {name: _portable(value) for name, value in setting.items()},
         "results": results,
     }
-    path.write_text(_as_text(document) + "\n")
-
-
-def _as_text(value: Any, indent: str = "") -> str:
-    """Return JSON in which lists and objects of plain values take one line."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    if not any(isinstance(part, dict | list | tuple) for part in parts):
-        return json.dumps(value, ensure_ascii=False)
-    inner = indent + " "
-    lines = [_as_text(part, inner) for part in parts]
-    if isinstance(value, dict):
-        lines = [
-            f"{json.dumps(str(name), ensure_ascii=False)}: {line}" for name, line in zip(value, lines, strict=True)
-        ]
-    left, right = "{}" if isinstance(value, dict) else "[]"
-    return f"{left}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{right}"
+    path.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n")
 
 
 def _portable(value: Any) -> Any:
@@ -121,14 +114,15 @@ def print_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -
     Args:
         columns: key of a row -> heading.
     """
-    cells = [[_text(row.get(key)) for key in columns] for row in rows]
+    cells = [[cell(row.get(key)) for key in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns.values(), *cells, strict=True)]
     print("  ".join(heading.rjust(width) for heading, width in zip(columns.values(), widths, strict=True)))
-    for cell in cells:
-        print("  ".join(text.rjust(width) for text, width in zip(cell, widths, strict=True)))
+    for line in cells:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
 
 
-def _text(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Return a value of a table as text."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -136,18 +130,51 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def canvas(columns: int = 1, width: float = 6.0, height: float = 4.2, **options: Any) -> tuple[Any, list[Any]]:
-    """Return a figure and its axes, side by side, for a file."""
+def start(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark: `--out` and `--quick`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="run about a minute, to see that the command works")
+    return parser
+
+
+def plot(path: Path, title: str, rows: Sequence[Mapping[str, Any]], place: Sequence[str], panels: Panels) -> None:
+    """Draw horizontal bars, one group per place and one bar per row, in panels side by side.
+
+    Args:
+        rows: each has a "way", which names and colours its bar.
+        place: the keys that together name a group.
+        panels: key of the bar -> its label. A key that ends in `_p50` gets a dash at the row's `_p99`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    groups = list(dict.fromkeys(tuple(row[key] for key in place) for row in rows))
+    height = 1.8 + 0.2 * len(rows) + 0.2 * len(groups)
     figure, axes = pyplot.subplots(
-        1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False, **options
+        1, len(panels), figsize=(6.0 * len(panels), height), layout="constrained", squeeze=False, sharey=True
     )
-    for one in axes[0]:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(visible=True, axis="y", which="major", alpha=0.3)
-        one.set_axisbelow(True)
-    return figure, list(axes[0])
+    for axis, (key, label) in zip(axes[0], panels.items(), strict=True):
+        top, middles = 0.0, []
+        for group in groups:
+            mine = [row for row in rows if tuple(row[each] for each in place) == group and row.get(key) is not None]
+            for at, row in enumerate(mine):
+                color = f"C{ways.index(row['way'])}"
+                axis.barh(top + at, row[key], 0.9, color=color)
+                if key.endswith("_p50"):
+                    axis.plot([row[key.replace("_p50", "_p99")]], [top + at], "|", color=color, markersize=8)
+            middles.append(top + (len(mine) - 1) / 2)
+            top += len(mine) + 0.8
+        axis.set_yticks(middles, [", ".join(map(str, group)) for group in groups], fontsize=8)
+        axis.set_xlabel(f"{label} (bar p50, dash p99)" if key.endswith("_p50") else label)
+        axis.grid(axis="x", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].invert_yaxis()
+    bars = [axes[0][0].barh([0], [0], color=f"C{index}", label=way) for index, way in enumerate(ways)]
+    figure.legend(handles=bars, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=110)
+    print(f"wrote {path} and .json")

@@ -1,10 +1,10 @@
-"""Measure what guided requests cost at the HTTP server: `python -m benchmarks.serving [MODEL]`.
+"""Measure what guided requests cost at the HTTP server, and beside vLLM's: `python -m benchmarks.serving`.
 
-Clients keep `--concurrency` streamed chat requests in flight. They run on the same machine and share its cores. None,
-half or all of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens.
-There is one server per pool, on which the shares take turns. Reported are requests/s, time to first token (TTFT), time
-per output token after it (TPOT) and the time between two chunks of a stream (ITL). Writes
-benchmarks/out/serving.{json,png}.
+Clients keep `--concurrency` streamed chat requests in flight. They run on the same machine and share its cores. None or
+all of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens. The servers
+are `guided serve` with each pool and, with `--vllm-python`, vLLM's CPU build with its guidance backend. All serve the
+embedded model, and take turns. Reported are requests/s, tokens/s, time to first token (TTFT), time per output token
+after it (TPOT) and the time between two chunks of a stream (ITL). Writes serving.{json,png}.
 """
 
 from __future__ import annotations
@@ -14,21 +14,30 @@ import asyncio
 import contextlib
 import itertools
 import json
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 from tqdm import tqdm
 
-from benchmarks.paths import RESULTS, ROOT
-from benchmarks.report import canvas, fail, machine, percentiles, print_table, write_json
-from benchmarks.serving_startup import PROMPT, started
+from benchmarks import report
+from benchmarks.comparison import vllm_candidate
+from benchmarks.servers import Server, guided_server, vllm_server
 
+MESSAGES = [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}]
 NAMES = ("name", "city", "title", "street", "note", "code", "phone", "email")
 SCHEMAS = 16
+COLUMNS = {
+    "way": "way",
+    "concurrency": "at once",
+    "guided_percent": "% guided",
+    "requests_per_second": "requests/s",
+    "tokens_per_second": "tokens/s",
+    "of_unguided": "to unguided",
+    **{f"{name}_{at}": f"{name.upper()} {at}" for name in ("ttft", "tpot", "itl") for at in ("p50", "p99")},
+}
 
 
 @dataclass
@@ -42,7 +51,12 @@ class Timings:
     seconds: float = 0.0
 
 
-def schema(index: int) -> dict[str, Any]:
+def response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the request field with which both servers take a JSON Schema."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+
+
+def endless_schema(index: int) -> dict[str, Any]:
     """Return the schema of an array that is longer than any answer."""
     first, second = NAMES[index % len(NAMES)], NAMES[(index // len(NAMES) + 1 + index) % len(NAMES)]
     text = {"type": "string", "maxLength": 8 + index % 9}
@@ -51,12 +65,11 @@ def schema(index: int) -> dict[str, Any]:
     return {"type": "array", "minItems": 400, "items": item}
 
 
-async def ask(http: httpx.AsyncClient, number: int, share: float, tokens: int, timings: Timings) -> None:
+async def ask(http: httpx.AsyncClient, number: int, guided: bool, tokens: int, timings: Timings) -> None:
     """Send one streamed request."""
-    body: dict[str, Any] = {**PROMPT, "temperature": 0, "max_tokens": tokens, "stream": True, "seed": number}
-    body["stream_options"] = {"include_usage": True}
-    guided = int((number + 1) * share) > int(number * share)
-    body |= {"json_schema": schema(number % SCHEMAS)} if guided else {"ignore_eos": True}
+    body: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": tokens, "stream": True}
+    body |= {"seed": number, "stream_options": {"include_usage": True}}
+    body |= response_format(endless_schema(number % SCHEMAS)) if guided else {"ignore_eos": True}
     begun = time.perf_counter()
     arrivals: list[float] = []
     count = 0
@@ -81,14 +94,14 @@ async def ask(http: httpx.AsyncClient, number: int, share: float, tokens: int, t
     timings.requests += 1
 
 
-async def load(url: str, share: float, concurrency: int, requests: int, tokens: int, timings: Timings) -> None:
+async def load(url: str, guided: bool, concurrency: int, requests: int, tokens: int, timings: Timings) -> None:
     """Send `requests` requests, `concurrency` at a time."""
     numbers = iter(range(requests))
     limits = httpx.Limits(max_connections=concurrency)
 
     async def client(http: httpx.AsyncClient) -> None:
         for number in numbers:
-            await ask(http, number, share, tokens, timings)
+            await ask(http, number, guided, tokens, timings)
 
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
         begun = time.perf_counter()
@@ -96,95 +109,80 @@ async def load(url: str, share: float, concurrency: int, requests: int, tokens: 
         timings.seconds += time.perf_counter() - begun
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        urls: dict[str, str] = {}
-        for pool in options.pool:
-            arguments = ["--port", "0", "--pool", pool, "--log-level", "warning"]
-            arguments += ["--num-actors", str(options.actors)] if pool == "ray" else []
-            arguments += ["--max-num-seqs", str(max(64, options.concurrency))]
-            command = [sys.executable, "-c", "from engine.server.cli import main; main()", "serve", *arguments]
-            server = stack.enter_context(started([*command, *([options.model] if options.model else [])], ROOT))
-            urls[pool] = server.url
-        runs = {(pool, share): Timings() for pool in urls for share in options.share}
-        rounds = range(-1, options.rounds)
-        with tqdm(total=len(runs) * len(rounds), unit=" runs", disable=None) as bar:
-            for index in rounds:
-                for (pool, share), timings in runs.items():
-                    bar.set_description(f"{pool}, {share:.0%} guided")
-                    mine = timings if index >= 0 else Timings()  # the first round compiles and warms up
-                    count = options.requests if index >= 0 else max(SCHEMAS, options.concurrency)
-                    asyncio.run(load(urls[pool], share, options.concurrency, count, options.tokens, mine))
-                    bar.update()
-    for (pool, share), timings in runs.items():
-        row: dict[str, Any] = {"pool": pool, "guided_percent": round(100 * share), "requests": timings.requests}
-        row["requests_per_second"] = timings.requests / timings.seconds
-        row["tokens_per_second"] = row["requests_per_second"] * options.tokens
-        for name, values in {"ttft": timings.ttft, "tpot": timings.tpot, "itl": timings.itl}.items():
-            row |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
-        base = runs[pool, options.share[0]]
-        row["of_first"] = row["requests_per_second"] / (base.requests / base.seconds)
-        rows.append(row)
-    return rows
+def measure(servers: Mapping[str, Server], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row per server, number of requests at once and share of guided requests."""
+    runs = {run: Timings() for run in itertools.product(servers, options.concurrency, (False, True))}
+    rounds = range(-1, options.rounds)
+    with tqdm(total=len(runs) * len(rounds), unit=" runs", disable=None) as bar:
+        for index in rounds:
+            for (way, concurrency, guided), timings in runs.items():
+                bar.set_description(f"{way}, {concurrency} at once, {'guided' if guided else 'unguided'}")
+                mine = timings if index >= 0 else Timings()  # the first round compiles and warms up
+                count = 2 * concurrency if index >= 0 else max(SCHEMAS, concurrency)
+                asyncio.run(load(servers[way].url, guided, concurrency, count, options.tokens, mine))
+                bar.update()
+    return [figures(runs, *run, options.tokens) for run in runs]
 
 
-def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    figure, axes = canvas(4, width=3.6, height=3.8)
-    pools = list(dict.fromkeys(row["pool"] for row in rows))
-    panels = {"requests_per_second": "requests/s", "ttft_p50": "TTFT, ms", "tpot_p50": "TPOT, ms", "itl_p50": "ITL, ms"}
-    for axis, (key, label) in zip(axes, panels.items(), strict=True):
-        for index, pool in enumerate(pools):
-            mine = [row for row in rows if row["pool"] == pool]
-            at = [place + (index - (len(pools) - 1) / 2) * 0.8 / len(pools) for place in range(len(mine))]
-            bars = axis.bar(at, [row[key] for row in mine], 0.74 / len(pools), label=f"{pool} pool")
-            axis.bar_label(bars, fmt="%.3g", fontsize=7)
-            if key.endswith("p50"):
-                color = bars[0].get_facecolor()
-                axis.scatter(at, [row[key.replace("p50", "p99")] for row in mine], marker="_", color=color)
-        axis.set_xticks(range(len(mine)), [f"{row['guided_percent']} %" for row in mine])
-        axis.set_xlabel("guided")
-        axis.set_title(label if key == "requests_per_second" else f"{label} (bar p50, dash p99)", fontsize=9)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
+def figures(
+    runs: Mapping[tuple[str, int, bool], Timings], way: str, concurrency: int, guided: bool, tokens: int
+) -> dict[str, Any]:
+    timings, base = runs[way, concurrency, guided], runs[way, concurrency, False]
+    row: dict[str, Any] = {"way": way, "concurrency": concurrency, "guided_percent": 100 * guided}
+    row |= {"requests": timings.requests, "requests_per_second": timings.requests / timings.seconds}
+    row["tokens_per_second"] = row["requests_per_second"] * tokens
+    for name, values in {"ttft": timings.ttft, "tpot": timings.tpot, "itl": timings.itl}.items():
+        row |= {f"{name}_{key}": value for key, value in report.percentiles(values).items()}
+    row["of_unguided"] = round(row["requests_per_second"] * base.seconds / base.requests, 3)
+    return row
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a local directory or hub name; default: the embedded model")
-    parser.add_argument("--share", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="share of guided requests")
-    parser.add_argument("--pool", nargs="+", choices=["ray", "inline"], default=["ray", "inline"])
-    parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=64, help="requests per share and round")
+def start(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of `measure`."""
+    parser = report.start(description)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32], help="requests at once")
     parser.add_argument("--tokens", type=int, default=96, help="tokens per answer")
-    parser.add_argument("--rounds", type=int, default=3, help="number of turns per share")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="run a minute: 8 at a time, one round, the Ray pool")
-    options = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=3, help="turns per server, of two requests per client")
+    parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")
+    return parser
+
+
+def shorten(options: argparse.Namespace) -> argparse.Namespace:
+    """Apply `--quick`."""
     if options.quick:
-        options.concurrency, options.requests, options.rounds, options.tokens = 8, 16, 1, 32
-        options.pool = ["ray"]
-    if options.model and ("/" in options.model or options.model.startswith(".")) and not Path(options.model).is_dir():
-        fail(f"there is no directory {options.model}")
-    if any(not 0 <= share <= 1 for share in options.share):
-        fail("--share must be between 0 and 1")
+        options.concurrency, options.rounds, options.tokens = [8], 1, 32
     return options
 
 
+def show(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace, name: str, title: str) -> None:
+    """Print the table, and draw the picture of this name."""
+    report.print_table(rows, COLUMNS)
+    panels = {"tokens_per_second": "tokens/s", "ttft_p50": "TTFT, ms", "itl_p50": "ITL, ms"}
+    named = [{**row, "share": "guided" if row["guided_percent"] else "unguided"} for row in rows]
+    named = [{**row, "at once": f"{row['concurrency']} at once"} for row in named]
+    report.plot(options.out / f"{name}.png", title, named, ("share", "at once"), panels)
+
+
 def main() -> None:
-    options = parsed()
-    started_on = machine()
-    rows = measure(options)
-    columns = {"pool": "pool", "guided_percent": "% guided", "requests_per_second": "requests/s", "of_first": "ratio"}
-    spread = {f"{name}_{at}": f"{name.upper()} {at}" for name in ("ttft", "tpot", "itl") for at in ("p50", "p99")}
-    print_table(rows, {**columns, "tokens_per_second": "tokens/s", **spread})
-    setting = vars(options) | {"model": Path(options.model).name if options.model else "embedded"}
-    write_json(options.out / "serving.json", setting, rows, started_on)
-    title = f"{setting['model']} model, {options.concurrency} at a time, {options.tokens} tokens per answer"
-    plot(rows, options.out / "serving.png", f"{title}, {started_on['cpus']} CPUs")
-    print(f"wrote {options.out / 'serving.json'} and .png")
+    parser = start(__doc__)
+    parser.add_argument("--pool", choices=["ray", "inline"], nargs="+", default=["ray", "inline"])
+    parser.add_argument("--actors", type=int, default=2)
+    options = shorten(parser.parse_args())
+    started_on = report.machine()
+    most = max(64, *options.concurrency)
+    vllm = vllm_candidate(options.vllm_python)
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for pool in options.pool:
+            arguments = ["--pool", pool, "--max-num-seqs", str(most)]
+            arguments += ["--num-actors", str(options.actors)] if pool == "ray" else []
+            servers[f"guided serve, {pool}"] = stack.enter_context(guided_server(*arguments))
+        if vllm is not None:
+            run = vllm_server(vllm.python, "guidance", switch=False, max_num_seqs=most)
+            servers["vLLM, guidance"] = stack.enter_context(run)
+        rows = measure(servers, options)
+    report.write_json(options.out / "serving.json", vars(options), rows, started_on)
+    show(rows, options, "serving", f"embedded model, {options.tokens} tokens per answer, {started_on['cpus']} CPUs")
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
-from benchmarks.paths import ROOT
 from benchmarks.peers.rows import Document
-from benchmarks.report import fail
+from benchmarks.property_order import in_schema_order
+from benchmarks.report import ROOT, fail
 
 DATA = ROOT.parent / "shared" / "data" / "maskbench-dev.jsonl.gz"
 WORDS = ("amber", "basket", "candle", "ember", "forest", "garden", "harbor", "island", "lantern", "meadow", "zephyr")
@@ -87,7 +85,7 @@ def documents(
             continue
         for test in row["tests"]:
             if test["valid"]:
-                document = _document(str(row["id"]), schema, in_order(test["data"], row["schema"]), tokens)
+                document = _document(str(row["id"]), schema, in_schema_order(test["data"], row["schema"]), tokens)
                 if lengths[0] <= len(document.tokens) <= lengths[1]:
                     found.append(document)
                     break
@@ -98,60 +96,19 @@ def documents(
     return found
 
 
-def shared_documents(path: Path, tokens: Tokens, schemas: Sequence[str], each: int, seed: int = 0) -> list[Document]:
-    """Return many different instances of few schemas, like the requests of an application.
-
-    Args:
-        schemas: ids of the file's rows.
-        each: instances per schema: its own instance with other words and numbers, if the schema allows them.
-    """
-    random_ = random.Random(seed)
-    found: list[Document] = []
-    for row in read_rows(path):
-        if str(row["id"]) in schemas:
-            schema = json.dumps(row["schema"], ensure_ascii=False)
-            instance = next(test["data"] for test in row["tests"] if test["valid"])
-            for index in range(each):
-                value = in_order(_another(instance, row["schema"], random_), row["schema"])
-                found.append(_document(f"{row['id']}#{index}", schema, value, tokens))
-    random_.shuffle(found)
+def shared_documents(tokens: Tokens, count: int) -> list[Document]:
+    """Return different instances of one schema, like the requests of an application."""
+    text = {"type": "string", "maxLength": 40}
+    fields = {"name": text, "age": {"type": "integer", "minimum": 0, "maximum": 130}, "city": text, "note": text}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    random_ = random.Random(0)
+    found = []
+    for index in range(count):
+        words = [" ".join(random_.sample(WORDS, 3)) for _ in range(3)]
+        value = {"name": words[0], "age": random_.randint(1, 99), "city": words[1], "note": words[2]}
+        found.append(_document(f"shared {index}", json.dumps(schema), value, tokens))
     return found
 
 
 def _document(name: str, schema: str, value: Any, tokens: Tokens) -> Document:
     return Document(name, schema, tuple(tokens.encode(json.dumps(value, ensure_ascii=False))))
-
-
-def in_order(value: Any, schema: Any) -> Any:
-    """Return a value with its properties in the schema's order, which some backends require."""
-    if not isinstance(schema, dict):
-        return value
-    if isinstance(value, dict) and isinstance(schema.get("properties"), dict):
-        properties = schema["properties"]
-        known = [name for name in properties if name in value]
-        rest = [name for name in value if name not in properties]
-        return {name: in_order(value[name], properties.get(name)) for name in known + rest}
-    if isinstance(value, list):
-        return [in_order(one, schema.get("items")) for one in value]
-    return value
-
-
-def _another(value: Any, schema: Any, random_: random.Random) -> Any:
-    """Return a similar value that satisfies `schema`, or `value` itself if none is found."""
-    for _ in range(10):
-        candidate = _changed(value, random_)
-        if jsonschema.Draft202012Validator(schema).is_valid(candidate):
-            return candidate
-    return value
-
-
-def _changed(value: Any, random_: random.Random) -> Any:
-    if isinstance(value, dict):
-        return {name: _changed(one, random_) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_changed(one, random_) for one in value]
-    if isinstance(value, str) and value.replace(" ", "").isalpha() and random_.random() < 0.8:
-        return " ".join(random_.choice(WORDS) for _ in value.split())
-    if isinstance(value, int) and not isinstance(value, bool) and random_.random() < 0.8:
-        return random_.randint(0, max(9, abs(value)))
-    return value

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
+import json
 import os
 import random
 import signal
+import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.server import Server
-from benchmarks.chaos.traffic import CHAT, Request
-from benchmarks.chaos.watch import Watch
+from benchmarks.chaos.traffic import Request
 from benchmarks.processes import COMPILE_ACTOR, COMPILE_PROCESS, FORK_SERVER
+from benchmarks.report import ROOT
+from benchmarks.servers import Server
+from guided.backends import AUTO, BACKENDS
 
-MASK_ACTOR_FAULTS = ("kill", "freeze")
-"""Faults that end a mask actor."""
-COMPILE_ACTOR_FAULT = "compile actor"
+DATA = ROOT.parent / "shared" / "data" / "hostile-inputs.json"
+DEPTH = 100_000
+STREAM = 8
+"""Number of constraints that are sent of a hostile input that is a stream of them."""
 SLOW_SECONDS = (0.1, 2.0)
 MEMORY_HOGS: list[dict[str, Any]] = [
     {"regex": "[ab]*a[ab]{20}", "backend": "outlines"},  # an automaton of 2^21 states
@@ -27,6 +34,7 @@ MEMORY_HOGS: list[dict[str, Any]] = [
     {"json_schema": {"type": "array", "items": {"enum": [f"{i:05}" * 9 for i in range(9000)]}}, "backend": "outlines"},
 ]
 """Constraints within all admission limits. Their compilation needs gigabytes or never ends."""
+MESSAGE: dict[str, Any] = {"messages": [{"role": "user", "content": "Ada Reed, 8, York. Answer."}], "max_tokens": 48}
 
 
 @dataclass
@@ -36,10 +44,9 @@ class Event:
     at: float
     """`time.monotonic()`."""
     fault: str
-    target: str
     index: int | None = None
     """Index of the mask actor, if it was one."""
-    incarnation: int | None = None
+    incarnation: int = 0
 
 
 @dataclass
@@ -47,119 +54,114 @@ class Scene:
     """The server under test, and the faults so far."""
 
     server: Server
-    watch: Watch
+    actors: Callable[[], list[dict[str, Any]]]
+    """Returns the mask actors, as /health shows them."""
     source: random.Random
-    send: Callable[[Request], Awaitable[None]]
+    send: Callable[[Request], Awaitable[object]]
     """Sends a hostile request and checks its answer."""
     hostile: Sequence[Request] = ()
     """Requests from a file of hostile inputs."""
     events: list[Event] = field(default_factory=list)
-    sent: int = 0
     stopped: set[int] = field(default_factory=set)
     """Frozen processes that may still exist."""
 
+    async def inject(self, fault: str) -> None:
+        """Inject one fault, if it has a target."""
+        match fault:
+            case "kill" | "freeze" | "slow":
+                await self._signal(fault)
+            case "memory":
+                fields = self.source.choice(MEMORY_HOGS)
+                await self._send(fault, Request(0, {**MESSAGE, **fields}, hostile=f"memory hog {fields}"[:100]))
+            case "hostile" if self.hostile:
+                await self._send(fault, self.source.choice(self.hostile))
+            case "compile process":
+                await self._kill(fault, COMPILE_PROCESS, FORK_SERVER)
+            case "compile actor":
+                await self._kill(fault, COMPILE_ACTOR)
 
-async def inject(scene: Scene, fault: str) -> bool:
-    """Inject one fault. Returns False if it has no target."""
-    event = await FAULTS[fault](scene)
-    if event is None:
-        return False
-    scene.events.append(event)
-    return True
-
-
-def thaw(scene: Scene) -> None:
-    """Continue the frozen processes that still exist."""
-    for pid in scene.stopped:
+    async def _signal(self, fault: str) -> None:
+        up = [actor for actor in self.actors() if actor["state"] == "up" and actor["pid"] not in self.stopped]
+        if not up:
+            return
+        actor = self.source.choice(up)
+        pid = actor["pid"]
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+            self.events.append(Event(time.monotonic(), fault, actor["index"], actor["incarnation"]))
+            if fault == "freeze":
+                self.stopped.add(pid)
+            elif fault == "slow":
+                await asyncio.sleep(self.source.uniform(*SLOW_SECONDS))
+                if pid not in self.stopped:  # otherwise it was frozen in the meantime
+                    os.kill(pid, signal.SIGCONT)
 
+    async def _kill(self, fault: str, *kinds: str) -> None:
+        pids = await asyncio.to_thread(self.server.pids, *kinds)
+        with contextlib.suppress(ProcessLookupError, IndexError):
+            os.kill(self.source.choice(pids), signal.SIGKILL)
+            self.events.append(Event(time.monotonic(), fault))
 
-async def _kill(scene: Scene) -> Event | None:
-    """Send SIGKILL to a mask actor that is up."""
-    return _signal(scene, "kill", signal.SIGKILL)
+    async def _send(self, fault: str, request: Request) -> None:
+        self.events.append(Event(time.monotonic(), fault))
+        await self.send(request)
 
-
-async def _freeze(scene: Scene) -> Event | None:
-    """Send SIGSTOP to a mask actor that is up."""
-    event = _signal(scene, "freeze", signal.SIGSTOP)
-    if event is not None:
-        scene.stopped.add(int(event.target))
-    return event
-
-
-async def _slow(scene: Scene) -> Event | None:
-    """Send SIGSTOP to a mask actor, and SIGCONT a moment later."""
-    event = _signal(scene, "slow", signal.SIGSTOP)
-    if event is not None:
-        await asyncio.sleep(scene.source.uniform(*SLOW_SECONDS))
-        pid = int(event.target)
-        with contextlib.suppress(ProcessLookupError):
-            if pid not in scene.stopped:  # otherwise `_freeze` froze it in the meantime
+    def thaw(self) -> None:
+        """Continue the frozen processes that still exist."""
+        for pid in self.stopped:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-    return event
 
 
-async def _kill_compile_process(scene: Scene) -> Event | None:
-    return await _kill_by_kind(scene, "compile process", COMPILE_PROCESS, FORK_SERVER)
+ACTOR_FAULTS = ("kill", "freeze", "compile actor")
+"""Faults that end an actor."""
+OTHER_FAULTS = ("slow", "memory", "hostile", "compile process")
 
 
-async def _kill_compile_actor(scene: Scene) -> Event | None:
-    return await _kill_by_kind(scene, "compile actor", COMPILE_ACTOR)
-
-
-async def _memory(scene: Scene) -> Event | None:
-    """Send a constraint that needs too much memory to compile or compiles without end."""
-    fields = scene.source.choice(MEMORY_HOGS)
-    message = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 8}
-    return await _send(scene, "memory", Request(0, CHAT, {**message, **fields}, hostile=f"memory hog {fields}"[:100]))
-
-
-async def _hostile(scene: Scene) -> Event | None:
-    """Send one of the hostile inputs of the file."""
-    if not scene.hostile:
-        return None
-    return await _send(scene, "hostile", scene.source.choice(scene.hostile))
-
-
-Fault = Callable[[Scene], Awaitable[Event | None]]
-FAULTS: dict[str, Fault] = {
-    "kill": _kill,
-    "freeze": _freeze,
-    "slow": _slow,
-    "memory": _memory,
-    "hostile": _hostile,
-    "compile process": _kill_compile_process,
-    COMPILE_ACTOR_FAULT: _kill_compile_actor,
-}
-
-
-def _signal(scene: Scene, fault: str, number: signal.Signals) -> Event | None:
-    up = [actor for actor in scene.watch.actors() if actor["state"] == "up" and actor["pid"] not in scene.stopped]
-    if not up:
-        return None
-    actor = scene.source.choice(up)
+@contextlib.contextmanager
+def deep() -> Iterator[None]:
+    """Raise Python's recursion limit, because some inputs are nested deeper."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(DEPTH)
     try:
-        os.kill(actor["pid"], number)
-    except ProcessLookupError:
-        return None
-    return Event(time.monotonic(), fault, str(actor["pid"]), actor["index"], actor["incarnation"])
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
-async def _kill_by_kind(scene: Scene, fault: str, *kinds: str) -> Event | None:
-    pids = await asyncio.to_thread(scene.server.pids, *kinds)
-    if not pids:
-        return None
-    pid = scene.source.choice(pids)
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return None
-    return Event(time.monotonic(), fault, str(pid))
+def hostile_requests(path: Path) -> list[Request]:
+    """Read a file of hostile inputs, and return a request for each backend that supports the kind of an input.
+
+    The file is JSON: `{"entries": [{"id", "kind", "scope", "payload" | "generator_py", ...}]}`. Generators are Python
+    expressions: read only files that you trust.
+    """
+    with deep():
+        return [request for entry in json.loads(path.read_text())["entries"] for request in _requests(entry)]
 
 
-async def _send(scene: Scene, fault: str, request: Request) -> Event:
-    scene.sent += 1
-    event = Event(time.monotonic(), fault, request.hostile or "")
-    await scene.send(request)
-    return event
+def _requests(entry: dict[str, Any]) -> Iterator[Request]:
+    payload: Any = entry.get("payload")
+    kind, scope = entry["kind"], entry["scope"]
+    if "generator_py" in entry:
+        modules = {"functools": functools, "itertools": itertools, "json": json, "random": random}
+        payload = eval(entry["generator_py"], modules)
+    able = [AUTO, *(name for name, adapter in BACKENDS.items() if kind in adapter.kinds)]
+    match scope:
+        case "request":
+            fields, able = [payload], [AUTO]
+        case "stream":
+            fields = [_stream_fields(kind, each) for each in payload[:STREAM]]
+        case "model-output":  # the payload is the model's output: a choice with one option forces it
+            fields = [{"choice": [payload]}]
+        case _:
+            fields = [{kind: payload}]
+    for number, (backend, each) in enumerate(itertools.product(able, fields)):
+        body = {**MESSAGE, "temperature": 0, "stream": True, "backend": backend, **each}
+        yield Request(number, body, hostile=entry["id"])
+
+
+def _stream_fields(kind: str, payload: Any) -> dict[str, Any]:
+    """Return the request fields of one payload of a stream. It may be a `structured_outputs` value."""
+    if isinstance(payload, dict) and payload.keys() <= {"json", "grammar"}:
+        return {"structured_outputs": payload}
+    return {kind: payload}

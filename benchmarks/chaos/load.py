@@ -1,36 +1,44 @@
-"""Load: concurrent clients, and a record of each request."""
+"""Load: concurrent clients, a record of each request, and the outputs without faults."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import httpx
 
-from benchmarks.chaos.checks import MUST_NOT, Judge, Verdict
-from benchmarks.chaos.client import Answer, ask
-from benchmarks.chaos.traffic import Request, Traffic
+from benchmarks.chaos.answers import MUST_NOT, Choice, Verdict, ask, verdict_of
+from benchmarks.chaos.traffic import Request, repeated
+
+
+def client_for(url: str, connections: int) -> httpx.AsyncClient:
+    """Return an HTTP client without a timeout, for so many connections."""
+    # No idle connections: httpcore also closes one that expires while a request that was given it has not begun.
+    # Then the request fails with `ReadError`.
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
 
 
 @dataclass(frozen=True)
 class Record:
     """The result of one request. Times are `time.monotonic()`, in seconds."""
 
-    number: int
-    kind: str
-    good: bool
-    hostile: str | None
+    request: Request
     began: float
-    decided: float | None
     ended: float
     verdict: Verdict
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was answered with an error."""
+        return self.verdict.outcome in ("failed", "refused")
+
     def describe(self) -> str:
-        return f"request {self.number} ({self.hostile or self.kind}): {self.verdict.outcome}: {self.verdict.cause}"
+        request = self.request
+        kind = f"{request.example.kind}, {request.backend}" if request.example else request.hostile or "plain"
+        return f"request {request.number} ({kind}): {self.verdict.outcome}: {self.verdict.cause}"
 
 
 @dataclass
@@ -38,42 +46,29 @@ class Load:
     """Sends requests and keeps their verdicts.
 
     Args:
+        references: `Request.key` -> output without faults.
         limit: seconds after which a request counts as hung.
     """
 
     http: httpx.AsyncClient
-    judge: Judge
+    references: Mapping[str, Choice]
     limit: float
     records: list[Record] = field(default_factory=list)
-    on_answer: Callable[[Request, Answer], None] = lambda request, answer: None
-    """Called with every answer."""
 
-    async def send(self, request: Request) -> Record:
+    async def send(self, request: Request) -> None:
         """Send one request and check its answer."""
         answer = await ask(self.http, request, self.limit)
-        self.on_answer(request, answer)
-        verdict = self.judge.verdict(request, answer)
-        kind = "plain" if request.example is None else f"{request.example.kind}, {request.backend}"
-        times = (answer.began, answer.decided, answer.ended)
-        record = Record(request.number, kind, request.good, request.hostile, *times, verdict)
-        self.records.append(record)
-        return record
+        verdict = verdict_of(request, answer, self.references)
+        self.records.append(Record(request, answer.began, answer.ended, verdict))
 
-    async def run(self, traffic: Traffic, concurrency: int, going_on: Callable[[], bool]) -> None:
-        """Keep `concurrency` requests in flight while `going_on()` is true. Returns when all are answered."""
-        numbers = itertools.count(len(self.records))
-        await self._share(concurrency, (traffic.request(number) for number in numbers), going_on)
+    async def run(
+        self, requests: Iterable[Request], concurrency: int, going_on: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Send requests, `concurrency` at a time, while `going_on()` is true. Returns when all are answered."""
+        left = iter(requests)
 
-    async def all_of(self, requests: Iterable[Request], concurrency: int) -> None:
-        """Send these requests, `concurrency` at a time."""
-        await self._share(concurrency, iter(requests), lambda: True)
-
-    async def _share(self, concurrency: int, requests: Iterator[Request], going_on: Callable[[], bool]) -> None:
         async def client() -> None:
-            while going_on():
-                request = next(requests, None)
-                if request is None:
-                    return
+            while going_on() and (request := next(left, None)) is not None:
                 await self.send(request)
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
@@ -81,44 +76,33 @@ class Load:
     @property
     def good(self) -> list[Record]:
         """Requests that are not hostile, from clients that stay."""
-        return [record for record in self.records if record.good]
+        return [record for record in self.records if record.request.good]
 
     def outcomes(self) -> Counter[str]:
         """Count the outcomes."""
         return Counter(record.verdict.outcome for record in self.records)
-
-    def causes(self, records: Sequence[Record]) -> Counter[str]:
-        """Count the error codes of failed and rejected requests."""
-        return Counter(each.verdict.cause for each in records if each.verdict.outcome in ("failed", "refused"))
 
     def violations(self) -> list[Record]:
         """Requests with an outcome that no fault excuses."""
         return [record for record in self.records if record.verdict.outcome in MUST_NOT]
 
 
-def client_for(url: str, connections: int, address: str | None = None) -> httpx.AsyncClient:
-    """Return an HTTP client without a timeout, for so many connections.
+async def reference_outputs(http: httpx.AsyncClient, limit: float) -> dict[str, Choice]:
+    """Return the outputs of the repeated requests without faults: `Request.key` -> output.
 
-    Args:
-        address: its own address, for example 127.0.0.2, by which the server can tell it from other clients.
+    Raises:
+        SystemExit: a request has no valid answer although there are no faults.
     """
-    # No idle connections: httpcore also closes one that expires while a request that was given it has not begun.
-    # Then the request fails with `ReadError`.
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)
-    transport = httpx.AsyncHTTPTransport(limits=limits, local_address=address)
-    return httpx.AsyncClient(base_url=url, timeout=None, transport=transport)
+    found: dict[str, Choice] = {}
+    slots = asyncio.Semaphore(16)
 
+    async def record(request: Request) -> None:
+        async with slots:
+            answer = await ask(http, request, limit)
+        verdict = verdict_of(request, answer, {})
+        if verdict.outcome != "valid":
+            raise SystemExit(f"without faults: {verdict.outcome}: {verdict.cause}\n{request.body}")
+        found[request.key or ""] = answer.choices[0]
 
-async def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition. Returns whether it became true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.1)
-    return True
-
-
-async def ended(task: Awaitable[object]) -> None:
-    """Wait for a cancelled task."""
-    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.gather(*map(record, repeated()))
+    return found

@@ -1,22 +1,19 @@
 """Random requests: every kind of constraint on every backend that supports it, unconstrained ones, several choices,
-streamed and not."""
+streamed and not. Every backend enforces these constraints, so no answer may be a rejection."""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from benchmarks.chaos.examples import EXAMPLES, PLAIN_PROMPTS, Example, fresh
 from guided.backends import AUTO, BACKENDS
 from guided.constraint import KINDS, ConstraintKind
 
-ClientBehavior = Literal["reads", "leaves", "stalls"]
-Path = Literal["/v1/chat/completions", "/v1/completions"]
-CHAT: Path = "/v1/chat/completions"
-COMPLETIONS: Path = "/v1/completions"
+ClientBehavior = Literal["reads", "leaves"]
+PATH = "/v1/chat/completions"
 ABLE: list[tuple[ConstraintKind, str]] = [
     (kind, backend)
     for kind in KINDS
@@ -24,6 +21,52 @@ ABLE: list[tuple[ConstraintKind, str]] = [
     if backend == AUTO or kind in BACKENDS[backend].kinds
 ]
 """Every (kind, backend) that must work."""
+PLAIN, FRESH, STREAMED, SEVERAL, SAMPLED, LEAVING = 0.25, 0.1, 0.5, 0.1, 0.3, 0.04
+"""Shares of the traffic. Of the constrained requests: those with a new constraint, those with temperature 1."""
+REPEATED = 4
+"""Number of constraints per kind that many requests share."""
+PEOPLE = ["Maria Keller, 34, Lisbon", "Jonas Berg, 51, Oslo", "Aiko Tanaka, 27, Kyoto", "Ada Reed, 8, York"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A constraint in the form of a request field."""
+
+    kind: ConstraintKind
+    value: Any
+    pattern: str = ""
+    """A regex with the same language, for a regex, grammar or structural tag."""
+
+
+def example(kind: ConstraintKind, number: int) -> Example:
+    """Return the `number`th constraint of a kind. `json_object` has only one."""
+    source = random.Random(number)
+    first, second = ("".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=source.randint(5, 9))) for _ in range(2))
+    match kind:
+        case "json_schema":
+            text: dict[str, Any] = {"type": "string", "maxLength": 9 + number % 9}
+            inner = _object({"name": text, "age": {"type": "integer"}, "adult": {"type": "boolean"}})
+            fields = {first: {"enum": [number, number + 1, "x"]}, second: inner if number % 2 else text}
+            listed = {"type": "array", "items": _object(fields), "minItems": 1, "maxItems": 3}
+            return Example(kind, listed if number % 3 == 0 else _object(fields))
+        case "regex" | "structural_tag":
+            pattern = f"{first} 20[0-9]{{2}}-(0[1-9]|1[0-2])(, [A-Z][a-z]{{2,9}})?( {second})?"
+            if kind == "regex":
+                return Example(kind, pattern, pattern)
+            content = {"type": "regex", "pattern": pattern}
+            tag = {"type": "tag", "begin": "<answer>", "content": content, "end": "</answer>"}
+            return Example(kind, {"type": "structural_tag", "format": tag}, f"<answer>{pattern}</answer>")
+        case "choice":
+            return Example(kind, [first, f"{first} {second}", second, f'say "{number}"', "C:\\tmp", "[a-z]+"])
+        case "grammar":
+            rules = f'root ::= "{first} " term (("+" | "-") term)* tail?\nterm ::= [0-9]{{1,3}}\ntail ::= ", {second}"'
+            return Example(kind, rules, f"{first} [0-9]{{1,3}}([+-][0-9]{{1,3}})*(, {second})?")
+        case _:
+            return Example("json_object", True)
+
+
+def _object(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -31,13 +74,12 @@ class Request:
     """One HTTP request."""
 
     number: int
-    path: Path
     body: dict[str, Any]
     example: Example | None = None
     """The constraint; None for an unconstrained request."""
     backend: str | None = None
     behavior: ClientBehavior = "reads"
-    """"leaves": the client disconnects early. "stalls": it stops reading for some seconds, then leaves."""
+    """"leaves": the client disconnects early."""
     hostile: str | None = None
     """Id of the hostile input, if it is one."""
 
@@ -57,83 +99,47 @@ class Request:
 
     @property
     def key(self) -> str | None:
-        """A key that is equal for requests with equal outputs, or None if the output is random."""
-        if self.hostile is not None or self.body.get("temperature") != 0:
+        """A key that is equal for constrained requests with equal outputs, or None if the output is random."""
+        if self.example is None or self.body.get("temperature") != 0:
             return None
-        kept = {name: value for name, value in self.body.items() if name not in ("stream", "stream_options", "n")}
-        return json.dumps([self.path, kept], sort_keys=True)
+        return json.dumps({name: value for name, value in self.body.items() if name not in ("stream", "n")})
+
+    def staying(self) -> Request:
+        """Return the same request with a client that stays."""
+        return replace(self, behavior="reads")
 
 
-@dataclass(frozen=True)
-class Mix:
-    """Shares of the traffic, 0 to 1."""
+def request(seed: int, number: int) -> Request:
+    """Return the `number`th request of a seed, the same at every call."""
+    source = random.Random(f"{seed}:{number}")
+    if source.random() < PLAIN:
+        made = plain(number, source.randrange(len(PEOPLE)))
+    else:
+        kind, backend = source.choice(ABLE)
+        which = source.randint(REPEATED, 10**6) if source.random() < FRESH else source.randrange(REPEATED)
+        made = constrained(number, example(kind, which), backend)
+        if source.random() < SAMPLED:
+            made.body.update(temperature=1.0, seed=number)
+    if source.random() < STREAMED:
+        made.body.update(stream=True)
+    if source.random() < SEVERAL:
+        made.body.update(n=source.choice((2, 3)))
+    return replace(made, behavior="leaves") if source.random() < LEAVING else made
 
-    plain: float = 0.25
-    fresh: float = 0.1
-    """Of the constrained requests: those with a new constraint."""
-    streamed: float = 0.5
-    several: float = 0.1
-    """Requests with n of 2 or 3."""
-    random: float = 0.3
-    """Of the constrained requests: those with temperature 1."""
-    leaving: float = 0.03
-    stalling: float = 0.01
 
-
-class Traffic:
-    """An endless, reproducible sequence of requests."""
-
-    def __init__(self, seed: int = 0, mix: Mix | None = None) -> None:
-        self._seed = seed
-        self._mix = mix or Mix()
-
-    def request(self, number: int) -> Request:
-        """Return the `number`th request, the same at every call."""
-        source, mix = random.Random(f"{self._seed}:{number}"), self._mix
-        if source.random() < mix.plain:
-            made = plain(number, source.randrange(len(PLAIN_PROMPTS)))
-        else:
-            kind, backend = source.choice(ABLE)
-            is_fresh = source.random() < mix.fresh and kind != "json_object"
-            example = fresh(kind, source) if is_fresh else source.choice(EXAMPLES[kind])
-            made = constrained(number, example, backend, CHAT if source.random() < 0.7 else COMPLETIONS)
-            if source.random() < mix.random:
-                made.body.update(temperature=1.0, seed=number)
-        if source.random() < mix.streamed:
-            made.body.update(stream=True)
-        if source.random() < mix.several:
-            made.body.update(n=source.choice((2, 3)))
-        chance = source.random()
-        behavior: ClientBehavior = "reads"
-        if chance < mix.leaving:
-            behavior = "leaves"
-        elif chance < mix.leaving + mix.stalling and made.stream:
-            behavior = "stalls"
-        return Request(number, made.path, made.body, made.example, made.backend, behavior)
-
-    @staticmethod
-    def repeated() -> list[Request]:
-        """Return one of each repeated request with a deterministic output, for the reference outputs."""
-        requests = [plain(index, index) for index in range(len(PLAIN_PROMPTS))]
-        for kind, backend in ABLE:
-            for example in EXAMPLES[kind]:
-                for path in (CHAT, COMPLETIONS):
-                    requests.append(constrained(len(requests), example, backend, path))
-        return requests
+def repeated() -> list[Request]:
+    """Return one of each repeated request with a deterministic output, for the reference outputs."""
+    return [constrained(index, example(kind, index), backend) for kind, backend in ABLE for index in range(REPEATED)]
 
 
 def plain(number: int, prompt: int) -> Request:
     """Return an unconstrained greedy request."""
-    messages = [{"role": "user", "content": PLAIN_PROMPTS[prompt]}]
-    body = {"messages": messages, "temperature": 0, "max_tokens": 24 + prompt, "ignore_eos": True}
-    return Request(number, CHAT, body)
+    messages = [{"role": "user", "content": f"{PEOPLE[prompt]}. Who is it?"}]
+    return Request(number, {"messages": messages, "temperature": 0, "max_tokens": 24 + prompt, "ignore_eos": True})
 
 
-def constrained(number: int, example: Example, backend: str, path: Path) -> Request:
+def constrained(number: int, example: Example, backend: str) -> Request:
     """Return a constrained greedy request."""
-    body: dict[str, Any] = {example.kind: example.value, "backend": backend, "temperature": 0, "max_tokens": 80}
-    if path == CHAT:
-        body["messages"] = [{"role": "user", "content": example.prompt}]
-    else:
-        body["prompt"] = example.prompt + "\n"
-    return Request(number, path, body, example, backend)
+    messages = [{"role": "user", "content": f"{PEOPLE[0]}. Answer."}]
+    body = {example.kind: example.value, "backend": backend, "temperature": 0, "max_tokens": 80, "messages": messages}
+    return Request(number, body, example, backend)

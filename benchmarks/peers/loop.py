@@ -13,25 +13,11 @@ import torch
 from benchmarks.peers.rows import Document, Rows, RunningSequence
 
 
-class Forward(Protocol):
-    """A model's forward pass on a device."""
-
-    def feed(self, tokens: Sequence[int]) -> None:
-        """Set the tokens that the rows will sample in the next step. Their logits must be finite."""
-
-    def start(self) -> None:
-        """Launch the forward pass. Returns while it runs."""
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the logits: float `[batch, padded_vocab_size]`."""
-
-    @property
-    def end(self) -> float:
-        """`time.perf_counter()` at the end of the forward pass."""
-
-
 class SleepingForward:
-    """A forward pass that takes a fixed time and no CPU, like one on a GPU. It always returns the same tensor."""
+    """A forward pass that takes a fixed time and no CPU, like one on a GPU. It always returns the same tensor.
+
+    `end` is `time.perf_counter()` at the end of the forward pass.
+    """
 
     def __init__(self, batch: int, width: int, seconds: float) -> None:
         self._seconds = seconds
@@ -39,31 +25,19 @@ class SleepingForward:
         self.end = 0.0
 
     def feed(self, tokens: Sequence[int]) -> None:
+        """Make the logits of these tokens finite: the rows will sample them in the next step."""
         self._logits[torch.arange(len(tokens)), torch.tensor(tokens)] = 0.0
 
     def start(self) -> None:
+        """Launch the forward pass. Returns while it runs."""
         self.end = time.perf_counter() + self._seconds
 
     def wait(self) -> torch.Tensor:
+        """Wait for the logits: float `[batch, padded_vocab_size]`."""
         remaining = self.end - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
         return self._logits
-
-
-@dataclass
-class Slowness:
-    """The rows with slow masks, and the kind of delay."""
-
-    rows: int = 0
-    """Number of slow rows, counted from the first."""
-    kind: str = "none"
-    """The delay before each of their masks: "sleep", "hold" (compute in C and hold the GIL), or "none"."""
-    seconds: float = 0.0
-
-    def hits(self, row: int) -> bool:
-        """Return whether a row's masks get a delay."""
-        return row < self.rows and self.kind != "none"
 
 
 @dataclass
@@ -72,8 +46,6 @@ class Times:
 
     exposed: float = 0.0
     """Mask work, and waiting for masks, outside the forward pass."""
-    outside: float = 0.0
-    """Everything that the way added to the step except the kernel: `exposed` and bookkeeping."""
     hidden: float = 0.0
     """Mask work during the forward pass, summed over all processes."""
     kernel: float = 0.0
@@ -92,7 +64,7 @@ class Way(Protocol):
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         """Compile the documents' constraints. Returns the documents that this way rejects: name -> reason."""
 
-    def begin(self, batch: int, slow: Slowness) -> None:
+    def begin(self) -> None:
         """Prepare for a new run. No sequence is open."""
 
     def open(self, sequence: RunningSequence) -> None:
@@ -101,7 +73,7 @@ class Way(Protocol):
     def close(self, sequence: RunningSequence) -> None:
         """Remove a sequence."""
 
-    def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
+    def step(self, sequences: Sequence[RunningSequence], forward: SleepingForward) -> tuple[torch.Tensor, Times]:
         """Run one decode step of the batch: forward pass and masks. Returns the masked logits."""
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
@@ -114,15 +86,14 @@ class Samples:
 
     step: list[float] = field(default_factory=list)
     exposed: list[float] = field(default_factory=list)
-    outside: list[float] = field(default_factory=list)
     hidden: list[float] = field(default_factory=list)
     kernel: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     """CPU seconds of the engine's process, all threads, without the kernel."""
     latency: list[float] = field(default_factory=list)
-    """Seconds between two tokens of a sequence, for all rows except the slow ones."""
+    """Seconds between two tokens of a sequence, for all rows except a pinned one."""
     slow_latency: list[float] = field(default_factory=list)
-    """The same for the slow rows."""
+    """The same for the row with pinned documents."""
     late: list[int] = field(default_factory=list)
     """Number of rows that were not sampled, because their mask was late."""
     again: list[int] = field(default_factory=list)
@@ -134,8 +105,8 @@ class Samples:
 class Run:
     """Rows that run step by step. `steps` may be called several times."""
 
-    def __init__(self, way: Way, rows: Rows, forward: Forward, slow: Slowness) -> None:
-        self._way, self._rows, self._forward, self._slow = way, rows, forward, slow
+    def __init__(self, way: Way, rows: Rows, forward: SleepingForward) -> None:
+        self._way, self._rows, self._forward = way, rows, forward
         self._last_token: dict[int, float] = {}
         self._clock = 0.0
         for sequence in rows.sequences:
@@ -162,7 +133,6 @@ class Run:
         self._clock += step  # the clock excludes the benchmark's own work between steps
         samples.step.append(step)
         samples.exposed.append(times.exposed + sampling)
-        samples.outside.append(times.outside + sampling)
         samples.hidden.append(times.hidden)
         samples.kernel.append(times.kernel)
         samples.cpu.append(cpu - times.kernel_cpu)
@@ -187,8 +157,7 @@ class Run:
     def _note(self, sequence: RunningSequence, now: float, samples: Samples) -> None:
         last = self._last_token.get(sequence.id)
         if last is not None:
-            slow = sequence.row < self._slow.rows
-            (samples.slow_latency if slow else samples.latency).append(now - last)
+            (samples.slow_latency if sequence.row in self._rows.pinned else samples.latency).append(now - last)
         self._last_token[sequence.id] = now
 
     def close(self) -> None:

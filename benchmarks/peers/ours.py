@@ -13,9 +13,8 @@ import xgrammar  # noqa: F401  # the processor loads its kernel on a thread, whi
 from numpy.typing import NDArray
 
 import guided.processor as processor_module
-from benchmarks.peers.loop import Forward, Slowness, Times
+from benchmarks.peers.loop import SleepingForward, Times
 from benchmarks.peers.rows import Document, RunningSequence
-from benchmarks.slow_backend import slow_name
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.pools.protocol import Grammar, MaskPool
@@ -24,7 +23,6 @@ from guided.sequence import GuidedSequence
 
 COMPILE_SECONDS = 600.0
 """Time limit for all compilations together. The pool limits each of them."""
-CHECK_SECONDS = 5.0
 CHECK_ROWS = 32
 
 
@@ -34,7 +32,7 @@ class Unguided:
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         return {}
 
-    def begin(self, batch: int, slow: Slowness) -> None:
+    def begin(self) -> None:
         pass
 
     def open(self, sequence: RunningSequence) -> None:
@@ -43,7 +41,7 @@ class Unguided:
     def close(self, sequence: RunningSequence) -> None:
         pass
 
-    def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
+    def step(self, sequences: Sequence[RunningSequence], forward: SleepingForward) -> tuple[torch.Tensor, Times]:
         forward.start()
         return forward.wait(), Times()
 
@@ -73,7 +71,6 @@ class Guided:
         self._changed = True
         """The batch is not that of the last step."""
         self._new_tokens: NDArray[np.int32] | None = None
-        self._slow = Slowness()
         self._kernel_cpu = 0.0
         # The kernel's CPU time is measured apart from the engine's. Only the clock is added to it.
         kernel: Callable[..., None] = vars(processor_module)["apply_bitmask"]
@@ -90,12 +87,12 @@ class Guided:
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         self._backend = backend
         for document in documents:
-            self._compile(document, document.backend or backend)
+            self._compile(document)
         refused: dict[str, str] = {}
         able: list[tuple[Document, Grammar]] = []
         for document in documents:
             try:
-                future = self._grammars[document.backend or backend, document.schema]
+                future = self._grammars[backend, document.schema]
                 able.append((document, future.result(COMPILE_SECONDS)))
             except GuidedError as error:
                 refused[document.name] = str(error)
@@ -103,11 +100,10 @@ class Guided:
             refused |= self._check(able[start : start + CHECK_ROWS])
         return refused
 
-    def _compile(self, document: Document, backend: str) -> Future[Grammar]:
-        key = (backend, document.schema)
+    def _compile(self, document: Document) -> None:
+        key = (self._backend, document.schema)
         if key not in self._grammars:
-            self._grammars[key] = self._pool.compile(Constraint.json_schema(document.schema), [backend])
-        return self._grammars[key]
+            self._grammars[key] = self._pool.compile(Constraint.json_schema(document.schema), [self._backend])
 
     def _check(self, some: list[tuple[Document, Grammar]]) -> dict[str, str]:
         """Return the documents that the grammar does not accept to their ends, with the reason."""
@@ -127,19 +123,14 @@ class Guided:
                     refused[some[row][0].name] = "it may not end where it ends"
         return refused
 
-    def begin(self, batch: int, slow: Slowness) -> None:
+    def begin(self) -> None:
         self._processor = GuidedProcessor(self._pool)
         self._late.clear()
         self._mean_step = 0.0
-        self._slow = slow
 
     def open(self, sequence: RunningSequence) -> None:
-        document = sequence.document
-        backend = document.backend or self._backend
-        if self._slow.hits(sequence.row):
-            backend = slow_name(self._slow.kind)
-        request = str(sequence.id)
-        future = self._processor.initialize(request, Constraint.json_schema(document.schema), backend)
+        request, constraint = str(sequence.id), Constraint.json_schema(sequence.document.schema)
+        future = self._processor.initialize(request, constraint, self._backend)
         future.result(COMPILE_SECONDS)
         self._guided[sequence.id] = GuidedSequence(request, sequence.id, sequence.output)
         self._changed = True
@@ -150,7 +141,7 @@ class Guided:
         self._late.discard(sequence.id)
         self._changed = True
 
-    def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
+    def step(self, sequences: Sequence[RunningSequence], forward: SleepingForward) -> tuple[torch.Tensor, Times]:
         again = self._take_decided(len(sequences)) if self._late else 0
         if self._changed:  # as `engine.sampling_metadata` does
             running = [sequence for sequence in sequences if sequence.id not in self._late]
@@ -163,13 +154,11 @@ class Guided:
         prepared = time.perf_counter() - started
         forward.start()
         logits = forward.wait()
-        ready = time.perf_counter()
         report = self._processor.apply(logits, self._deadline())
         ended = time.perf_counter()
         exposed = prepared + report.wait_seconds
         times = Times(
             exposed=exposed,
-            outside=prepared + ended - ready - report.kernel_seconds,
             hidden=max(0.0, report.mask_seconds - exposed),
             kernel=report.kernel_seconds,
             kernel_cpu=self._kernel_cpu - kernel_cpu,

@@ -18,12 +18,10 @@ class Document:
     schema: str
     """JSON text. Equal texts are the same constraint."""
     tokens: tuple[int, ...]
-    backend: str = ""
-    """Replaces the run's backend for this document if not empty. Only our ways support it."""
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Document:
-        return cls(fields["name"], fields["schema"], tuple(fields["tokens"]), fields["backend"])
+        return cls(fields["name"], fields["schema"], tuple(fields["tokens"]))
 
 
 @dataclass(eq=False)
@@ -54,6 +52,8 @@ class Rows:
     def __init__(self, documents: Sequence[Document], batch: int, stop: int, pinned: Sequence[Document] = ()) -> None:
         self._stop = stop
         self._streams = [_stream(documents, row, batch) for row in range(batch)]
+        self.pinned = frozenset({0} if pinned else ())
+        """Rows with pinned documents."""
         if pinned:
             self._streams[0] = _stream(pinned, 0, 1)
         self._next_id = 0

@@ -27,18 +27,11 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from benchmarks.delay import delay
-from benchmarks.peers.import_fixes import fix_lm_format_enforcer_imports
-from benchmarks.peers.loop import Forward, Slowness, Times
+from benchmarks.peers.loop import SleepingForward, Times
 from benchmarks.peers.rows import Document, RunningSequence
 
 MAX_BATCH = 1024
-BACKENDS = {
-    "llguidance": "guidance",
-    "xgrammar": "xgrammar",
-    "outlines": "outlines",
-    "lm-format-enforcer": "lm-format-enforcer",
-}
+BACKENDS = {"llguidance": "guidance", "xgrammar": "xgrammar"}
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,12 +53,10 @@ class VLLMManager:
     """
 
     def __init__(self, vocabulary: str) -> None:
-        fix_lm_format_enforcer_imports(vllm=True)
         self._config = _config(vocabulary)
         self._manager = StructuredOutputManager(self._config)
         self._backend = ""
         self._requests: dict[str, Request] = {}
-        self._slow = Slowness()
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         if backend != self._backend:  # an engine has one backend
@@ -75,8 +66,7 @@ class VLLMManager:
         for document in documents:
             try:
                 grammar = self._grammar(self._request("check", document))
-                # lm-format-enforcer computes a mask for every token here, which takes too long. The run itself checks.
-                if backend != "lm-format-enforcer" and not grammar.accept_tokens("check", list(document.tokens)):
+                if not grammar.accept_tokens("check", list(document.tokens)):
                     refused[document.name] = "its tokens are rejected"
             except Exception as error:
                 refused[document.name] = f"{type(error).__name__}: {error}"
@@ -99,21 +89,18 @@ class VLLMManager:
             raise pending.grammar
         return pending.grammar
 
-    def begin(self, batch: int, slow: Slowness) -> None:
-        self._slow = slow
+    def begin(self) -> None:
+        pass
 
     def open(self, sequence: RunningSequence) -> None:
         request = self._request(str(sequence.id), sequence.document)
-        grammar = self._grammar(request)
-        if self._slow.hits(sequence.row):
-            assert request.structured_output_request is not None
-            request.structured_output_request.grammar = _SlowGrammar(grammar, self._slow)
+        self._grammar(request)
         self._requests[request.request_id] = request
 
     def close(self, sequence: RunningSequence) -> None:
         self._requests.pop(str(sequence.id), None)
 
-    def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
+    def step(self, sequences: Sequence[RunningSequence], forward: SleepingForward) -> tuple[torch.Tensor, Times]:
         ids = [str(sequence.id) for sequence in sequences]
         forward.start()
         launched = time.perf_counter()
@@ -130,27 +117,13 @@ class VLLMManager:
         )
         kernel, cpu = time.perf_counter() - ready, time.process_time() - cpu
         exposed = max(0.0, filled - forward.end)
-        return logits, Times(exposed, exposed, filled - launched - exposed, kernel, cpu)
+        return logits, Times(exposed, filled - launched - exposed, kernel, cpu)
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
         started = time.perf_counter()
         for sequence, token in zip(sequences, tokens, strict=True):
             self._manager.accept_tokens(self._requests[str(sequence.id)], [token])
         return time.perf_counter() - started
-
-
-class _SlowGrammar:
-    """A grammar of vLLM with a delay before each mask."""
-
-    def __init__(self, inner: Any, slow: Slowness) -> None:
-        self._inner, self._slow = inner, slow
-
-    def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
-        delay(self._slow.kind, self._slow.seconds)
-        self._inner.fill_bitmask(bitmask, index)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def _config(vocabulary: str) -> Any:

@@ -94,8 +94,8 @@ def random_choice(source: random.Random) -> Case:
     return Case("choice", options, lambda: Constraint.choice(options), problem)
 
 
-Rule = list[list[str]]
-"""Alternatives of items: the name of a later rule, a text in quotes, or a class; then `*`, `+`, `?` or `{m,n}`."""
+_COUNTS = {"{2}": "~2", "{1,2}": "~1..2", "{0,3}": "~0..3", "{2,}": "~2..150"}
+"""Counts of repetitions -> the parser's notation, which needs a limit. No output is as long as this one."""
 
 
 def random_grammar(source: random.Random) -> Case:
@@ -103,80 +103,50 @@ def random_grammar(source: random.Random) -> Case:
     if source.random() < 0.35:
         return _random_lark(source)
     names = ["root", "one", "two", "three"][: source.randint(1, 4)]
-    rules: dict[str, Rule] = {}
+    rules: dict[str, list[str]] = {}
     for index, name in enumerate(names):
-        alternatives = [_items(source, names[index + 1 :]) for _ in range(source.randint(1, 3))]
+        rules[name] = [_items(source, names[index + 1 :]) for _ in range(source.randint(1, 3))]
         if source.random() < 0.4:
-            alternatives.append(['"("', name, '")"'])
-        rules[name] = alternatives
+            rules[name].append(f'"(" {name} ")"')
     lark = source.random() < 0.5
     text = grammar(rules, lark=lark)
+    counted = grammar(rules)
+    for count, notation in _COUNTS.items():
+        counted = counted.replace(count, notation)
+    return Case("grammar", text, lambda: Constraint.grammar(text), _parsed_by_lark(counted))
 
-    def problem(output: str) -> str | None:
-        return None if len(output) in _ends(rules, "root", output, 0) else "no sentence"
 
-    return Case("grammar", text, lambda: Constraint.grammar(text), problem)
-
-
-def _items(source: random.Random, later: list[str]) -> list[str]:
+def _items(source: random.Random, later: list[str]) -> str:
+    """Return items: the name of a later rule, a text in quotes, or a class; then `*`, `+`, `?` or `{m,n}`."""
     texts = ['"a"', '"b"', '"ab"', '"é"', '"😀x"', '" "', '"0"', '"-"', '"\\\\"', '"\\""', '"\\n"']
     texts += ["[a-c]", r'[^"\\]', "[é-ü0]", r"[\n\t]"]
     items = []
     for _ in range(source.randint(1, 3)):
         item = source.choice(later) if later and source.random() < 0.6 else source.choice(texts)
-        items.append(item + source.choice(["", "", "", "", "*", "+", "?", "{2}", "{1,2}", "{0,3}", "{2,}"]))
-    return items
+        items.append(item + source.choice(["", "", "", "", "*", "+", "?", *_COUNTS]))
+    return " ".join(items)
 
 
-def grammar(rules: dict[str, Rule], *, lark: bool) -> str:
-    """Return rules as the text of a grammar."""
-    defines, start = (":", "start") if lark else ("::=", "root")
+def grammar(rules: dict[str, list[str]], *, lark: bool = True) -> str:
+    """Return rules, each a list of alternatives, as the text of a grammar."""
     lines = []
     for name, alternatives in rules.items():
-        body = " | ".join(" ".join(re.sub("^root", start, item) for item in items) for items in alternatives)
-        if lark:
-            body = re.sub(r"(\[[^\]]*\])", r"/\1/", body)
-        lines.append(f"{start if name == 'root' else name} {defines} {body}")
+        line = f"{name} {':' if lark else '::='} {' | '.join(alternatives)}"
+        lines.append(re.sub(r"\broot\b", "start", re.sub(r"(\[[^\]]*\])", r"/\1/", line)) if lark else line)
     return "\n".join(lines) + "\n"
 
 
-def _ends(rules: dict[str, Rule], name: str, text: str, start: int) -> set[int]:
-    """Return where a sentence of the rule `name` that begins at `start` may end."""
-    return {end for items in rules[name] for end in _sequence_ends(rules, items, text, start)}
+def _parsed_by_lark(text: str) -> Callable[[str], str | None]:
+    parser = Lark(text, parser="earley", lexer="dynamic_complete", ambiguity="resolve", regex=True)
 
+    def problem(output: str) -> str | None:
+        try:
+            parser.parse(output)
+        except UnexpectedInput as error:
+            return f"no sentence: {type(error).__name__}"
+        return None
 
-def _sequence_ends(rules: dict[str, Rule], items: list[str], text: str, start: int) -> set[int]:
-    reached = {start}
-    for item in items:
-        base, least, most = _counted(item)
-        for _ in range(least):
-            reached = _after(rules, base, text, reached)
-        more = reached
-        for _ in range(most - least):
-            if not (more := _after(rules, base, text, more) - reached):
-                break
-            reached = reached | more
-    return reached
-
-
-def _counted(item: str) -> tuple[str, int, int]:
-    """Return an item without its quantifier, and how often it may come."""
-    found = re.fullmatch(r"(\w+|\".*\"|\[.*\])(?:\{(\d+)(,?)(\d*)\}|([*+?]?))", item, re.DOTALL)
-    assert found is not None, item
-    base, low, comma, high, sign = found.groups()
-    if low:
-        return base, int(low), int(high) if high else 999 if comma else int(low)
-    least, most = {"": (1, 1), "*": (0, 999), "+": (1, 999), "?": (0, 1)}[sign]
-    return base, least, most
-
-
-def _after(rules: dict[str, Rule], base: str, text: str, starts: set[int]) -> set[int]:
-    if base[0] == "[":
-        return {start + 1 for start in starts if re.match(base, text[start : start + 1])}
-    if base[0] != '"':
-        return {end for start in starts for end in _ends(rules, base, text, start)}
-    literal = base[1:-1].replace("\\n", "\n").replace('\\"', '"').replace("\\\\", "\\")
-    return {start + len(literal) for start in starts if text.startswith(literal, start)}
+    return problem
 
 
 _TERMINALS = {
@@ -207,13 +177,4 @@ def _random_lark(source: random.Random) -> Case:
     ]
     lines += source.choice([[], [], ['%ignore " "'], [r"%ignore /[ \t]+/"], ["%import common.WS", "%ignore WS"]])
     text = "\n".join(lines) + "\n"
-    parser = Lark(text, parser="earley", lexer="dynamic_complete", ambiguity="resolve", regex=True)
-
-    def problem(output: str) -> str | None:
-        try:
-            parser.parse(output)
-        except UnexpectedInput as error:
-            return f"no sentence: {type(error).__name__}"
-        return None
-
-    return Case("lark", text, lambda: Constraint.grammar(text), problem)
+    return Case("lark", text, lambda: Constraint.grammar(text), _parsed_by_lark(text))

@@ -158,7 +158,7 @@ def _extended(validator: Any) -> Any:
     for name in {"enum", "const"} & validator.VALIDATORS.keys():
         known[name] = partial(_as_doubles, validator.VALIDATORS[name])
     types = validator.TYPE_CHECKER.redefine("number", lambda _, value: _is_number(value))
-    types = types.redefine("integer", lambda checker, value: _is_integer(value, validator))
+    types = types.redefine("integer", lambda _, value: _is_integer(value, validator))
     return extend(validator, known, type_checker=types)  # type: ignore[no-untyped-call]
 
 

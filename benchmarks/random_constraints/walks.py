@@ -19,7 +19,7 @@ from guided.errors import ConstraintNotMet, GuidedError, InvalidConstraint
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
-COLUMNS = (AUTO, *BACKENDS)
+WAYS = (AUTO, *BACKENDS)
 _KEY = "grammar"
 
 

@@ -1,21 +1,11 @@
-"""Register the benchmarks' slow backends when `guided.backends` is imported.
+"""Install the faults of `benchmarks.injected_faults`.
 
-Python runs this file at the start of every process that has this folder on its PYTHONPATH.
+Python runs this file at the start of every process that has this folder on its PYTHONPATH, in our environment and
+vLLM's. Actors, compile processes and vLLM's engine process inherit the variable from the benchmark.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from benchmarks.injected_faults import install
 
-from benchmarks.import_hook import after_import
-
-
-def _register(backends: ModuleType) -> None:
-    from guided.constraint import KINDS
-
-    for kind, attribute in (("sleep", "SleepingBackend"), ("hold", "HoldingBackend")):
-        adapter = backends.Adapter("benchmarks.slow_backend", attribute, frozenset(KINDS))
-        backends.BACKENDS[f"benchmark-{kind}"] = adapter
-
-
-after_import("guided.backends", _register)
+install()

@@ -71,7 +71,7 @@ def example(index: int, seed: int = 0, held_out: bool = False, tool_share: float
 
 
 def evaluation_example(index: int, seed: int = 1) -> Example:
-    """A held-out JSON task about a person, order, event or product: `expected` is what the text says.
+    """A held-out JSON task about a person, order, event or product.
 
     Names, numbers, dates, codes and addresses are those that training never saw; the ways of telling are not new.
     """
@@ -79,9 +79,9 @@ def evaluation_example(index: int, seed: int = 1) -> Example:
     v = Values(rng, held_out=True)
     told = tell(v, DOMAINS[index % len(DOMAINS)](v))
     text = request_text(told, told.asked, v, "plain")
-    return Example([text], dumped(told.asked, "plain"), expected=told.asked)
+    return Example([text], dumped(told.asked, "plain"))
 
 
 def evaluation_call(index: int, seed: int = 1) -> Example:
-    """A held-out request with two to four functions: `expected` is the call's name and arguments."""
+    """A held-out request with two to four functions."""
     return call_task(Values(random.Random(f"call:{seed}:{index}"), held_out=True))

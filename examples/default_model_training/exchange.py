@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -29,7 +29,6 @@ class Example:
     answer: str
     system: str | None = None
     chat: bool = True
-    expected: Any = field(default=None)
     tools: list[dict[str, Any]] | None = None
     """The functions that the request offers."""
     call: Call | None = None

@@ -107,8 +107,8 @@ def json_task(v: Values) -> Example:
         label = rng.choice((("Text", "JSON"), ("Input", "Output"), ("Description", "JSON"), ("Q", "A")))
         space = rng.choice(("", " ", "\n"))
         text = f"{label[0]}: {told.text}\n{label[1]}:{space}"
-        return Example([text], dumped(value, style, spaces), chat=False, expected=value)
-    return Example([request_text(told, value, v, style)], dumped(value, style, spaces), expected=value)
+        return Example([text], dumped(value, style, spaces), chat=False)
+    return Example([request_text(told, value, v, style)], dumped(value, style, spaces))
 
 
 def json_list_task(v: Values) -> Example:
@@ -130,7 +130,7 @@ def json_list_task(v: Values) -> Example:
     value: Any = rows if rng.random() < 0.5 else {rng.choice((f"{kind}s", "items", "results", "people")): rows}
     text = rng.choice(("\n", " ", "\n- ")).join(texts)
     ask = rng.choice((f"List the {kind}s as JSON.", f"Extract all {kind}s.", f"Return an array of {kind}s.", "JSON:"))
-    return Example([f"{ask}\n{text}"], dumped(value, "plain"), expected=value)
+    return Example([f"{ask}\n{text}"], dumped(value, "plain"))
 
 
 FREE = (
@@ -179,4 +179,4 @@ def free_task(v: Values) -> Example:
 
     value = {key(): filling(0) for _ in range(rng.randint(1, 4))}
     spaces = rng if rng.random() < 0.1 else None
-    return Example([ask], dumped(value, "plain", spaces), chat=rng.random() < 0.8, expected=value)
+    return Example([ask], dumped(value, "plain", spaces), chat=rng.random() < 0.8)

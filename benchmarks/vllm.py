@@ -1,0 +1,201 @@
+"""Measure guided requests inside vLLM, and what one bad mask does to the others:
+
+    python -m benchmarks.vllm --vllm-python PATH
+
+*Throughput*: the requests of `benchmarks.serving` at `vllm serve` with its own guidance and xgrammar backends, and with
+`GUIDED_VLLM=1`, which computes the masks in two mask actors.
+
+*Stalls*: one request (the victim) beside six others, four with a JSON Schema, first without and then with a fault:
+
+- `sleep`, `hold`, `raise`, `segfault`, `endless` are injected into the victim's masks (`benchmarks.injected_faults`):
+  take 0.2 s; the same in C with the interpreter lock; raise; read from address 0; never return;
+- `killed actor`: a mask actor is killed while they run.
+
+Reported are the answers of the victim and of the others, the others' inter-token latency and longest gap, and whether
+the server answers afterwards. Servers that don't are started again. `guided serve` runs the same for comparison.
+Writes vllm.{json,png}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import jsonschema
+from tqdm import tqdm
+
+from benchmarks import report, serving
+from benchmarks.comparison import vllm_candidate
+from benchmarks.injected_faults import environment
+from benchmarks.servers import Server, guided_server, vllm_server
+
+KILL = "killed actor"
+FAULTS = ("sleep", "hold", "raise", "segfault", "endless", KILL)
+LIMIT_SECONDS = 40.0
+"""A request that takes longer counts as hung."""
+KILL_SECONDS = 0.3
+PLAIN_TOKENS = 160
+COLUMNS = {
+    "fault": "fault",
+    "way": "way",
+    "victim": "victim",
+    "others": "others valid",
+    "without_p50": "ITL p50 without",
+    "itl_p50": "with",
+    "itl_p99": "p99",
+    "longest_gap": "longest gap, ms",
+    "afterwards": "next request",
+}
+Start = Callable[[], AbstractContextManager[Server]]
+
+
+@dataclass
+class Answer:
+    """The end of one request: valid, invalid, error or hung; and the times of its chunks."""
+
+    outcome: str = "hung"
+    cause: str = ""
+    arrivals: list[float] = field(default_factory=list)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between two chunks."""
+        return [after - before for before, after in itertools.pairwise(self.arrivals)]
+
+
+def people(name: str, count: int) -> dict[str, Any]:
+    """Return the schema of a finite array of people, each with a property of this name."""
+    fields = {name: {"type": "string", "maxLength": 10}, "age": {"type": "integer", "minimum": 0, "maximum": 99}}
+    person = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    return {"type": "array", "minItems": count, "maxItems": count, "items": person}
+
+
+async def ask(http: httpx.AsyncClient, schema: dict[str, Any] | None) -> Answer:
+    """Send a streamed request, with a schema or with a fixed number of tokens."""
+    answer, text, reason = Answer(), "", None
+    body: dict[str, Any] = {"messages": serving.MESSAGES, "temperature": 0, "stream": True, "max_tokens": 600}
+    body |= serving.response_format(schema) if schema else {"ignore_eos": True, "max_tokens": PLAIN_TOKENS}
+    try:
+        async with asyncio.timeout(LIMIT_SECONDS), http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                event = json.loads(line.removeprefix("data: ")) if "{" in line else {"choices": []}
+                if "error" in event or response.status_code != 200:
+                    return Answer("error", str(event.get("error"))[:80], answer.arrivals)
+                for choice in event["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    reason = choice["finish_reason"] or reason
+                    answer.arrivals.append(time.perf_counter())
+        answer.outcome = "valid" if _is_valid(schema, text, reason) else "invalid"
+    except TimeoutError:
+        answer.arrivals.append(time.perf_counter())  # what has not come by now is a gap
+    except httpx.HTTPError as error:
+        return Answer("error", type(error).__name__, answer.arrivals)
+    return answer
+
+
+def _is_valid(schema: dict[str, Any] | None, text: str, reason: str | None) -> bool:
+    if schema is None:
+        return reason == "length"
+    with contextlib.suppress(ValueError):
+        return reason == "stop" and jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+    return False
+
+
+async def run_beside(server: Server, victim: str, kill: bool) -> tuple[Answer, list[Answer]]:
+    """Run the victim, whose schema has a property of this name, and the others. Returns their answers."""
+    schemas = [*(people(f"name_{index}", 8) for index in range(4)), None, None]
+    async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
+        tasks = [asyncio.ensure_future(ask(http, schema)) for schema in (people(victim, 8), *schemas)]
+        if kill:
+            await asyncio.sleep(KILL_SECONDS)
+            os.kill(server.pids("mask actor")[0], signal.SIGKILL)
+        hurt, *others = await asyncio.gather(*tasks)
+    return hurt, others
+
+
+async def observe(server: Server, fault: str) -> dict[str, Any]:
+    """Return the figures of one fault. Times are in milliseconds."""
+    await run_beside(server, "ordinary", kill=False)  # compiles and warms up
+    _, calm = await run_beside(server, "ordinary", kill=False)
+    mark = "ordinary" if fault == KILL else f"injected_{fault}"
+    hurt, others = await run_beside(server, mark, kill=fault == KILL)
+    row: dict[str, Any] = {"fault": fault, "victim": f"{hurt.outcome} {hurt.cause}".strip()}
+    for name, answers in {"without": calm, "itl": others}.items():
+        gaps = [gap for answer in answers for gap in answer.gaps]
+        row |= {f"{name}_{key}": value for key, value in report.percentiles(gaps).items()}
+    row["others"] = f"{sum(answer.outcome == 'valid' for answer in others)} of {len(others)}"
+    row["others_not_valid"] = [f"{each.outcome} {each.cause}" for each in others if each.outcome != "valid"]
+    row["longest_gap"] = round(1e3 * max((gap for answer in others for gap in answer.gaps), default=0.0), 1)
+    async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
+        row["afterwards"] = (await ask(http, people("name", 2))).outcome
+    return row
+
+
+def stalls(ways: dict[str, Start], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run every fault in every server."""
+    rows = []
+    with tqdm(total=len(ways) * len(options.fault), unit=" runs", disable=None) as bar:
+        for way, start in ways.items():
+            with contextlib.ExitStack() as stack:
+                server: Server | None = None
+                for fault in options.fault:
+                    bar.set_description(f"{way}, {fault}")
+                    bar.update()
+                    server = server or stack.enter_context(start())
+                    if fault == KILL and not server.pids("mask actor"):
+                        continue  # it has no actors
+                    rows.append({"way": way, **asyncio.run(observe(server, fault))})
+                    if rows[-1]["afterwards"] != "valid":
+                        with contextlib.suppress(ProcessLookupError):
+                            server.process.kill()
+                        stack.close()
+                        server = None
+    return rows
+
+
+def main() -> None:
+    parser = serving.start(__doc__)
+    parser.add_argument("--fault", nargs="*", choices=FAULTS, default=list(FAULTS))
+    options = serving.shorten(parser.parse_args())
+    vllm = vllm_candidate(options.vllm_python)
+    if vllm is None:
+        report.fail("this benchmark needs --vllm-python")
+    started_on, most = report.machine(), max(16, *options.concurrency)
+
+    def run(backend: str, *, switch: bool = False, faults: bool = True) -> Start:
+        variables = environment() if faults else {}
+        return lambda: vllm_server(vllm.python, backend, switch=switch, max_num_seqs=most, environment=variables)
+
+    names = {"vLLM, guidance": ("guidance", False), "vLLM, xgrammar": ("xgrammar", False)}
+    names |= {"vLLM, GUIDED_VLLM=1": ("guidance", True)}
+    with contextlib.ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(run(backend, switch=switch, faults=False)())
+            for name, (backend, switch) in names.items()
+        }
+        throughput = serving.measure(servers, options)
+    ways: dict[str, Start] = {
+        "vLLM, guidance": run("guidance"),
+        "vLLM, GUIDED_VLLM=1": run("guidance", switch=True),
+        "guided serve": lambda: guided_server("--num-actors", "2", "--max-replays", "1", environment=environment()),
+    }
+    rows = stalls(ways, options)
+    report.print_table(rows, COLUMNS)
+    results = {"throughput": throughput, "stalls": rows}
+    report.write_json(options.out / "vllm.json", vars(options), results, started_on)
+    serving.show(throughput, options, "vllm", f"vLLM's server, embedded model, {started_on['cpus']} CPUs")
+
+
+if __name__ == "__main__":
+    main()
