@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import platform
 import resource
 import select
 import signal
 import subprocess
-import threading
 import time
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 _DEFAULT_BYTES = 2 << 30
 """Memory limit of a mask actor. With all backends loaded for 131,072 tokens it takes 0.55 GiB."""
-_POLL_SECONDS = 0.2
-"""Between two memory readings of an actor that watches itself."""
 _KILL_SECONDS = 5.0
 """Maximum time to wait for a killed process to end."""
 _SLACK_BYTES = 1 << 30
@@ -29,72 +24,23 @@ _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 _SESSION_NICENESS = 5
 """A third of the weight of the engine's session, so that masks make progress while the engine takes all CPUs."""
 _AUTOGROUP_ATTEMPTS = 5
-_PF_EXITING = 0x4
-"""Flag in `/proc/<pid>/stat` (linux/sched.h): the process is exiting."""
-_PENDING_SIGKILL = 1 << (signal.SIGKILL - 1)
-_log = logging.getLogger(__name__)
 
 
-class ProcessLocation(NamedTuple):
-    """Where an actor or the engine runs, and which version of this package it has."""
+class ActorLocation(NamedTuple):
+    """Where an actor runs, and which version of this package it has."""
 
     pid: int
     node_id: str
     """Ray's id of the node."""
-    host: str = ""
-    address: str = ""
-    """Address of the node for other nodes."""
-    pid_namespace: int = 0
-    """The number of the namespace that the pid belongs to: each container has its own."""
-    started: int = 0
-    """As in `ProcessReading`."""
-    version: str = ""
+    host: str
+    version: str
 
     @classmethod
-    def here(cls, node_id: str, address: str = "") -> ProcessLocation:
-        """Describe the current process, on the node with that id."""
-        reading = ProcessReading.of(os.getpid())
-        assert reading is not None
-        return cls(os.getpid(), node_id, platform.node(), address, _pid_namespace(), reading.started, package_version())
-
-    @classmethod
-    def of_this_actor(cls) -> ProcessLocation:
+    def of_this_actor(cls) -> ActorLocation:
         """Describe the current process, an actor."""
         import ray  # only actors load Ray
 
-        return cls.here(_node_id(), str(ray.util.get_node_ip_address()))
-
-    def is_beside(self, node_id: str) -> bool:
-        """Return whether the calling process, on node `node_id`, can look up this location's pid.
-
-        The node id is not enough: a container has its own pids, but may use its host's Ray, with the same node id.
-        """
-        return self.node_id == node_id and self.pid_namespace == _pid_namespace()
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessReading:
-    """One reading of a process of this machine."""
-
-    resident: int
-    """Resident memory in bytes."""
-    stopped: bool
-    """Stopped by a signal (SIGSTOP): none of its threads runs."""
-    ending: bool
-    """It was killed, or is exiting: its connections stay open until the kernel has freed its memory."""
-    started: int
-    """Start time in clock ticks since boot. Together with the pid it identifies the process."""
-
-    @classmethod
-    def of(cls, pid: int) -> ProcessReading | None:
-        """Read `/proc/<pid>/stat`, see proc_pid_stat(5); takes about 10 µs. None if there is no such process."""
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            return None
-        ending = bool(int(fields[6]) & _PF_EXITING or int(fields[28]) & _PENDING_SIGKILL)
-        return cls(int(fields[21]) * resource.getpagesize(), fields[0] == b"T", ending, int(fields[19]))
+        return cls(os.getpid(), str(ray.get_runtime_context().get_node_id()), platform.node(), package_version())
 
 
 def enter_session() -> None:
@@ -123,7 +69,7 @@ class ProcessHandle:
     """A process of this machine, held by a pidfd: never confused with a later process that gets the same pid.
 
     Args:
-        pid: None stands for a process on another machine. It cannot be read, waited for or killed.
+        pid: None stands for a process on another machine. It cannot be measured, waited for or killed.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -134,9 +80,15 @@ class ProcessHandle:
             with contextlib.suppress(OSError):
                 self.fd = os.pidfd_open(pid)
 
-    def read(self) -> ProcessReading | None:
-        """Read the state of the process. None if it is gone, or on another machine."""
-        return ProcessReading.of(self._pid) if self._pid is not None and self.fd >= 0 else None
+    def resident(self) -> int:
+        """Return the resident memory in bytes; takes about 10 µs. 0 if the process is gone, or on another machine."""
+        if self.fd < 0:
+            return 0
+        try:
+            with open(f"/proc/{self._pid}/statm", "rb") as file:  # proc_pid_statm(5)
+                return int(file.read().split()[1]) * resource.getpagesize()
+        except OSError:
+            return 0
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the end of the process, at most `seconds`. Returns whether it has ended."""
@@ -163,43 +115,12 @@ class ProcessHandle:
         os.close(fd)
 
 
-def exit_with_owner(owner: ProcessLocation) -> bool:
-    """End this process as soon as the owner's process ends.
-
-    Returns:
-        Whether the owner is on this node, and not in another container. If it is elsewhere, Ray ends this process when
-        it loses the driver.
-    """
-
-    def watch() -> None:
-        process = ProcessHandle(owner.pid)
-        reading = process.read()
-        if reading is not None and reading.started == owner.started:
-            process.wait()
-        os._exit(0)  # not sys.exit: a grammar library may block the main thread forever
-
-    is_beside = owner.is_beside(_node_id())
-    if is_beside:
-        threading.Thread(target=watch, name="owner-watch", daemon=True).start()
-    return is_beside
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
 def package_version() -> str:
     """Return the installed version of this package, or "" if it is not installed."""
     try:
         return version("guided")
     except PackageNotFoundError:
         return ""
-
-
-def _node_id() -> str:
-    import ray
-
-    return str(ray.get_runtime_context().get_node_id())
 
 
 def remove_later(directory: str) -> None:
@@ -230,27 +151,13 @@ def machine_bytes() -> int:
     return total
 
 
-def limit_memory(limit: int, watched: bool) -> None:
-    """Limit the resident memory of this process to `limit` bytes: an actor above the limit is killed.
+def limit_memory(limit: int) -> None:
+    """Make allocations fail in this process once it has taken `limit` bytes and some slack.
 
-    Args:
-        watched: a supervisor on this machine watches the process. If not, it watches itself, as far as the grammar
-            library lets other threads run.
+    On the engine's node, the supervisor ends an actor that takes more than `limit` bytes. This holds elsewhere too.
     """
-    # A second limit, which holds even if nothing can watch the process: allocations above it fail.
     data_bytes = limit + _SLACK_BYTES
     _, ceiling = resource.getrlimit(resource.RLIMIT_DATA)
     if ceiling != resource.RLIM_INFINITY:
         data_bytes = min(data_bytes, ceiling)
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, ceiling))
-    if not watched:
-        threading.Thread(target=_watch_memory, args=(limit,), name="memory-watch", daemon=True).start()
-
-
-def _watch_memory(limit: int) -> None:
-    process = ProcessHandle(os.getpid())
-    while (reading := process.read()) is not None:
-        if reading.resident > limit:
-            _log.error("this mask actor took more than %d MiB of memory", limit >> 20)
-            process.send_kill()
-        time.sleep(_POLL_SECONDS)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from actors.compile.child import CompileProcess, ForkServer, ProcessLost
+from actors.compile.child import CompileProcess, ForkServer
 from actors.compile.process import CompileRequest, CompileResult
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
@@ -36,8 +36,6 @@ _RESERVE = 0.1
 """Share of the time limit kept for each backend that may still be tried: most reject, or finish, in far less."""
 _MAX_GROWTH_BYTES = 64 << 20
 """A process that has grown by more than this is replaced after its constraint."""
-_MAX_LOST = 4
-"""Maximum number of processes that may be killed externally (for example by the OOM killer) with one constraint."""
 _RETRY_SECONDS = 1.0
 """Pause before another attempt to start a compile process."""
 _log = logging.getLogger(__name__)
@@ -117,8 +115,9 @@ class Compiler:
                 try:
                     return self._fork_server.fork()
                 except OSError as error:
-                    _log.error("cannot start a compile process, will try again: %s", error)
-                    self._closing.wait(_RETRY_SECONDS)
+                    if not self._closing.is_set():
+                        _log.error("cannot start a compile process, will try again: %s", error)
+                        self._closing.wait(_RETRY_SECONDS)
             else:
                 if process.alive:
                     return process
@@ -162,40 +161,35 @@ class Compiler:
         return CompileResult(to_wire(conclusion(failed)), seconds=spent, crashed=crashed, timed_out=timed_out)
 
     def _attempt(self, request: CompileRequest, seconds: float) -> tuple[CompileResult | GuidedError, float]:
-        """Compile with one backend. A process that was killed from outside is replaced, and the attempt repeated.
+        """Compile with one backend, in an idle process or a new one.
 
         Args:
-            seconds: time limit, without the time that new processes take to start.
+            seconds: time limit, without the time that a new process takes to start.
 
         Returns:
-            The result, or why the process was killed or crashed; and the seconds that it took.
+            The result, or why the process was killed or ended; and the seconds that it took.
         """
-        spent = 0.0
-        lost: ProcessLost | None = None
-        for _ in range(_MAX_LOST):
-            process = self._take()
-            if process is None:
-                return PoolUnavailable("the pool is shut down"), spent
-            self._busy.add(process)
-            began = time.monotonic()
-            result: CompileResult | GuidedError | None = None
-            try:
-                process.start(request)
-                result = process.wait(began + seconds - spent, self._limits.memory_bytes)
-            except ProcessLost as error:
-                lost = error
-            except GuidedError as error:
-                result = error
-            finally:
-                self._busy.discard(process)
-                if isinstance(result, CompileResult) and process.growth <= _MAX_GROWTH_BYTES:
-                    self._idle.append(process)
-                else:
-                    process.kill()
-            spent += time.monotonic() - began
-            if result is not None:
-                return result, spent
-        return BackendError(f"compiling this constraint ended its process ({lost}), {_MAX_LOST} times"), spent
+        process = self._take()
+        if process is None:
+            return _closed(), 0.0
+        self._busy.add(process)
+        began = time.monotonic()
+        result: CompileResult | GuidedError
+        try:
+            result = process.compile(request, began + seconds, self._limits.memory_bytes)
+            is_reusable = process.growth <= _MAX_GROWTH_BYTES
+        except GuidedError as error:
+            result, is_reusable = error if not self._closing.is_set() else _closed(), False
+        self._busy.discard(process)
+        if is_reusable:
+            self._idle.append(process)
+        else:
+            process.kill()
+        return result, time.monotonic() - began
+
+
+def _closed() -> PoolUnavailable:
+    return PoolUnavailable("the pool is shut down")
 
 
 def _described(error: GuidedError, name: str, seconds: float) -> GuidedError:

@@ -5,8 +5,9 @@ does it once, and every compile process is a fork of it, ready within hundredths
 to be killed is replaced at once, and the memory that a constraint left behind is gone with it. The fork server has one
 thread and never compiles a user's constraint.
 
-The control socket of the fork server carries one `NUMBER` per packet, and one answer to each. The socket of a compile
-process carries `CompileRequest`s in and `CompileResult`s out. What the grammar libraries print goes to stderr.
+The control socket of the fork server carries sockets in, and a `NUMBER` for each out: it starts a compile process on
+the socket. That socket carries `CompileRequest`s in and `CompileResult`s out. What the grammar libraries print goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -34,15 +35,12 @@ from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
 from guided.constraint import Constraint
-from guided.errors import ConstraintTooLarge, Wire, to_wire
+from guided.errors import ConstraintTooLarge, UnsupportedConstraint, Wire, to_wire
 from guided.process_memory import give_back_free_memory
 from guided.vocabulary import Vocabulary
 
 NUMBER = struct.Struct("<q")
-"""A command to the fork server, or its answer. A command with a socket attached starts a compile process on that
-socket; the answer is its pid, or a negative errno. A command without one is the pid of a compile process; the answer is
-its exit code, see `os.waitstatus_to_exitcode`, or `RUNNING`. The fork server's first packet says that it is warm."""
-RUNNING = 1 << 32
+"""An answer of the fork server: the pid of a compile process, or a negative errno. The first says that it is warm."""
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
@@ -50,6 +48,7 @@ _NICENESS = 10
 _WARM_UP = (
     Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
     Constraint.regex(r"\d\w\s"),  # Unicode classes take half a second, once per process
+    Constraint.grammar('start: "a"'),
     Constraint.grammar('root ::= "a"'),
 )
 _log = logging.getLogger(__name__)
@@ -96,7 +95,8 @@ def _warm(backends: Backends) -> None:
             backends[name]
             for constraint in _WARM_UP:
                 if constraint.kind in adapter.kinds:
-                    compile_with(backends, constraint, name).grammar.dump()
+                    with contextlib.suppress(UnsupportedConstraint):  # no backend has both formats of grammars
+                        compile_with(backends, constraint, name).grammar.dump()
         except BaseException:  # requests for this backend get the error
             _log.exception("backend %s cannot be loaded", name)
         else:
@@ -144,6 +144,7 @@ def _fork(backends: Backends, control: socket.socket, jobs: int) -> int:
         return -(error.errno or 1)
     if pid == 0:
         try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
             _run_compile_process(backends, jobs, fork_server)
         except BaseException:
@@ -153,19 +154,12 @@ def _fork(backends: Backends, control: socket.socket, jobs: int) -> int:
     return pid
 
 
-def _reap(pid: int) -> int:
-    try:
-        done, status = os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        return 0
-    return RUNNING if done == 0 else os.waitstatus_to_exitcode(status)
-
-
 def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> None:
     """Warm up, then answer commands until the other end of `control` is closed."""
     _die_with(parent)
     enter_session()  # loading the libraries takes seconds of a core too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # compile processes that end leave nothing behind
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of half a gigabyte takes seconds
     os.dup2(2, 1)
     leave_out_torch()
@@ -176,13 +170,13 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
     gc.freeze()  # in a fork, a collection would touch, and so copy, every object
     control.send(NUMBER.pack(0))
     while True:
-        command, descriptors, _, _ = socket.recv_fds(control, NUMBER.size, 1)
+        command, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not command:
             return
-        answer = _fork(backends, control, *descriptors) if descriptors else _reap(*NUMBER.unpack(command))
-        for descriptor in descriptors:
-            os.close(descriptor)
-        control.send(NUMBER.pack(answer))
+        (jobs,) = descriptors
+        pid = _fork(backends, control, jobs)
+        os.close(jobs)
+        control.send(NUMBER.pack(pid))
 
 
 if __name__ == "__main__":

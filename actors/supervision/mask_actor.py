@@ -11,7 +11,7 @@ from typing import ClassVar
 import ray
 
 from actors.channel import WorkerEnd
-from actors.processes import ProcessLocation, enter_session, exit_with_owner, limit_memory, memory_limit
+from actors.processes import ActorLocation, enter_session, limit_memory, memory_limit
 from actors.steps.protocol import SegmentName, attach
 from actors.steps.remote import RemoteSteps
 from actors.steps.server import StepServer
@@ -30,15 +30,13 @@ class MaskActor:
     """Runs one `MaskWorker`. Every method is idempotent: Ray may report a call as failed although it ran.
 
     Args:
-        owner: the engine's process; this process ends with it.
         memory: limit of this process's memory in bytes.
     """
 
     RAY_OPTIONS: ClassVar = {"max_restarts": 0, "max_concurrency": 1, "concurrency_groups": {_ANSWERS: 1}}
 
-    def __init__(self, owner: ProcessLocation, vocabulary: Vocabulary, memory: int) -> None:
-        is_beside_owner = exit_with_owner(owner)
-        limit_memory(memory_limit(memory), watched=is_beside_owner)  # this node may have less memory than the engine's
+    def __init__(self, vocabulary: Vocabulary, memory: int) -> None:
+        limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
         enter_session()
         leave_out_torch()
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
@@ -52,9 +50,9 @@ class MaskActor:
         self._remote: RemoteSteps | None = None
         FreeMemory().watch()
 
-    def location(self) -> ProcessLocation:
+    def location(self) -> ActorLocation:
         """Return where this actor runs; also shows that it is alive."""
-        return ProcessLocation.of_this_actor()
+        return ActorLocation.of_this_actor()
 
     def attach(self, path: str, segment: SegmentName) -> bool:
         """Connect to the engine at `path` and start to serve steps.

@@ -19,9 +19,9 @@ from typing import Any
 
 from actors.channel import Channel
 from actors.cluster import Cluster
-from actors.driver.client import Driver, RayNode, RemoteActor
+from actors.driver.client import Driver, RemoteActor
 from actors.driver.scheduling import Scheduling
-from actors.processes import ProcessHandle, ProcessLocation, package_version
+from actors.processes import ActorLocation, ProcessHandle, package_version
 from actors.steps.connection import WorkerConnection
 from actors.steps.dispatcher import WorkerDown, WorkerUp
 from actors.steps.protocol import IDLE, IMPORTING, Segment
@@ -77,7 +77,7 @@ class Supervisor:
         self._seconds_up = 0.0
         """Seconds that the incarnation was up. Set when it has ended."""
         self._actor: RemoteActor | None = None
-        self._up: tuple[WorkerConnection, ProcessLocation] | None = None
+        self._up: tuple[WorkerConnection, ActorLocation] | None = None
         """Set while the actor is up."""
         self._stopping = threading.Event()
         self._first_try = threading.Event()
@@ -113,7 +113,6 @@ class Supervisor:
             pid=None if location is None else location.pid,
             node=None if location is None else location.host,
             node_id=None if location is None else location.node_id,
-            address=None if location is None else location.address,
             open_sequences=0 if up is None else len(up[0].sequences),
             restarts=max(0, self._incarnation - 1),
             ends=dict(self._causes),
@@ -157,19 +156,19 @@ class Supervisor:
     def _live(self) -> None:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
-        driver, node = self._settings.cluster.driver()
-        actor = self._actor = self._wait(self._create_actor(driver, node), _START_SECONDS, "start an actor")
+        driver, _ = self._settings.cluster.driver()
+        actor = self._actor = self._wait(self._create_actor(driver), _START_SECONDS, "start an actor")
         self._incarnation += 1
         process = ProcessHandle(None)
         try:
-            location: ProcessLocation = self._wait(actor.call("location"), _START_SECONDS, "bring the actor up")
+            location: ActorLocation = self._wait(actor.call("location"), _START_SECONDS, "bring the actor up")
             if location.version != package_version():
                 raise PoolUnavailable(
                     f"{location.host} has version {location.version or 'unknown'} of guided, and this process "
                     f"{package_version() or 'unknown'}: install the same one on all nodes"
                 )
-            process = ProcessHandle(location.pid if location.is_beside(node.node_id) else None)
-            connection = self._connect(actor, location, node.node_id)
+            connection, is_local = self._connect(actor, location)
+            process = ProcessHandle(location.pid if is_local else None)
             _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
             self._serve(actor, process, connection, location)
         finally:
@@ -177,12 +176,10 @@ class Supervisor:
             actor.end()  # first, because Ray would report a kill as an unexpected death
             process.kill(after=1.0)
 
-    def _create_actor(self, driver: Driver, node: RayNode) -> Future[Any]:
+    def _create_actor(self, driver: Driver) -> Future[Any]:
         settings = self._settings
-        owner = ProcessLocation.here(node.node_id)
         return driver.create(
             "actors.supervision.mask_actor:MaskActor",
-            owner,
             settings.vocabulary,
             settings.memory,
             scheduling=Scheduling(
@@ -203,16 +200,17 @@ class Supervisor:
                 raise PoolUnavailable(f"Ray did not {action} within {seconds:g} s")
         return answer.result()
 
-    def _connect(self, actor: RemoteActor, location: ProcessLocation, node_id: str) -> WorkerConnection:
-        """Connect to the actor, with a new slot table: directly if it can reach our memory, otherwise through Ray."""
+    def _connect(self, actor: RemoteActor, location: ActorLocation) -> tuple[WorkerConnection, bool]:
+        """Connect to the actor, with a new slot table: directly if it can reach our memory, otherwise through Ray.
+
+        Returns:
+            The connection, and whether it is direct: then the actor is on this node, and not in another container.
+        """
         settings = self._settings
         segment, channel = Segment(settings.options.slots, settings.words), Channel()
         try:
-            attached = False
-            if location.is_beside(node_id):
-                attach = actor.call("attach", channel.path, segment.name)
-                attached = self._wait(attach, _START_SECONDS, "connect the actor")
-            if not attached:
+            is_local = self._wait(actor.call("attach", channel.path, segment.name), _START_SECONDS, "connect the actor")
+            if not is_local:
                 serve = actor.call("serve_remotely", settings.options.slots, settings.words)
                 self._wait(serve, _START_SECONDS, "connect the actor")
                 self._wait(actor.forward(channel.path, segment.name), _START_SECONDS, "connect the actor")
@@ -222,10 +220,11 @@ class Supervisor:
             channel.close()
             segment.close()
             raise
-        return WorkerConnection(f"mask worker {self.index}, pid {location.pid}", location.pid, channel, segment)
+        name = f"mask worker {self.index}, pid {location.pid}"
+        return WorkerConnection(name, location.pid, channel, segment), is_local
 
     def _serve(
-        self, actor: RemoteActor, process: ProcessHandle, connection: WorkerConnection, location: ProcessLocation
+        self, actor: RemoteActor, process: ProcessHandle, connection: WorkerConnection, location: ActorLocation
     ) -> None:
         """Announce the actor to the dispatcher, and watch it until it ends or has to be ended."""
         up_since = time.monotonic()
@@ -276,8 +275,7 @@ class Supervisor:
             overdue = progress.overdue()
             if overdue is not None:
                 return "hung", overdue
-            reading = process.read()  # None on another node, where it watches its memory itself
-            if reading is not None and reading.resident > self._settings.memory:
+            if process.resident() > self._settings.memory:
                 return "memory", max([(seconds, slot) for slot, seconds in connection.busy()], default=(0.0, IDLE))[1]
         return "died", IDLE
 

@@ -103,8 +103,6 @@ class WorkerStatus:
     restarts: int
     node_id: str | None = None
     """Ray's id of the node."""
-    address: str | None = None
-    """Address at which other nodes reach the node."""
     ends: Mapping[str, int] = field(default_factory=dict)
     """Number of incarnations that ended, or didn't start, by cause."""
     last_end: str | None = None

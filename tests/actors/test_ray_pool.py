@@ -139,12 +139,12 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     print([allowed(row) for row in bitmask])
     pool.shutdown()
 
-    reserved = dict(num_actors=2, address=cluster.address, actor_cpus=0.25)
+    reserved = dict(num_actors=2, address=cluster.address, actor_cpus=0.4)
     for placement in ("guided_mask", "pool=masks"):
         pool = RayPool(BYTES, placement=placement, **reserved)
         print(placement, {worker.node_id for worker in pool.status().workers} == {other.node_id})
         pool.shutdown()
-    many = {"placement": "guided_mask", "num_actors": 3}
+    many = {"placement": "guided_mask", "num_actors": 3, "actor_cpus": 0.25}
     for wrong in ({"placement": "nonesuch"}, {"actor_cpus": 8}, {"num_actors": 5}, many):
         started = time.monotonic()
         try:
@@ -178,7 +178,7 @@ def test_a_cluster_of_two_nodes_is_joined_and_its_other_node_used() -> None:
     assert lines[1:3] == ["guided_mask True", "pool=masks True"]
     assert "its 2 nodes have guided_mask:2, pool=masks after seconds" in lines[3]
     assert "an actor needs 8 CPUs on one node, and of the nodes of placement 'local' none has more than 1" in lines[4]
-    assert "reserves 0.25 CPUs for each of 5 mask actors, and the nodes of placement 'local' have 1:" in lines[5]
+    assert "reserves 0.4 CPUs for each of 5 mask actors, and the nodes of placement 'local' have 1:" in lines[5]
     assert "lower num_actors or actor_cpus after seconds" in lines[5]
     assert "3 mask actors take 1 of guided_mask each, and the nodes have 2: lower num_actors, or" in lines[6]
     assert "error the pool reserves 1 CPUs for each of 2" in lines[7]  # guided doctor

@@ -80,16 +80,14 @@ def patient_compiler() -> Iterator[Compiler]:
 
 
 @pytest.mark.parametrize("place", ["compile", "fill:0"])
-@pytest.mark.parametrize(
-    ("action", "ending"), [("segfault", "SIGSEGV"), ("abort", "SIGABRT"), ("exit", "exit status 3")]
-)
-def test_a_crash_is_one_constraints_error(patient_compiler: Compiler, action: str, ending: str, place: str) -> None:
+@pytest.mark.parametrize("action", ["segfault", "abort", "exit"])
+def test_a_crash_is_one_constraints_error(patient_compiler: Compiler, action: str, place: str) -> None:
     compiler = patient_compiler
     bad = compiler.submit(new(f"{action}@{place}"), [NAME])
     good = compiler.submit(*QUICK)
     error = error_of(bad.result(WAIT))
     assert type(error) is BackendError
-    assert ending in str(error)
+    assert "ended its process" in str(error)
     assert bad.result().crashed == [NAME]
     assert good.result(WAIT).error is None
     assert compiler.submit(*QUICK).result(WAIT).error is None
@@ -163,40 +161,25 @@ def test_what_waits_too_long_for_others_gets_an_error(compiler: Compiler) -> Non
     assert compiler.submit(*QUICK).result(WAIT).error is None
 
 
-def test_the_template_is_replaced_and_what_it_took_along_is_done_again(compiler: Compiler, tmp_path: Path) -> None:
-    reached, go_on = tmp_path / "reached", tmp_path / "go_on"
+def test_the_template_is_replaced(compiler: Compiler, tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
     template = psutil.Process(compiler.pids[0]).parent()
     assert template is not None
-    future = compiler.submit(new(f"wait@compile={go_on}", f"touch={reached}"), [NAME])
+    future = compiler.submit(new("hold@compile", f"touch={reached}"), [NAME])
     until(reached.exists)
     template.kill()
-    template.wait()
-    go_on.touch()
-    assert future.result(WAIT).error is None
+    assert type(error_of(future.result(WAIT))) is BackendError
     assert compiler.submit(*QUICK).result(WAIT).error is None
 
 
-def test_the_first_external_kill_or_freeze_is_no_fault_of_the_constraint(compiler: Compiler, tmp_path: Path) -> None:
-    for number, sent in enumerate((signal.SIGKILL, signal.SIGSTOP)):
-        reached, once = tmp_path / f"reached{number}", tmp_path / f"once{number}"
-        words = (f"hold@compile={number}", f"touch={reached}")
-        future = compiler.submit(new(*words, f"once={once}"), [NAME])
+def test_a_process_killed_or_frozen_from_outside_ends_its_constraint(compiler: Compiler, tmp_path: Path) -> None:
+    for number, (sent, error) in enumerate([(signal.SIGKILL, BackendError), (signal.SIGSTOP, CompileTimeout)]):
+        reached = tmp_path / f"reached{number}"
+        future = compiler.submit(new(f"hold@compile={number}", f"touch={reached}"), [NAME])
         until(reached.exists)
         os.kill(int(reached.read_text()), sent)
-        outcome = future.result(WAIT)
-        assert outcome.error is None
-        assert outcome.timed_out == outcome.crashed == []
-    reached = tmp_path / "reached"
-    future = compiler.submit(new("hold@compile", f"touch={reached}"), [NAME])
-    while not future.done():  # ... but whenever it runs
-        if reached.exists():
-            pid = int(reached.read_text())
-            reached.unlink()
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    assert type(error_of(future.result())) is BackendError
-    assert future.result().crashed == [NAME]
-    assert compiler.submit(*QUICK).result(WAIT).error is None
+        assert type(error_of(future.result(WAIT))) is error
+        assert compiler.submit(*QUICK).result(WAIT).error is None
 
 
 @pytest.fixture(scope="module")
