@@ -86,9 +86,8 @@ def app(given: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=options.grace_seconds,
         ray_actor_options=resources,
         **placement_group(resources, options),
-        # The application answers 429 in OpenAI's shape at its own limits, at most at twice `max_requests`. Ray Serve's
-        # limit must be higher.
-        max_ongoing_requests=3 * options.server.max_requests,
+        # At its own limit the application answers 503 in OpenAI's shape. Ray Serve's limit must be higher.
+        max_ongoing_requests=2 * options.server.max_requests,
     )
     application: serve.Application = deployment.bind(options)
     return application

@@ -101,13 +101,7 @@ class AsyncLLM(BaseLLM):
         return cls(engine_args.model, **engine_args.options)
 
     async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams,
-        request_id: str | None = None,
-        *,
-        stream: bool = True,
-        client: str = "",
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield snapshots of its output.
 
@@ -116,7 +110,6 @@ class AsyncLLM(BaseLLM):
 
         Args:
             stream: False: yield only the last snapshot.
-            client: requests of different clients take turns.
 
         Raises:
             GuidedError: the request failed before it was admitted, or at any time if `stream` is False. A later failure
@@ -124,13 +117,12 @@ class AsyncLLM(BaseLLM):
             InternalError: the engine's thread has died.
         """
         group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, sampling_params, stream=stream)
-        async with aclosing(self.run(group, client)) as outputs:
+        async with aclosing(self.run(group)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def run(self, group: SequenceGroup, client: str = "") -> AsyncGenerator[RequestOutput, None]:
+    async def run(self, group: SequenceGroup) -> AsyncGenerator[RequestOutput, None]:
         """Run a request that `engine.admit` has admitted, as `generate`."""
-        group.client = client
         consumer = _Stream(group)
         admitted = finished = False
         self._send(consumer)
@@ -159,11 +151,6 @@ class AsyncLLM(BaseLLM):
                 self.engine.awake.set()
             elif isinstance(item, _Stream):
                 raise self._ended_error()
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that do not run yet. Call it from any thread."""
-        return len(self._inbox) + len(self.engine.scheduler.waiting)
 
     def health(self) -> EngineHealth:
         """Take a snapshot. Call it from any thread."""

@@ -7,8 +7,9 @@ layout is vLLM's, arXiv:2309.06180.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +29,11 @@ class UnsupportedModelError(ValueError):
 
 
 class KVStore(Protocol):
-    """Storage of keys and values."""
+    """Storage of keys and values in blocks of `block_size` slots. At most `gather_tokens` tokens are gathered at once,
+    if it is not one longer sequence."""
+
+    block_size: int
+    gather_tokens: int
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `[tokens, kv_heads, dim]` at `slots` (int64 `[tokens]`)."""
@@ -36,55 +41,85 @@ class KVStore(Protocol):
     def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the keys and values of blocks `tables` (int64 `[rows, blocks]`) as `[rows, kv_heads, slots, dim]`."""
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target), in all layers."""
 
-class Prefill(NamedTuple):
-    """A chunk of a sequence: tokens `start` to `end` of the row."""
 
-    start: int
-    end: int
-    before: int = 0
-    """Number of the sequence's tokens before the chunk. Their keys and values are in the store."""
-    table: torch.Tensor | None = None
-    """int64 `[1, blocks]`: the sequence's blocks, if there are tokens before."""
+Prefill = tuple[int, int, int, NDArray[np.int64] | None]
+"""A chunk: tokens `start` to `end` of the row, the number of the sequence's tokens before it, whose keys and values are
+in the store, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
 
 
 @dataclass
-class Decodes:
-    """Decoding sequences that follow each other in the row. Their keys are gathered together.
+class PagedContext:
+    """A step for the model: the chunks' tokens first, then one of each decoding sequence.
 
-    Args:
-        tables: int64 `[sequences, blocks]`: their blocks, padded with any valid block.
-        lengths: int64 `[sequences]`: their numbers of tokens, including the current one.
+    The fields are arrays that do not depend on the process: with tensor parallelism each rank gets them. `run` moves
+    them to the device.
     """
 
-    tables: torch.Tensor
-    lengths: torch.Tensor
-    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    packed: NDArray[np.int64]
+    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
+    prefills: Sequence[Prefill]
+    tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    """int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block."""
+    copies: Sequence[tuple[int, int]] = ()
+    """As `Batch.copies`."""
 
-    def mask(self, window: int | None, dtype: torch.dtype, block_size: int) -> torch.Tensor:
-        """Return the additive mask `[sequences, 1, 1, slots]` of the gathered keys, built once per step and window."""
-        mask = self._masks.get(window)
+    def run(self, body: torch.nn.Module, store: KVStore, device: torch.device) -> torch.Tensor:
+        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
+        if self.copies:
+            store.copy_blocks(self.copies)
+        tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
+        self.move(store, slots)
+        output = body(input_ids=tokens[None], position_ids=positions[None], paged=self, use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def move(self, store: KVStore, slots: torch.Tensor) -> None:
+        """Prepare the attention of the step.
+
+        Args:
+            slots: int64 `[tokens]`, on the device.
+        """
+        self.store, self.slots = store, slots
+        self.prefill_tables = [
+            None if table is None else torch.from_numpy(table).to(slots.device) for *_, table in self.prefills
+        ]
+        lengths = self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1
+        tables = torch.from_numpy(self.tables).to(slots.device, non_blocking=True)
+        self.decodes = split_decodes(tables, lengths, store.block_size, store.gather_tokens)
+        """(tables, lengths) of decoding sequences of which the keys are gathered together."""
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+
+    def mask(self, part: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return the additive mask `[sequences, 1, 1, slots]` of the gathered keys of a part of `decodes`, built once
+        per step and window."""
+        mask = self._masks.get((part, window))
         if mask is None:
-            positions = torch.arange(self.tables.shape[1] * block_size, device=self.lengths.device)
-            hidden = positions >= self.lengths[:, None]
+            tables, lengths = self.decodes[part]
+            positions = torch.arange(tables.shape[1] * self.store.block_size, device=lengths.device)
+            hidden = positions >= lengths[:, None]
             if window is not None:
-                hidden |= positions < (self.lengths - window)[:, None]
+                hidden |= positions < (lengths - window)[:, None]
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
-            self._masks[window] = mask
+            mask = self._masks[part, window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
         return mask
 
 
 def split_decodes(
     tables: torch.Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
-) -> list[Decodes]:
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding.
 
     If the sequences are sorted by length, there is little padding.
 
     Args:
         tables: int64 `[sequences, blocks]`, on the device.
-        lengths: int64 `[sequences]`.
+        lengths: int64 `[sequences]`: their numbers of tokens, including the current one.
+
+    Returns:
+        The tables and lengths of each part.
     """
     starts, longest = [0], 0
     for row, length in enumerate(lengths.tolist()):
@@ -92,30 +127,12 @@ def split_decodes(
         if row > starts[-1] and (row + 1 - starts[-1]) * longest > gather_tokens:
             starts.append(row)
             longest = length
-    parts: list[Decodes] = []
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     for start, own in zip(starts, np.split(lengths, starts[1:]), strict=True):
         if len(own):
             own_tables = tables[start : start + len(own), : -(-int(own.max()) // block_size)].contiguous()
-            parts.append(Decodes(own_tables, torch.from_numpy(own).to(tables.device, non_blocking=True)))
+            parts.append((own_tables, torch.from_numpy(own).to(tables.device, non_blocking=True)))
     return parts
-
-
-@dataclass
-class PagedContext:
-    """The step, as the attention function needs it.
-
-    Args:
-        store: keys and values.
-        slots: int64 `[tokens]`: slot of each token's key and value.
-        prefills: the chunks, which come first in the row.
-        decodes: the decoding sequences, which follow.
-    """
-
-    store: KVStore
-    slots: torch.Tensor
-    prefills: list[Prefill]
-    decodes: list[Decodes]
-    block_size: int = 1
 
 
 def paged_attention(
@@ -147,13 +164,13 @@ def paged_attention(
     if not paged.prefills:
         return _decode(query, paged, layer, scaling, sliding_window, key.shape[1]), None
     parts: list[torch.Tensor] = []
-    for prefill in paged.prefills:
-        part = slice(prefill.start, prefill.end)
+    for (start, end, before, _), table in zip(paged.prefills, paged.prefill_tables, strict=True):
+        part = slice(start, end)
         keys, values = key[..., part, :], value[..., part, :]
-        if prefill.table is not None:
-            keys, values = paged.store.gather(layer, prefill.table)
-        parts.append(_prefill(query[..., part, :], keys, values, prefill.before, scaling, sliding_window))
-    first = paged.prefills[-1].end
+        if table is not None:
+            keys, values = paged.store.gather(layer, table)
+        parts.append(_prefill(query[..., part, :], keys, values, before, scaling, sliding_window))
+    first = paged.prefills[-1][1]
     if first < query.shape[2]:
         parts.append(_decode(query[:, :, first:], paged, layer, scaling, sliding_window, key.shape[1]))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
@@ -200,10 +217,10 @@ def _decode(
     # Query heads that share a key head take the place of query tokens, so that no key is repeated.
     grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
     parts: list[torch.Tensor] = []
-    rows = torch.split(grouped, [len(part.lengths) for part in paged.decodes])
-    for part, own in zip(paged.decodes, rows, strict=True):
-        keys, values = paged.store.gather(layer, part.tables)
-        mask = part.mask(window, query.dtype, paged.block_size)
+    rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
+    for part, ((tables, _), own) in enumerate(zip(paged.decodes, rows, strict=True)):
+        keys, values = paged.store.gather(layer, tables)
+        mask = paged.mask(part, window, query.dtype)
         parts.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scaling))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
 

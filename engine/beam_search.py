@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from engine.logprobs import TokenLogprobs
 from engine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from engine.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
+from engine.batch import Batch
 from engine.beam_search import Candidate
 from engine.logprobs import TokenLogprobs
 from engine.sampler import SamplerOutput, ranked_logprobs
-from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, common_length
 from guided.post_processor import LogitPostProcessor
@@ -19,14 +19,12 @@ class Beams:
     def __init__(self, scheduler: Scheduler, processor: LogitPostProcessor | None) -> None:
         self._scheduler, self._processor = scheduler, processor
 
-    def advance(
-        self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]
-    ) -> list[SequenceGroup]:
+    def advance(self, sampled: SamplerOutput, batch: Batch) -> list[SequenceGroup]:
         """Continue the searches of a step. Returns those that have ended: free them, then call `show_result`."""
         groups: dict[SequenceGroup, dict[Sequence, int]] = {}
-        for place, row in enumerate(metadata.beams):
-            sequence = metadata.sequences[row]
-            if row not in skipped and not sequence.is_finished():
+        for place, row in enumerate(batch.beams):
+            sequence = batch.sequences[row]
+            if row not in sampled.skipped and not sequence.is_finished():
                 groups.setdefault(sequence.group, {})[sequence] = place
         return [group for group, places in groups.items() if not self._advance(group, places, sampled)]
 
@@ -55,7 +53,9 @@ class Beams:
                 one.logprobs = scored(one.candidate)
         if chosen is None:
             return False
-        self._scheduler.take_over(beams, [one.beam for one in chosen])
+        ids = [one.seq_id for one in beams]
+        parents = {ids[own]: ids[one.beam] for own, one in enumerate(chosen) if own != one.beam}
+        self._scheduler.blocks.take_over(parents)
         for own, sequence, candidate in zip(outputs, beams, chosen, strict=True):
             output = outputs[candidate.beam]
             if own != output and self._processor is not None and sequence.guided is not None:
@@ -74,6 +74,4 @@ def show_result(group: SequenceGroup) -> None:
     for sequence, one in zip(group.sequences, finished, strict=False):
         sequence.take_over(one.tokens, one.candidate.logprob, one.logprobs)
         sequence.status = SequenceStatus.RUNNING
-        sequence.end_by_token()
-        if sequence.params.stop:
-            sequence.end_by_stop_string()
+        sequence.end_if_complete()

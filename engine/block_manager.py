@@ -83,7 +83,9 @@ class BlockManager:
             self._count[block] += 1
         self._adopt(first, found + [self._take() for _ in range(needed)], prefixes)
         for seq_id in others:
-            self.fork(first, seq_id)
+            for block in self._blocks[first]:
+                self._count[block] += 1
+            self._adopt(seq_id, list(self._blocks[first]), list(prefixes))
         self.tokens_looked_up += len(tokens)
         self.tokens_found += len(found) * self.block_size
         return len(found) * self.block_size
@@ -119,13 +121,6 @@ class BlockManager:
                 known = self._known[content] = next(self._prefix_ids), block
                 self._content[block] = content
             prefixes.append(known[0])
-
-    def fork(self, parent_id: int, child_id: int) -> None:
-        """Share all blocks of `parent_id` with `child_id`."""
-        shared = self._blocks[parent_id]
-        for block in shared:
-            self._count[block] += 1
-        self._adopt(child_id, list(shared), list(self._prefixes[parent_id]))
 
     def append_slot(self, seq_id: int, position: int) -> tuple[int, int] | None:
         """Make the slot of `position` (the sequence's last or next one) writable for the sequence.

@@ -13,13 +13,14 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded. `guided serve --help` describes the fields.
+    """How a model is loaded. `guided serve --help` describes the fields. `chat_template` is the path of a file.
 
     Raises:
         ValueError: a value is out of range, or the dtype is unknown.
     """
 
     tokenizer: str | None = None
+    chat_template: str | None = None
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -83,9 +84,6 @@ class EngineConfig:
     logits_processors: tuple[str | type, ...] = ()
     logits_processor_plugins: bool = True
 
-    CONTEXT_TOKENS: ClassVar[int] = 512
-    """Length of a context that takes as long to read as one token takes to compute: measured on a CPU with the default
-    model, estimated for an 8B model on a GPU (docs/design.md)."""
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("mask_deadline", "num_speculative_tokens"), Range(0)),
         **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_n"), Range(1)),
@@ -98,10 +96,3 @@ class EngineConfig:
     def tokens_per_step(self, on_cpu: bool) -> int:
         """Return the maximum number of tokens in one step."""
         return max(self.max_num_batched_tokens or (64 if on_cpu else 4096), self.max_num_seqs + self.block_size)
-
-    @staticmethod
-    def step_tokens(on_cpu: bool) -> int:
-        """Return the fixed time of a step, in units of one token's time: about the number of tokens that the hardware
-        computes while it reads the weights once. The CPU's value was measured (docs/design.md), the GPU's is an
-        estimate."""
-        return 10 if on_cpu else 256

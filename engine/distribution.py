@@ -1,32 +1,36 @@
-"""Random sampling: temperature, top_k, top_p and the draw."""
+"""Random sampling: temperature, min_p, top_k, top_p and the draw."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.sampling_metadata import SamplingMetadata
+from engine.batch import Batch
 
 
 class Distribution:
     """The random rows of a batch and their parameters as tensors. Valid while the batch stays the same."""
 
-    def __init__(self, metadata: SamplingMetadata) -> None:
-        self.metadata = metadata
-        self.rows = metadata.random
-        device = metadata.device
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.batch = batch
+        self.rows = batch.random
         self.index = torch.tensor(self.rows, device=device)
-        params = [metadata.sequences[row].params for row in self.rows]
+        params = [batch.sequences[row].params for row in self.rows]
 
         def column(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
         self._temperatures = column([p.temperature for p in params])
+        self._min_p = column([p.min_p for p in params]).log_() if any(p.min_p for p in params) else None
         self._ks = [p.top_k for p in params]
         self._top_p = column([p.top_p for p in params]) if any(p.top_p < 1.0 for p in params) else None
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Divide `logits`, float32 `[len(rows), vocab]`, by the temperatures. Returns a new tensor."""
-        return logits / self._temperatures
+        """Divide `logits`, float32 `[len(rows), vocab]`, by the temperatures, and set the tokens to -inf that are less
+        than `min_p` times as likely as the most likely one. Returns a new tensor."""
+        scaled = logits / self._temperatures
+        if self._min_p is not None:
+            scaled.masked_fill_(scaled < scaled.max(-1, keepdim=True).values + self._min_p, -torch.inf)
+        return scaled
 
     def scaled_whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale the random rows of a whole batch's logits. Returns a new tensor."""

@@ -9,107 +9,99 @@ each position has its own mask and its own random number.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 from engine.sequence import Sequence, SequenceData, common_length
+from guided.post_processor import LogitPostProcessor
 from guided.sequence import GuidedSequence
-
-if TYPE_CHECKING:
-    from engine.sampler import SamplerOutput
 
 _SIZES = (4, 3, 2)
 """Lengths of the n-grams that are looked up, in this order."""
 
 
-class Drafts:
-    """The drafts of one sequence, and what they need from step to step."""
+@dataclass(slots=True)
+class _History:
+    """What one sequence needs from step to step."""
 
-    def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
-        self._edits = sequence.edits
-        self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}
-        """By n-gram of `_tokens`: where its last occurrence ends."""
-        self.guided: list[GuidedSequence] = []
-        """The matchers of the rows after 1, 2, ... drafts. They stay open from step to step."""
+    edits: int
+    """`Sequence.edits` when `tokens` was read."""
+    tokens: list[int] = field(default_factory=list)
+    after: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """By n-gram of `tokens`: where its last occurrence ends."""
+    guided: list[GuidedSequence] = field(default_factory=list)
+    """The matchers of the rows after 1, 2, ... drafts. They stay open from step to step."""
 
-    def propose(self, limit: int) -> list[int]:
-        """Return up to `limit` tokens that may follow."""
-        sequence, tokens = self._sequence, self._tokens
-        if self._edits != sequence.edits:
-            self._edits = sequence.edits
+
+class Drafter:
+    """Proposes drafts, and makes the rows that are computed for them.
+
+    Args:
+        max_drafts: maximum number of drafts per sequence and step.
+        processor: has the matchers of the rows.
+    """
+
+    def __init__(self, max_drafts: int, processor: LogitPostProcessor | None) -> None:
+        self._max_drafts, self._processor = max_drafts, processor
+        self._histories: dict[Sequence, _History] = {}
+
+    def propose(self, sequence: Sequence, budget: int) -> list[int]:
+        """Return up to `budget` tokens that may follow."""
+        limit = min(self._max_drafts, budget, sequence.max_length - sequence.length - 1)
+        if limit <= 0 or sequence.group.beams is not None or sequence.params.complete:
+            return []
+        history = self._histories.setdefault(sequence, _History(sequence.edits))
+        tokens = history.tokens
+        if history.edits != sequence.edits:
+            history.edits = sequence.edits
             tokens.clear()
-            self._after.clear()
+            history.after.clear()
         indexed = len(tokens)
         tokens += sequence.data.span(indexed, sequence.length)
         for end in range(max(1, indexed), len(tokens)):
             for size in _SIZES:
-                self._after[tuple(tokens[max(0, end - size) : end])] = end
+                history.after[tuple(tokens[max(0, end - size) : end])] = end
         for size in _SIZES:
-            found = self._after.get(tuple(tokens[-size:]))
+            found = history.after.get(tuple(tokens[-size:]))
             if found is not None:
                 return tokens[found : found + limit]
         return []
 
-    def rows(self, drafts: list[int]) -> list[tuple[Sequence, int | None]]:
-        """Return a sequence for the row after each draft, and the length of the output that its matcher can keep.
-
-        The length is None if the output has only grown since the last step, or the matcher is new.
-        """
-        main = self._sequence
-        found: list[tuple[Sequence, int | None]] = []
+    def rows(self, sequence: Sequence, drafts: list[int]) -> list[Sequence]:
+        """Return a sequence for the row after each draft."""
+        rows: list[Sequence] = []
         for count in range(1, len(drafts) + 1):
-            row = copy.copy(main)
-            row.data = SequenceData(main.data.prompt_token_ids, main.data.output_token_ids + drafts[:count])
-            row.length, row.last_token = main.length + count, drafts[count - 1]
+            row = copy.copy(sequence)
+            row.data = SequenceData(sequence.data.prompt_token_ids, sequence.data.output_token_ids + drafts[:count])
+            row.length, row.last_token = sequence.length + count, drafts[count - 1]
             row.output_logprobs = []
-            row.uniforms = main.uniforms.ahead(count)
-            changed = None
-            if main.guided is not None:
-                row.guided, changed = self._guided(main.guided, count, row.data.output_token_ids)
+            row.uniforms = sequence.uniforms.ahead(count)
+            if sequence.guided is not None:
+                row.guided = self._guided(sequence, sequence.guided, count, row.data.output_token_ids)
                 row.seq_id = row.guided.sequence_id
-            found.append((row, changed))
-        return found
+            rows.append(row)
+        return rows
 
-    def _guided(self, main: GuidedSequence, count: int, output: list[int]) -> tuple[GuidedSequence, int | None]:
-        if len(self.guided) < count:
+    def _guided(self, sequence: Sequence, main: GuidedSequence, count: int, output: list[int]) -> GuidedSequence:
+        """Return the view of the row after `count` drafts. Its matcher keeps what has not changed."""
+        opened = self._histories[sequence].guided
+        if len(opened) < count:
             name = Sequence.next_id()
             new = replace(
                 main, sequence_id=name, output_token_ids=output, parent_id=main.sequence_id, mask_seconds=None
             )
-            self.guided.append(new)
-            return new, None
-        guided = self.guided[count - 1]
+            opened.append(new)
+            return new
+        guided = opened[count - 1]
         known = guided.output_token_ids
         same = common_length(known, output)
         guided.output_token_ids = output
-        return guided, same if same < len(known) else None
+        if same < len(known) and self._processor is not None:
+            self._processor.rollback(guided.sequence_id, same)
+        return guided
 
-
-def accept(sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput, skipped: Collection[int]) -> int:
-    """Append the tokens that were sampled after accepted drafts. Returns their number.
-
-    Args:
-        row: the sequence's own row. Those of its drafts follow.
-        skipped: rows that were not sampled.
-    """
-    for count, draft in enumerate(drafts):
-        accepted = sampled.token_ids[row] == draft
-        row += 1
-        if sequence.is_finished() or not accepted or row in skipped or row in sampled.broken:
-            return count
-        token = sampled.token_ids[row]
-        sequence.append(token)
-        sequence.computed += 1
-        if not sequence.params.is_greedy:
-            sequence.uniforms.next()
-        sequence.end_by_token()
-        if row in sampled.logprobs:
-            sequence.add_logprobs(sampled.logprobs[row])
-        if row in sampled.allowed:
-            sequence.note_details(sampled.allowed[row])
-        if sequence.params.stop:
-            sequence.end_by_stop_string()
-    return len(drafts)
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what a sequence that has ended needed, and free the matchers of its drafts."""
+        history = self._histories.pop(sequence, None)
+        if history is not None and self._processor is not None:
+            for guided in history.guided:
+                self._processor.free_sequence(guided.sequence_id)

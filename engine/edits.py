@@ -30,16 +30,12 @@ def follow(
         is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
         if is_last and sequence.needs_logprobs and not masked:
             break  # sample the last token instead: no later step would score it
-        sequence.append(token)
-        if masked and sequence.needs_logprobs:
-            sequence.add_logprobs(TokenLogprobs((token,), (0.0,), (1,)))
-        sequence.note_details(1, forced=True)
+        entries = TokenLogprobs((token,), (0.0,), (1,)) if masked and sequence.needs_logprobs else None
+        ended = sequence.append(token, entries, 1, forced=True)
         appended += 1
         if not sequence.params.is_greedy:
             sequence.uniforms.next()  # as if it were sampled
-        if is_last:
-            sequence.end_by_token()
-        if (sequence.params.stop and sequence.end_by_stop_string()) or is_last:
+        if ended:
             return appended
     if edit.stop:
         sequence.finish(SequenceStatus.FINISHED_STOPPED)

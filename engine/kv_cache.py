@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,9 +71,9 @@ class KVCache:
         torch.index_select(cache.view(self.num_blocks, width), 0, tables.reshape(-1), out=picked)
         return picked.view(rows, blocks * self.block_size, heads, dim).transpose(1, 2)
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target), in all layers. All sources are read before any target is written."""
-        source, target = torch.tensor(pairs, device=next(iter(self._keys.values())).device).unbind(1)
+        source, target = torch.tensor(list(pairs), device=next(iter(self._keys.values())).device).unbind(1)
         for cache in (*self._keys.values(), *self._values.values()):
             blocks = cache.view(self.num_blocks, -1)
             blocks.index_copy_(0, target, blocks.index_select(0, source))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engine.sampling_metadata import SamplingMetadata
+from engine.batch import Batch
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineStats
@@ -25,7 +25,7 @@ class LateRows:
     def __len__(self) -> int:
         return len(self._skipped)
 
-    def add(self, metadata: SamplingMetadata, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
+    def add(self, batch: Batch, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
         """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now.
 
         Args:
@@ -35,12 +35,12 @@ class LateRows:
             The rows of all these sequences.
         """
         rows = dict.fromkeys(late, True)
-        sampled = {metadata.sequences[row] for row in metadata.beams if row not in rows and row not in failed}
-        for row in metadata.beams:
-            if not sampled.issuperset(metadata.sequences[row].group.unfinished()):
+        sampled = {batch.sequences[row] for row in batch.beams if row not in rows and row not in failed}
+        for row in batch.beams:
+            if not sampled.issuperset(batch.sequences[row].group.unfinished()):
                 rows.setdefault(row, False)
         for row, is_late in rows.items():
-            sequence = metadata.sequences[row]
+            sequence = batch.sequences[row]
             if not sequence.is_finished():  # a failed row may have ended its group
                 self._scheduler.skip(sequence)
                 self._skipped[sequence] = is_late

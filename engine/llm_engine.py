@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import drafter, edits
+from engine import edits
 from engine.admission import Admission, Prompt
+from engine.batch import Batch, Chunk
 from engine.beams import Beams, show_result
 from engine.block_manager import BlockManager
-from engine.compile_turns import CompileTurns
 from engine.config import EngineConfig
+from engine.drafter import Drafter
 from engine.keywords import refuse_unknown, without_neutral
 from engine.kv_cache import CudaMemory, main_memory_share, plan_blocks
 from engine.late_rows import LateRows
@@ -29,10 +30,9 @@ from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.outputs import RequestOutput
 from engine.sampler import Sampler, SamplerOutput, ranked_logprobs
-from engine.sampling_metadata import SamplingMetadata, ScoredRows
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledBatch, Scheduler
-from engine.sequence import SequenceGroup, SequenceStatus
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
 from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, GuidedError, InternalError, InvalidRequest, PostProcessorFailed, bounded
@@ -71,18 +71,10 @@ class LLMEngine:
             prefix_cache=config.enable_prefix_caching,
         )
         self.runner.start(self.blocks)
-        self.scheduler = Scheduler(
-            self.blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
-            step_tokens=config.step_tokens(model.device.type == "cpu"),
-            context_tokens=config.CONTEXT_TOKENS,
-            num_drafts=config.num_speculative_tokens,
-        )
         processors = processors_of(model, config, self.max_model_len)
         if processors.classes and config.num_speculative_tokens:
             raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
-        self.sampler = Sampler(processors)
+        self.sampler = Sampler(processors, model.vocabulary.stop_token_ids)
         if not isinstance(processor, ProcessorBundle):  # it contains the exceptions of its members
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
             members = [*standard, *([] if processor is None else [processor])]
@@ -90,6 +82,14 @@ class LLMEngine:
         if processor is not None and processor.needs_samples and config.num_speculative_tokens:
             raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
         self.processor = processor
+        drafts = config.num_speculative_tokens
+        self.drafter = Drafter(drafts, processor) if drafts else None
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
+            drafter=self.drafter,
+        )
         self.stats = EngineStats()
         self.late_rows = LateRows(self.scheduler, self.stats)
         self.beams = Beams(self.scheduler, self.processor)
@@ -101,11 +101,9 @@ class LLMEngine:
         self.texts = admission.texts
         self.admit = admission.admit
         """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
-        self._metadata: SamplingMetadata | None = None
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
-        self._turns = CompileTurns()
         self._changed: dict[SequenceGroup, None] = {}
-        self._prepared: SamplingMetadata | None = None
+        self._prepared: Batch | None = None
         """The step that was prepared and not applied yet."""
         self._preparing = 0.0
         """Seconds that the last `prepare` took."""
@@ -136,8 +134,7 @@ class LLMEngine:
             group.show(self.model.vocabulary.stop_token_ids[0], self.processor.needs_samples)
         if constrained and not group.is_finished():
             group.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
-            if self._turns.enter(group):
-                self._compile(group)
+            self._compile(group)
         else:
             self._changed[group] = None
         if not group.is_finished():
@@ -176,15 +173,9 @@ class LLMEngine:
     def _compile(self, group: SequenceGroup) -> None:
         params = group.sampling_params
         assert params.constraint is not None
-        try:
-            if self.processor is None:
-                raise InternalError("this engine was built without a mask pool: it takes no constraints")
-            future = self.processor.initialize(group.request_id, params.constraint, params.backend)
-        except BaseException:
-            self._turns.leave(group)
-            raise
-        if future.done():
-            self._turns.leave(group)
+        if self.processor is None:
+            raise InternalError("this engine was built without a mask pool: it takes no constraints")
+        future = self.processor.initialize(group.request_id, params.constraint, params.backend)
 
         def done(compiled: Future[Grammar]) -> None:  # on a thread of the pool
             self._compiled.append((group, compiled))
@@ -206,7 +197,7 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now. If not, `awake` is set as soon as it would."""
-        return bool(self._changed or self._compiled or self._turns.has_next or self.scheduler.has_work)
+        return bool(self._changed or self._compiled or self.scheduler.has_work)
 
     # -- the step
 
@@ -219,29 +210,26 @@ class LLMEngine:
         batch = self.schedule()
         if not batch.is_empty:
             with self._surviving(batch), torch.inference_mode():
-                metadata = self._metadata = SamplingMetadata.prepare(batch, self.model.device, self._metadata)
-                self.prepare(metadata)
-                self.sampler.begin(metadata)
+                self.prepare(batch)
                 hidden = self.execute(batch)
-                logits = self.compute_logits(hidden, metadata)
-                report = self.apply(logits, metadata)
-                sampled, skipped = self.sample(logits, metadata, report)
-                self.append(sampled, metadata, skipped)
+                logits = self.compute_logits(hidden, batch)
+                report = self.apply(logits, batch)
+                sampled = self.sample(logits, batch, report)
+                self.append(sampled, batch)
                 self.stats.note_step(time.perf_counter() - started, report.wait_seconds)
         self.stats.late = len(self.late_rows)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished()]
 
     @contextlib.contextmanager
-    def _surviving(self, batch: ScheduledBatch) -> Iterator[None]:
+    def _surviving(self, batch: Batch) -> Iterator[None]:
         """If the device runs out of memory in a step, fail its newest group. The others are prefilled again, as all are
         after another exception."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             logger.exception("a step ran out of memory")
-            sequences = batch.decodes + [one for chunk in batch.prefills for one in chunk.sequences]
-            newest = max((one.group for one in sequences), key=lambda group: group.arrival_time)
+            newest = max((one.group for one in batch.computed_sequences), key=lambda group: group.arrival_time)
             self._fail(newest, InternalError(f"the device ran out of memory: {bounded(error)}"))
             self._abandon(batch)
             if self.model.device.type == "cuda":
@@ -250,14 +238,14 @@ class LLMEngine:
             self._abandon(batch)
             raise
 
-    def _abandon(self, batch: ScheduledBatch) -> None:
+    def _abandon(self, batch: Batch) -> None:
         """Give a step up. Its sequences are prefilled again."""
         self.blocks.forget_content()  # it may have blocks that this step did not compute
-        for sequence in batch.decodes + [one for chunk in batch.prefills for one in chunk.sequences]:
+        for sequence in batch.computed_sequences:
             if sequence in self.scheduler.running:
                 sequence.computed = 0
                 self.scheduler.preempt(sequence)
-        self._metadata = None
+        batch.is_repeatable = False
         if self._prepared is not None:  # the post-processor expects an `apply` for it
             width = self.model.vocabulary.padded_vocab_size
             self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
@@ -285,7 +273,7 @@ class LLMEngine:
         how = f"failed: {error}" if error is not None else f"took {seconds:.1f} s"
         logger.info("warm-up on %s: a request with %d tokens %s", self.model.device, longest, how)
 
-    def schedule(self) -> ScheduledBatch:
+    def schedule(self) -> Batch:
         """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run.
 
         Late sequences run once their mask is decided. If nothing else can run, all of them do: the step then waits for
@@ -293,11 +281,6 @@ class LLMEngine:
         """
         while self._compiled:
             self._finish_compilation(*self._compiled.popleft())
-        for group in self._turns.next():
-            try:
-                self._compile(group)
-            except Exception as raised:
-                self._fail(group, raised if isinstance(raised, GuidedError) else InternalError(bounded(repr(raised))))
         if self.processor is not None:
             for request_id, error in self.processor.failures().items():
                 if request_id in self.groups:
@@ -315,7 +298,6 @@ class LLMEngine:
         return batch
 
     def _finish_compilation(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
-        self._turns.leave(group)
         if group.is_finished():
             return
         try:
@@ -333,105 +315,106 @@ class LLMEngine:
             if not group.sampling_params.complete:  # with it, the first mask tells whether `max_tokens` suffices
                 self._changed[group] = None
 
-    def prepare(self, metadata: SamplingMetadata) -> None:
-        """Ask the post-processor for the masks of the constrained rows."""
-        if not metadata.guided:
-            return
-        assert self.processor is not None
-        started = time.perf_counter()
-        new_tokens = None if metadata.appended is None else metadata.appended[metadata.guided_rows]
-        for sequence_id, length in metadata.changed.items():
-            self.processor.rollback(sequence_id, length)
-        self._prepared = metadata
-        self.processor.prepare(metadata.guided, metadata.guided_rows, new_tokens)
-        self._preparing = time.perf_counter() - started
-        self.stats.prepare_seconds += self._preparing
+    def prepare(self, batch: Batch) -> None:
+        """Ask the post-processor for the masks of the constrained rows, and announce the batch to the logits
+        processors."""
+        if batch.guided:
+            assert self.processor is not None
+            started = time.perf_counter()
+            new_tokens = None if batch.appended is None else batch.appended[batch.guided_rows]
+            self._prepared = batch
+            self.processor.prepare(batch.guided, batch.guided_rows, new_tokens)
+            self._preparing = time.perf_counter() - started
+            self.stats.prepare_seconds += self._preparing
+        self.sampler.begin(batch)
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`."""
         self.stats.steps += 1
         with self.stats.timing("forward_seconds"):
             return self.runner.execute(batch)
 
-    def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask. Also
         score the other tokens with requested log-probabilities."""
 
         def raw() -> torch.Tensor:
-            return self.runner.compute_logits(hidden, metadata.selected)
+            return self.runner.compute_logits(hidden, batch.selected)
 
         with self.stats.timing("forward_seconds"):
-            for rows in metadata.scored:
-                self._score(rows, hidden)
-            return self.sampler.adjust(raw(), metadata, raw)
+            for chunk in batch.prefills:
+                for first, last in chunk.unscored():
+                    self._score(chunk, first, last, hidden)
+            return self.sampler.adjust(raw, batch)
 
-    def _score(self, scored: ScoredRows, hidden: torch.Tensor) -> None:
-        sequence, params = scored.sequence, scored.sequence.params
-        count = (params.prompt_logprobs if scored.of_prompt else params.logprobs) or 0
-        for done in range(0, len(scored.tokens), _SCORED_ROWS):
-            own = torch.tensor(scored.tokens[done : done + _SCORED_ROWS], device=hidden.device)
-            rows = torch.arange(len(own), device=hidden.device) + (scored.first + done)
-            logprobs = self.runner.compute_logits(hidden, rows).log_softmax(-1)
+    def _score(self, chunk: Chunk, first: int, last: int, hidden: torch.Tensor) -> None:
+        """Add the log-probabilities of tokens `first` to `last` of a chunk's sequence."""
+        sequence, params = chunk.sequences[0], chunk.sequences[0].params
+        of_prompt = first < len(sequence.data.prompt_token_ids)
+        count = (params.prompt_logprobs if of_prompt else params.logprobs) or 0
+        for begin in range(first, last, _SCORED_ROWS):
+            end = min(last, begin + _SCORED_ROWS)
+            rows = range(chunk.row + begin - 1 - chunk.start, chunk.row + end - 1 - chunk.start)
+            logprobs = self.runner.compute_logits(hidden, list(rows)).log_softmax(-1)
+            own = torch.tensor(sequence.data.span(begin, end), device=hidden.device)
             entries = ranked_logprobs(logprobs, own, [count] * len(own))
-            if scored.of_prompt:
+            if of_prompt:
                 sequence.group.prompt_logprobs += entries
             else:
                 for each in entries:
                     sequence.add_logprobs(each)
 
-    def apply(self, logits: torch.Tensor, metadata: SamplingMetadata) -> ApplyReport:
+    def apply(self, logits: torch.Tensor, batch: Batch) -> ApplyReport:
         """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
-        if not metadata.guided:
+        if not batch.guided:
             return _NOTHING_MASKED
         assert self.processor is not None
-        report = self.processor.apply(logits, self._deadline(metadata))
+        report = self.processor.apply(logits, self._deadline(batch))
         self._prepared = None
         self.stats.note_masks(report)
-        for row in metadata.detailed:
-            if (details := metadata.sequences[row].details) is not None:
+        for row in batch.detailed:
+            if (details := batch.sequences[row].details) is not None:
                 details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
-    def _deadline(self, metadata: SamplingMetadata) -> float:
+    def _deadline(self, batch: Batch) -> float:
         given = self.config.mask_deadline
         deadline = given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
-        if metadata.beams and len({sequence.group for sequence in metadata.sequences}) == 1:
+        if batch.beams and len({sequence.group for sequence in batch.sequences}) == 1:
             return max(deadline, FIRST_MASK_SECONDS)  # beams wait for each other in any case
         return deadline
 
-    def sample(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport
-    ) -> tuple[SamplerOutput, frozenset[int]]:
-        """Sample a token for each row. Returns the tokens and the skipped rows.
+    def sample(self, logits: torch.Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
+        """Sample a token for each row.
 
         Rows with a failed mask or logits processor are skipped, and their groups end. Rows with a late mask are
         skipped, and their sequences do not run until it is ready.
         """
         with self.stats.timing("sample_seconds"):
             skipped: frozenset[int] = frozenset()
-            if report.failed or report.late or self.sampler.processors.failed or metadata.beams:
-                skipped = self._skip(metadata, report)
-            sampled = self.sampler.sample(logits, metadata, skipped)
+            if report.failed or report.late or self.sampler.processors.failed or batch.beams:
+                skipped = self._skip(batch, report)
+            sampled = self.sampler.sample(logits, batch, skipped)
         for row, failure in sampled.failed.items():
-            self._fail(metadata.sequences[row].group, failure)
+            self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
-            if row not in metadata.draft_rows:
-                self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
-        return sampled, skipped
+            if row not in batch.draft_rows:
+                self._fail(batch.sequences[row].group, InternalError("no token of this step has a finite logit"))
+        return sampled
 
-    def _skip(self, metadata: SamplingMetadata, report: ApplyReport) -> frozenset[int]:
+    def _skip(self, batch: Batch, report: ApplyReport) -> frozenset[int]:
         """End the groups of failed rows, and note the late ones. Returns these rows."""
         late_ids = set(report.late)
         late: list[int] = []
         skipped = set(self.sampler.processors.failed)
         for row, failure in self.sampler.processors.failed.items():
-            self._fail(metadata.sequences[row].group, failure)
-        for row in metadata.guided_rows.tolist():
-            sequence = metadata.sequences[row]
+            self._fail(batch.sequences[row].group, failure)
+        for row in batch.guided_rows.tolist():
+            sequence = batch.sequences[row]
             error = report.failed.get(sequence.seq_id)
             if error is None and sequence.seq_id not in late_ids:
                 continue
-            if row in metadata.draft_rows:
+            if row in batch.draft_rows:
                 assert self.processor is not None
                 self.processor.free_sequence(sequence.seq_id)  # opened again when it is needed
                 skipped.add(row)
@@ -440,69 +423,77 @@ class LLMEngine:
                 skipped.add(row)
             else:
                 late.append(row)
-        return frozenset(skipped) | self.late_rows.add(metadata, late, skipped)
+        return frozenset(skipped) | self.late_rows.add(batch, late, skipped)
 
-    def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
+    def append(self, sampled: SamplerOutput, batch: Batch) -> None:
         """Append the tokens, accept drafts, apply the post-processor's edits, continue beams, end what is complete."""
-        others = skipped | metadata.draft_rows
-        any_ended = self._append_tokens(sampled, metadata, others)
-        metadata.appended = None if skipped or metadata.drafted else np.array(sampled.token_ids, np.int32)
-        for row, drafts in metadata.drafted.items():
+        skipped = sampled.skipped
+        others = skipped | batch.draft_rows
+        any_ended = self._append_tokens(sampled, batch, others)
+        batch.appended = None if skipped or batch.drafted else np.array(sampled.token_ids, np.int32)
+        for row, drafts in batch.drafted.items():
             if row not in skipped:
-                sequence = metadata.sequences[row]
-                self.stats.drafted_tokens += len(drafts)
-                self.stats.accepted_tokens += drafter.accept(sequence, row, drafts, sampled, skipped)
-                any_ended |= sequence.is_finished()
-        if metadata.guided:
-            any_ended |= self._follow_edits(sampled, metadata, others)
-        if metadata.beams:
-            self._metadata = metadata.appended = None  # penalties are counted again
-            for group in self.beams.advance(sampled, metadata, skipped):
+                any_ended |= self._accept(batch.sequences[row], row, drafts, sampled)
+        if batch.guided:
+            any_ended |= self._follow_edits(sampled, batch, others)
+        if batch.beams:
+            batch.is_repeatable = False  # penalties are counted again
+            for group in self.beams.advance(sampled, batch):
                 self._forget(group)
                 show_result(group)
         if any_ended:
-            self._drop_ended(metadata)
+            self._drop_ended(batch)
 
-    def _append_tokens(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
+    def _append_tokens(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
         """Append a token to each sequence but beams. Returns whether a sequence has ended."""
         changed, now, running = self._changed, time.monotonic(), SequenceStatus.RUNNING
+        logprobs, allowed = sampled.logprobs, sampled.allowed
         any_ended = False
-        for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
+        for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
             if row in skipped or sequence.status is not running:
                 continue
             group = sequence.group
             changed[group] = None
             if group.beams is None:
-                sequence.append(token)
                 if group.first_token_time is None:
                     group.first_token_time = now
-                any_ended |= sequence.end_by_token()
-        for row, entries in sampled.logprobs.items():
-            if row not in skipped:
-                metadata.sequences[row].add_logprobs(entries)
-        for row in metadata.detailed:
-            if row not in skipped:
-                metadata.sequences[row].note_details(sampled.allowed[row])
-        for row in metadata.with_stop_strings:
-            if row not in skipped:
-                any_ended |= metadata.sequences[row].end_by_stop_string()
+                any_ended |= sequence.append(token, logprobs.get(row), allowed.get(row))
         return any_ended
 
-    def _follow_edits(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
+    def _accept(self, sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> bool:
+        """Append the tokens that were sampled after accepted drafts. Returns whether the sequence has ended.
+
+        Args:
+            row: the sequence's own row. Those of its drafts follow.
+        """
+        self.stats.drafted_tokens += len(drafts)
+        for draft in drafts:
+            accepted = sampled.token_ids[row] == draft
+            row += 1
+            if sequence.is_finished() or not accepted or row in sampled.skipped or row in sampled.broken:
+                break
+            self.stats.accepted_tokens += 1
+            sequence.computed += 1
+            if not sequence.params.is_greedy:
+                sequence.uniforms.next()
+            sequence.append(sampled.token_ids[row], sampled.logprobs.get(row), sampled.allowed.get(row))
+        return sequence.is_finished()
+
+    def _follow_edits(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
         """Apply the edits that the post-processor requests. Returns whether a sequence has ended."""
         assert self.processor is not None
         samples: list[SequenceOutput | None] = []
         if self.processor.needs_samples:
-            for row, sequence in zip(metadata.guided_rows.tolist(), metadata.guided, strict=True):
-                has_sample = row not in skipped and metadata.sequences[row].group.beams is None
+            for row, sequence in zip(batch.guided_rows.tolist(), batch.guided, strict=True):
+                has_sample = row not in skipped and batch.sequences[row].group.beams is None
                 samples.append(sampled.sample_of(row, sequence.sequence_id) if has_sample else None)
-        wanted = self.processor.edits(metadata.guided, samples)
+        wanted = self.processor.edits(batch.guided, samples)
         if not wanted:
             return False
-        self._metadata = metadata.appended = None  # penalties are counted again
+        batch.is_repeatable = False  # penalties are counted again
         any_ended, vocab_size = False, self.model.vocabulary.padded_vocab_size
-        for row in metadata.guided_rows.tolist():
-            sequence = metadata.sequences[row]
+        for row in batch.guided_rows.tolist():
+            sequence = batch.sequences[row]
             edit = wanted.get(sequence.seq_id)
             if edit is None or row in skipped or sequence.is_finished() or sequence.group.beams is not None:
                 continue
@@ -514,16 +505,15 @@ class LLMEngine:
             any_ended |= sequence.is_finished()
         return any_ended
 
-    def _drop_ended(self, metadata: SamplingMetadata) -> None:
+    def _drop_ended(self, batch: Batch) -> None:
         self.scheduler.drop_finished()
-        for sequence in metadata.sequences:
+        for sequence in batch.sequences:
             if sequence.is_finished() and sequence.group.request_id in self.groups:
                 if sequence.group.is_finished():
                     self._forget(sequence.group)
                 elif self.processor is not None:
-                    drafts = sequence.drafts.guided if sequence.drafts is not None else []
-                    for sequence_id in (sequence.seq_id, *(one.sequence_id for one in drafts)):
-                        self.processor.free_sequence(sequence_id)
+                    self.processor.free_sequence(sequence.seq_id)
+                    self._forget_drafts([sequence])
 
     # -- ends
 
@@ -544,10 +534,15 @@ class LLMEngine:
         if group.step_seconds is not None:
             group.step_seconds = self.stats.of_steps.since(group.step_seconds)
         group.finished_time = time.monotonic()
-        self._turns.cancel(group)
         self.scheduler.remove(group)
+        self._forget_drafts(group.sequences)
         if self.groups.pop(group.request_id, None) is not None and self.processor is not None:
             self.processor.free(group.request_id)
+
+    def _forget_drafts(self, sequences: list[Sequence]) -> None:
+        if self.drafter is not None:
+            for sequence in sequences:
+                self.drafter.forget(sequence)
 
 
 _NOTHING_MASKED = ApplyReport()

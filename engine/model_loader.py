@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from engine.attention import ATTENTION, PagedContext, Prefill, UnsupportedModelError, register
+from engine.attention import ATTENTION, PagedContext, UnsupportedModelError, register
 from engine.config import LoadOptions
 from engine.kv_cache import LayerShapes
 from engine.ranks import Ranks
@@ -107,6 +108,8 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     if plan is not None:
         split_heads(loaded, how.tensor_parallel_size)
     tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
+    if how.chat_template is not None:
+        tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
     return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
 
 
@@ -242,6 +245,8 @@ class _Recorder:
     """A `KVStore` that records only shapes."""
 
     layers: dict[int, LayerShapes] = field(default_factory=dict)
+    block_size: int = 1
+    gather_tokens: int = 1
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if layer in self.layers:
@@ -250,6 +255,9 @@ class _Recorder:
 
     def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError("the probe decodes nothing")
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("the probe copies nothing")
 
 
 def _probe(model: Any) -> dict[int, LayerShapes]:
@@ -262,23 +270,23 @@ def _probe(model: Any) -> dict[int, LayerShapes]:
     body, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()
     device = head.weight.device
     size = model.config.get_text_config(decoder=True).vocab_size
-    prompts = [torch.arange(1, 10, device=device) * 7 % size, torch.arange(1, 6, device=device) * 11 % size]
+    prompts = [torch.arange(1, 10) * 7 % size, torch.arange(1, 6) * 11 % size]
     first, total = len(prompts[0]), sum(map(len, prompts))
     recorder = _Recorder()
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    context = PagedContext(recorder, nothing, [Prefill(0, first), Prefill(first, total)], [])
-    positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts])
+    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
+    packed = torch.stack([torch.cat(prompts), positions, torch.zeros_like(positions)]).numpy()
+    context = PagedContext(packed, [(0, first, 0, None), (first, total, 0, None)])
     model.set_attn_implementation(ATTENTION)
     with torch.inference_mode():
         try:
-            hidden = body(
-                input_ids=torch.cat(prompts)[None], position_ids=positions[None], use_cache=False, paged=context
-            ).last_hidden_state
+            hidden = context.run(body, recorder, device)
         except TypeError as error:
             raise UnsupportedModelError(f"{name} can't be served: {error}") from error
-        ours = head(hidden)[0].float()
+        ours = head(hidden).float()
         model.set_attn_implementation("eager")
-        theirs = torch.cat([model(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts]).float()
+        theirs = torch.cat(
+            [model(input_ids=prompt[None].to(device), use_cache=False).logits[0] for prompt in prompts]
+        ).float()
         model.set_attn_implementation(ATTENTION)
     if not recorder.layers:
         raise UnsupportedModelError(f"{name} can't be served: it does not call the attention backend")

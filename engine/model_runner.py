@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from engine.attention import PagedContext, Prefill, split_decodes
+from engine.attention import PagedContext, Prefill
+from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.kv_cache import CudaMemory, KVCache, gather_bytes
 from engine.model_loader import LoadedModel
 from engine.ranks import CacheSize
-from engine.scheduler import ScheduledBatch
 
 _HEADROOM = 0.97
 """Share of a GPU's free memory to use."""
@@ -23,64 +20,33 @@ _PEAK_MARGIN = 1.1
 """Peak memory to reserve for a step, as a multiple of that of the profiled step."""
 
 
-@dataclass(frozen=True)
-class ModelInput:
-    """One step, as arrays that do not depend on the process: the chunks' tokens first, then one of each decode."""
-
-    packed: NDArray[np.int64]
-    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
-    prefills: Sequence[tuple[int, int, int, NDArray[np.int64] | None]]
-    """`Prefill`s. Tables are int64 `[1, blocks]`."""
-    tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    """int64 `[decodes, blocks]`: blocks of the decoding sequences."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """As `ScheduledBatch.copies`."""
-
-    @classmethod
-    def of(cls, batch: ScheduledBatch, blocks: BlockManager) -> ModelInput:
-        """Read a batch's tokens and blocks."""
-        size, tables, row_of = blocks.block_size, blocks.tables, blocks.row
-        decodes = batch.decodes
-        num_prefilled = sum(chunk.end - chunk.start for chunk in batch.prefills)
-        packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
-        token_ids, positions, slots = packed
-        prefills: list[tuple[int, int, int, NDArray[np.int64] | None]] = []
-        end = 0
-        for chunk in batch.prefills:
-            sequence, start = chunk.sequences[0], end
-            end += chunk.end - chunk.start
-            row = row_of(sequence.seq_id)
-            token_ids[start:end] = sequence.data.span(chunk.start, chunk.end) + chunk.drafts
-            positions[start:end] = at = np.arange(chunk.start, chunk.end)
-            slots[start:end] = tables[row, at // size] * size + at % size
-            table = tables[row : row + 1, : -(-chunk.end // size)].copy() if chunk.start else None
-            prefills.append((start, end, chunk.start, table))
-        rows = [row_of(sequence.seq_id) for sequence in decodes]
-        width = 0
-        if decodes:
-            token_ids[end:] = [sequence.last_token for sequence in decodes]
-            positions[end:] = lengths = [sequence.length - 1 for sequence in decodes]
-            block, offset = np.divmod(positions[end:], size)
-            slots[end:] = tables[rows, block] * size + offset
-            width = max(lengths) // size + 1
-        return cls(packed, prefills, tables[rows, :width], batch.copies)
-
-    def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
-        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
-        if self.copies:
-            cache.copy_blocks(self.copies)
-        tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
-        tables = torch.from_numpy(self.tables).to(device, non_blocking=True)
-        prefills = [
-            Prefill(start, end, before, None if table is None else torch.from_numpy(table).to(device))
-            for start, end, before, table in self.prefills
-        ]
-        lengths = self.packed[1, len(positions) - len(self.tables) :] + 1
-        decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
-        context = PagedContext(cache, slots, prefills, decodes, cache.block_size)
-        output = body(input_ids=tokens[None], position_ids=positions[None], paged=context, use_cache=False)
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
+def read_batch(batch: Batch, blocks: BlockManager) -> PagedContext:
+    """Read a batch's tokens and blocks."""
+    size, tables, row_of = blocks.block_size, blocks.tables, blocks.row
+    decodes = batch.decodes
+    num_prefilled = sum(chunk.end - chunk.start for chunk in batch.prefills)
+    packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
+    token_ids, positions, slots = packed
+    prefills: list[Prefill] = []
+    end = 0
+    for chunk in batch.prefills:
+        start = end
+        end += chunk.end - chunk.start
+        row = row_of(chunk.sequences[0].seq_id)
+        token_ids[start:end] = chunk.token_ids
+        positions[start:end] = at = np.arange(chunk.start, chunk.end)
+        slots[start:end] = tables[row, at // size] * size + at % size
+        table = tables[row : row + 1, : -(-chunk.end // size)].copy() if chunk.start else None
+        prefills.append((start, end, chunk.start, table))
+    rows = [row_of(sequence.seq_id) for sequence in decodes]
+    width = 0
+    if decodes:
+        token_ids[end:] = [sequence.last_token for sequence in decodes]
+        positions[end:] = lengths = [sequence.length - 1 for sequence in decodes]
+        block, offset = np.divmod(positions[end:], size)
+        slots[end:] = tables[rows, block] * size + offset
+        width = max(lengths) // size + 1
+    return PagedContext(packed, prefills, tables[rows, :width], batch.copies)
 
 
 class ModelRunner:
@@ -105,21 +71,19 @@ class ModelRunner:
         with self._everywhere(CacheSize(num_blocks, self._block_size, torch.get_num_threads())):
             self._cache = KVCache(model.layers, num_blocks, self._block_size, model.dtype, model.device)
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
-        return self._execute(ModelInput.of(batch, self.blocks))
+        return self._execute(read_batch(batch, self.blocks))
 
-    def _execute(self, step: ModelInput) -> torch.Tensor:
+    def _execute(self, step: PagedContext) -> torch.Tensor:
         with self._everywhere(step):
             return step.run(self._model.body, self._cache, self._model.device)
 
-    def compute_logits(self, hidden: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
-        """Compute the logits of the selected rows (int64 `[rows]`), or of all, of what the last `execute` returned:
-        float32 `[rows, padded_vocab_size]`."""
-        rows = None
-        if selected is not None:
-            hidden = hidden.index_select(0, selected)
-            rows = selected.tolist() if self._model.ranks is not None else None
+    def compute_logits(self, hidden: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
+        """Compute the logits of these rows, or of all, of what the last `execute` returned: float32
+        `[rows, padded_vocab_size]`."""
+        if rows is not None:
+            hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
         with self._everywhere(rows):
             logits: torch.Tensor = self._model.head(hidden)
         return logits.float()
@@ -132,14 +96,13 @@ class ModelRunner:
         """
         self._allocate(1)
         starts = np.arange(0, tokens, max_model_len).tolist()
-        prefills = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
+        prefills: list[Prefill] = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
         packed = np.zeros((3, tokens), np.int64)
         packed[1] = np.arange(tokens) % max_model_len
 
         def largest_step() -> None:
-            hidden = self._execute(ModelInput(packed, prefills))
-            chosen = torch.zeros(rows, dtype=torch.int64, device=hidden.device)
-            self.compute_logits(hidden, chosen).softmax(-1).sort(-1)  # as for top_p
+            hidden = self._execute(PagedContext(packed, prefills))
+            self.compute_logits(hidden, [0] * rows).softmax(-1).sort(-1)  # as for top_p
 
         peak = memory.peak_of(largest_step)
         return int(memory.free() * _HEADROOM - peak * _PEAK_MARGIN) - 2 * gather_bytes(self._model.device)

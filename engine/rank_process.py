@@ -1,6 +1,6 @@
 """One rank of tensor parallelism, other than rank 0. `Ranks` runs `python -m engine.rank_process FD`.
 
-FD is a socket. The messages are a `RankSetup`, then any number of `CacheSize`s, `ModelInput`s, and rows of the last
+FD is a socket. The messages are a `RankSetup`, then any number of `CacheSize`s, `PagedContext`s, and rows of the last
 hidden states to run the head on (None: all). The process ends when the socket is closed, or on the first error: the
 other ranks notice it in their next collective operation.
 """
@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 import torch
 from torch import distributed
 
+from engine.attention import PagedContext
 from engine.kv_cache import KVCache
 from engine.model_loader import load_part
-from engine.model_runner import ModelInput
 from engine.ranks import CacheSize, RankSetup, join, open_store
 
 
@@ -32,7 +32,7 @@ def _serve(connection: Connection) -> None:
     cache, hidden = KVCache({}, 0, 1, model.dtype, model.device), torch.empty(0)
     while True:
         message = connection.recv()
-        if isinstance(message, ModelInput):
+        if isinstance(message, PagedContext):
             hidden = message.run(model.body, cache, model.device)
         elif isinstance(message, CacheSize):
             torch.set_num_threads(message.threads)

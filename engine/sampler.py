@@ -9,26 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from engine.batch import Batch
 from engine.distribution import Distribution
 from engine.logits_processors.processors import LogitsProcessorFailed, LogitsProcessors
 from engine.logprobs import TokenLogprobs
 from engine.penalties import Penalties
-from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import GREEDY_BELOW
-from engine.sequence import SequenceGroup
 from guided.sequence import SequenceOutput
-
-
-class SequenceGroupOutput(NamedTuple):
-    """One step's tokens of a group."""
-
-    samples: list[SequenceOutput]
-    prompt_logprobs: list[TokenLogprobs | None] | None
 
 
 @dataclass(slots=True)
@@ -36,6 +27,8 @@ class SamplerOutput:
     """One step's tokens. Entry i is of row i. The entry of a skipped row is meaningless."""
 
     token_ids: list[int]
+    skipped: frozenset[int] = frozenset()
+    """Rows that were not sampled: their mask is late, or their mask or a logits processor has failed."""
     broken: list[int] = field(default_factory=list)
     """Rows with a sampled logit that is not finite: every token is forbidden, or the model computed NaN."""
     failed: dict[int, LogitsProcessorFailed] = field(default_factory=dict)
@@ -45,7 +38,7 @@ class SamplerOutput:
     allowed: dict[int, int] = field(default_factory=dict)
     """By row with `mask_details`: the number of tokens that could be sampled."""
     beam_logprobs: torch.Tensor | None = None
-    """float32 `[len(metadata.beams), vocab]`: of the adjusted logits, before the mask."""
+    """float32 `[len(batch.beams), vocab]`: of the adjusted logits, before the mask."""
     beam_scores: torch.Tensor | None = None
     """The same, -inf where the mask forbids."""
 
@@ -53,104 +46,105 @@ class SamplerOutput:
         """Return the token of a row, which continues sequence `seq_id`."""
         return SequenceOutput(seq_id, self.token_ids[row], self.logprobs.get(row, {}))
 
-    def by_group(self, metadata: SamplingMetadata) -> list[SequenceGroupOutput]:
-        """Return the tokens of the step by groups."""
-        found: dict[SequenceGroup, SequenceGroupOutput] = {}
-        for row, sequence in enumerate(metadata.sequences):
-            group = sequence.group
-            wanted = group.prompt_logprobs if group.sampling_params.prompt_logprobs is not None else None
-            output = found.setdefault(group, SequenceGroupOutput([], wanted))
-            output.samples.append(self.sample_of(row, sequence.seq_id))
-        return list(found.values())
-
 
 class Sampler:
     """Call once per step: `begin` before the forward pass, `adjust` before the mask, `sample` after it.
 
     Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default). With
     `logprobs_mode` masked they are those of the logits after bias, penalties and mask.
+
+    Args:
+        stop_token_ids: the model's own, which `min_tokens` suppresses.
     """
 
-    def __init__(self, processors: LogitsProcessors) -> None:
+    def __init__(self, processors: LogitsProcessors, stop_token_ids: Collection[int]) -> None:
         self.processors = processors
+        self._stop_token_ids = stop_token_ids
         self._penalties: Penalties | None = None
         self._distribution: Distribution | None = None
         self._raw: torch.Tensor | None = None
         self._beam_logprobs: torch.Tensor | None = None
 
-    def begin(self, metadata: SamplingMetadata) -> None:
+    def begin(self, batch: Batch) -> None:
         """Announce the step's batch to the logits processors."""
-        self.processors.begin(metadata)
+        self.processors.begin(batch)
 
-    def adjust(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Apply bias, custom processors, penalties and suppression to logits, float32 `[rows, vocab]`. Returns the
-        adjusted logits, normally `logits` itself.
+    def adjust(self, compute: Callable[[], torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Return the batch's logits, float32 `[rows, vocab]`, with bias, custom processors, penalties and suppression.
 
-        `again` computes the same logits again, in case a custom processor raises after it has changed some.
+        `compute` returns the model's logits. It is called again if a custom processor raises after it has changed some.
         """
-        if metadata.with_logprobs:
-            self._raw = logits[metadata.with_logprobs].log_softmax(-1)
-        logits = self.processors.before_penalties(logits, metadata, again)
-        if metadata.penalised:
-            if self._penalties is None or self._penalties.metadata is not metadata:
-                self._penalties = Penalties(metadata, logits.shape[1])
-            self._penalties.apply(logits)
-        self.processors.after_penalties(logits, metadata)
-        if metadata.beams:
-            given = [metadata.sequences[row].params.temperature for row in metadata.beams]
+        logits = compute()
+        if batch.with_logprobs:
+            self._raw = logits[batch.with_logprobs].log_softmax(-1)
+        penalties = self._penalties_of(batch, logits)
+
+        def biased(logits: torch.Tensor) -> torch.Tensor:
+            if penalties is not None:
+                if self.processors.before:  # they see suppressed tokens, as in vLLM
+                    penalties.suppress_stop_tokens(logits)
+                penalties.add_bias(logits)
+            return logits
+
+        logits = self.processors.run(self.processors.before, biased(logits), batch, lambda: biased(compute()))
+        if penalties is not None:
+            penalties.apply(logits)
+            penalties.suppress_stop_tokens(logits)
+        if batch.beams:
+            given = [batch.sequences[row].params.temperature for row in batch.beams]
             heat = logits.new_tensor([one if one >= GREEDY_BELOW else 1.0 for one in given])
-            self._beam_logprobs = (logits[metadata.beams] / heat[:, None]).log_softmax(-1)
+            self._beam_logprobs = (logits[batch.beams] / heat[:, None]).log_softmax(-1)
         return logits
 
-    def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int] = ()) -> SamplerOutput:
+    def _penalties_of(self, batch: Batch, logits: torch.Tensor) -> Penalties | None:
+        if not (batch.biased or batch.penalised or batch.with_min_tokens):
+            return None
+        if self._penalties is None or self._penalties.batch is not batch:
+            self._penalties = Penalties(batch, logits, self._stop_token_ids)
+        return self._penalties
+
+    def sample(self, logits: torch.Tensor, batch: Batch, skip: frozenset[int] = frozenset()) -> SamplerOutput:
         """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`.
 
         Rows in `skip` are not sampled. Their random generators do not advance.
         """
         allowed: list[int] = []
-        if metadata.detailed:
-            allowed = (logits[metadata.detailed] > -torch.inf).sum(-1).tolist()
-        if (rows := metadata.with_masked_logprobs) and self._raw is not None:
-            self._raw[np.searchsorted(metadata.with_logprobs, rows)] = logits[rows].log_softmax(-1)
+        if batch.detailed:
+            allowed = (logits[batch.detailed] > -torch.inf).sum(-1).tolist()
+        if (rows := batch.with_masked_logprobs) and self._raw is not None:
+            self._raw[np.searchsorted(batch.with_logprobs, rows)] = logits[rows].log_softmax(-1)
         best, chosen = logits.max(-1)
-        if not metadata.is_all_greedy:
-            best, chosen = self._draw(logits, best, chosen, metadata, skip)
-        output = SamplerOutput(chosen.tolist(), failed=self.processors.failed)
-        output.allowed = dict(zip(metadata.detailed, allowed, strict=True))
+        if batch.random:
+            best, chosen = self._draw(logits, best, chosen, batch, skip)
+        output = SamplerOutput(chosen.tolist(), skip, failed=self.processors.failed)
+        output.allowed = dict(zip(batch.detailed, allowed, strict=True))
         finite = best.isfinite()
         if not finite.all():
             output.broken = [row for row in (~finite).nonzero()[:, 0].tolist() if row not in skip]
-        if metadata.with_logprobs:
-            output.logprobs = self._logprobs(chosen, metadata)
+        if batch.with_logprobs:
+            output.logprobs = self._logprobs(chosen, batch)
         if self._beam_logprobs is not None:
-            forbidden = logits[metadata.beams].isneginf()
+            forbidden = logits[batch.beams].isneginf()
             output.beam_logprobs, self._beam_logprobs = self._beam_logprobs, None
             output.beam_scores = output.beam_logprobs.masked_fill(forbidden, -torch.inf)
         return output
 
     def _draw(
-        self,
-        logits: torch.Tensor,
-        best: torch.Tensor,
-        greedy: torch.Tensor,
-        metadata: SamplingMetadata,
-        skip: Collection[int],
+        self, logits: torch.Tensor, best: torch.Tensor, greedy: torch.Tensor, batch: Batch, skip: frozenset[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sampled logits and tokens: drawn in random rows, `best` and `greedy` in the others."""
         plan = self._distribution
-        if plan is None or plan.metadata is not metadata:
-            plan = self._distribution = Distribution(metadata)
-        sequences = metadata.sequences
+        if plan is None or plan.batch is not batch:
+            plan = self._distribution = Distribution(batch, logits.device)
+        sequences = batch.sequences
         uniforms = [0.5 if row in skip else sequences[row].uniforms.next() for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
-        if self.processors.runs_after_mask(metadata):
+        if self.processors.after:
 
             def whole() -> torch.Tensor:
                 return plan.scaled_whole(logits)
 
-            processed = self.processors.after_temperature(whole(), metadata, whole)
+            processed = self.processors.run(self.processors.after, whole(), batch, whole)
             scaled = processed if all_random else processed[plan.index]
         else:
             scaled = plan.scaled(logits if all_random else logits[plan.index])
@@ -160,11 +154,11 @@ class Sampler:
             return values, drawn
         return best.index_copy(0, plan.index, values), greedy.index_copy(0, plan.index, drawn)
 
-    def _logprobs(self, chosen: torch.Tensor, metadata: SamplingMetadata) -> dict[int, TokenLogprobs]:
-        raw, rows = self._raw, metadata.with_logprobs
+    def _logprobs(self, chosen: torch.Tensor, batch: Batch) -> dict[int, TokenLogprobs]:
+        raw, rows = self._raw, batch.with_logprobs
         assert raw is not None, "adjust comes before sample"
         self._raw = None
-        counts = [metadata.sequences[row].params.logprobs or 0 for row in rows]
+        counts = [batch.sequences[row].params.logprobs or 0 for row in rows]
         return dict(zip(rows, ranked_logprobs(raw, chosen[rows], counts), strict=True))
 
 

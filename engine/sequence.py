@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,9 +20,6 @@ from engine.sampling_params import SamplingParams
 from guided.completing.budget import budget_of
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
-
-if TYPE_CHECKING:
-    from engine.drafter import Drafts
 
 _sequence_ids = itertools.count()
 
@@ -168,7 +165,6 @@ class Sequence:
         """Its mask is late, or that of another beam of its group. A late sequence does not run, and keeps its blocks
         unless it is preempted."""
         self.group: SequenceGroup
-        self.drafts: Drafts | None = None
         self.details = MaskDetails() if params.mask_details else None
         self.guided: GuidedSequence | None = None
         """Its view for post-processors, if it has a constraint or one of them handles all rows."""
@@ -194,11 +190,27 @@ class Sequence:
         """Return the sum of the log-probabilities of the output tokens."""
         return self.data.cumulative_logprob
 
-    def append(self, token_id: int) -> None:
-        """Add a sampled token."""
+    def append(
+        self, token_id: int, logprobs: TokenLogprobs | None = None, allowed: int | None = None, *, forced: bool = False
+    ) -> bool:
+        """Add a token, and end the sequence if the token completes it. Returns whether it has ended.
+
+        Args:
+            logprobs: its log-probabilities, if they are requested.
+            allowed: the number of tokens that the mask allowed, if it is requested.
+            forced: it was appended without a forward pass of its own.
+        """
         self.data.output_token_ids.append(token_id)
         self.last_token = token_id
         self.length += 1
+        if logprobs is not None:
+            self.add_logprobs(logprobs)
+        if self.details is not None and allowed is not None:
+            self.details.allowed.append(None if self.params.constraint is None else allowed)
+            self.details.forced.append(forced)
+        if token_id in self.stop_ids or self.length >= self.max_length or self.params.stop:
+            return self.end_if_complete()
+        return False
 
     def take_over(self, output: list[int], logprob: float, logprobs: list[TokenLogprobs]) -> None:
         """Replace the output, its cumulative log-probability and, if they are requested, those of its tokens."""
@@ -231,45 +243,29 @@ class Sequence:
         self.output_logprobs.append(entries)
         self.data.cumulative_logprob += entries.own
 
-    def note_details(self, allowed: int, forced: bool = False) -> None:
-        """Add how many tokens the mask of the newest token allowed, if the request asks for it."""
-        if self.details is not None:
-            self.details.allowed.append(None if self.params.constraint is None else allowed)
-            self.details.forced.append(forced)
-
-    def end_by_token(self) -> bool:
-        """End it if its last token is a stop token, or if it has its maximum length. Returns whether it has ended."""
+    def end_if_complete(self) -> bool:
+        """End it at a stop token, at a stop string that the newest token completes, or at its maximum length, in this
+        order. Returns whether it has ended."""
         token = self.last_token
         if token in self.stop_ids:
             self.finish(SequenceStatus.FINISHED_STOPPED)
             self.ended_by_stop_token = True
             self.stop_reason = token if token in self.params.stop_token_ids else None
-            return True
-        if self.length >= self.max_length:
+        elif self.params.stop and (stop := self._find_stop_string()) is not None:
+            self.finish(SequenceStatus.FINISHED_STOPPED)
+            self.stop_reason = stop
+            self.text_complete = True
+        elif self.length >= self.max_length:
             self.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
-            return True
-        return False
+        return self.is_finished()
 
-    def end_by_stop_string(self) -> bool:
-        """End it if its newest token completes a stop string. Returns whether it has ended.
-
-        A stop string takes precedence over the length cap.
-        """
-        if self.is_finished() and self.status is not SequenceStatus.FINISHED_LENGTH_CAPPED:
-            return False
-        detokenizer = self.detokenizer
-        detokenizer.feed(self.data.output_token_ids, min(self.params.min_tokens, self.num_output_tokens))
+    def _find_stop_string(self) -> str | None:
+        """Cut the text at a stop string that the newest token completes. Returns the string."""
+        detokenizer, output = self.detokenizer, self.data.output_token_ids
+        detokenizer.feed(output, min(self.params.min_tokens, len(output)))
         before = len(detokenizer.text)
-        detokenizer.feed(self.data.output_token_ids, self.num_output_tokens)
-        if self.num_output_tokens <= self.params.min_tokens:
-            return False
-        stop = detokenizer.cut_at_stop(before)
-        if stop is None:
-            return False
-        self.status = SequenceStatus.FINISHED_STOPPED
-        self.stop_reason = stop
-        self.text_complete = True
-        return True
+        detokenizer.feed(output, len(output))
+        return None if len(output) <= self.params.min_tokens else detokenizer.cut_at_stop(before)
 
     def finish(self, status: SequenceStatus, error: GuidedError | None = None) -> None:
         """End it, unless it has ended already."""
@@ -303,8 +299,6 @@ class SequenceGroup:
     prompt: str | None = None
     stream: bool = True
     """Report after every step, not only at the end."""
-    client: str = ""
-    """The scheduler shares the engine between clients."""
     beams: BeamSearch | None = None
     """Set if it is a beam search. Its sequences are the beams: they are sampled in the same step."""
     held_back: int = 0

@@ -5,7 +5,6 @@ In a processor written for vLLM, replace the imports from `vllm`, `vllm.config`,
 """
 
 from engine.logits_processors.adapter import AdapterLogitsProcessor
-from engine.logits_processors.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from engine.logits_processors.interface import (
     AddedRequest,
     BatchUpdate,
@@ -21,10 +20,7 @@ __all__ = [
     "AdapterLogitsProcessor",
     "AddedRequest",
     "BatchUpdate",
-    "LogitBiasLogitsProcessor",
     "LogitsProcessor",
-    "MinPLogitsProcessor",
-    "MinTokensLogitsProcessor",
     "MoveDirectionality",
     "RequestLogitsProcessor",
     "SamplingParams",

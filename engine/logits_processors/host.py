@@ -44,27 +44,17 @@ class Host(ABC):
 
 
 class RowHost(Host):
-    """Hosts a processor of vLLM V1's model.
+    """Hosts a processor of vLLM V1's model. A late sequence stays in the batch, so that the processor keeps its state
+    of it."""
 
-    With `keeps_late`, a late sequence stays in the batch, so that the processor keeps its state of it.
-    """
-
-    def __init__(
-        self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device, *, keeps_late: bool = False
-    ) -> None:
+    def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
         super().__init__(kind, config, device)
-        self._keeps_late = keeps_late
         self._batch = PersistentBatch()
         self._late: list[Sequence] = []
         """Late sequences at the end of the batch. They have no logits in this step."""
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._batch.rows
-
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
-        if self._keeps_late:
-            self._late = [row for row in self._batch.rows if row.is_late]
+        self._late = [row for row in self._batch.rows if row.is_late]
         self._processor.update_state(self._batch.update([*rows, *self._late]))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:

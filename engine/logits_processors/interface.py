@@ -48,14 +48,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """The part of `vllm.config.VllmConfig` that logits processors read. The last two fields are additions."""
+    """The part of `vllm.config.VllmConfig` that logits processors read. The last field is an addition."""
 
     model_config: ModelConfig = field(default_factory=ModelConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     tokenizer: Any = None
     """transformers' tokenizer."""
-    stop_token_ids: frozenset[int] = frozenset()
-    """The model's own stop tokens."""
 
 
 class MoveDirectionality(Enum):

@@ -28,7 +28,6 @@ def describe(model: LoadedModel, config: EngineConfig, max_model_len: int) -> Vl
         ModelConfig(model.name, max_model_len, model.vocabulary.padded_vocab_size, model.dtype, model.config),
         SchedulerConfig(config.max_num_seqs, config.tokens_per_step(model.device.type == "cpu")),
         model.tokenizer,
-        frozenset(model.vocabulary.stop_token_ids),
     )
 
 

@@ -1,8 +1,7 @@
-"""LogitsProcessors: runs all logits processors of one engine, built-in and custom.
+"""LogitsProcessors: runs the custom logits processors of one engine.
 
-Built-in processors run only in batches that use them. Custom processors see every batch. A processor that raises is
-replaced by a new instance, which gets the step's rows one by one. The rows on which it raises again fail; the others
-continue.
+A processor that raises is replaced by a new instance, which gets the step's rows one by one. The rows on which it
+raises again fail; the others continue.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from engine.batch import Batch
 from engine.logits_processors.batch import RequestIndices
-from engine.logits_processors.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from engine.logits_processors.host import Host, IndexHost, RowHost
 from engine.logits_processors.interface import LogitsProcessor, VllmConfig, is_revised
-from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
@@ -32,8 +30,8 @@ class LogitsProcessorFailed(InternalError):
 
 
 class LogitsProcessors:
-    """The built-in and the custom processors of an engine; `classes` run in their order. The `ValueError` of one that
-    cannot be created names it."""
+    """The custom processors of an engine; `classes` run in their order. The `ValueError` of one that cannot be created
+    names it."""
 
     def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[type[LogitsProcessor]] = ()) -> None:
         self.classes = tuple(classes)
@@ -41,12 +39,11 @@ class LogitsProcessors:
         """Rows of this step on which a custom processor has raised."""
         self._config, self._device = config, device
         self._indices = RequestIndices(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)
-        self._bias = RowHost(LogitBiasLogitsProcessor, config, device)
-        self._min_tokens = RowHost(MinTokensLogitsProcessor, config, device)
-        self._min_p = RowHost(MinPLogitsProcessor, config, device)
-        self._custom = [self._host(one) for one in classes]
-        self._before = [one for one in self._custom if not one.argmax_invariant]
-        self._after = [one for one in self._custom if one.argmax_invariant]
+        self._hosts = [self._host(one) for one in classes]
+        self.before = [one for one in self._hosts if not one.argmax_invariant]
+        """Those that run before the penalties."""
+        self.after = [one for one in self._hosts if one.argmax_invariant]
+        """Those that run on masked and scaled logits. Those of greedy rows are included and not used afterwards."""
         self._broken: set[Host] = set()
         """Hosts of processors that have raised and were not restarted yet."""
 
@@ -54,7 +51,7 @@ class LogitsProcessors:
         try:
             if is_revised(one):
                 return IndexHost(one, self._config, self._device, self._indices)
-            return RowHost(one, self._config, self._device, keeps_late=True)
+            return RowHost(one, self._config, self._device)
         except Exception as error:
             raise ValueError(f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}") from error
 
@@ -76,18 +73,11 @@ class LogitsProcessors:
                 logger.exception("%s.validate_params raised", one.__name__)
                 raise _failure(one.__name__, error) from error
 
-    def begin(self, metadata: SamplingMetadata) -> None:
+    def begin(self, batch: Batch) -> None:
         """Announce the step's batch. Call it before the forward pass."""
         self.failed = {}
-        for builtin, users in (
-            (self._bias, metadata.biased),
-            (self._min_tokens, metadata.with_min_tokens),
-            (self._min_p, metadata.with_min_p),
-        ):
-            if users or not builtin.is_empty:
-                self._announce(builtin, metadata.sequences if users else ())
-        for host in self._custom:
-            self._announce(host, metadata.sequences)
+        for host in self._hosts:
+            self._announce(host, batch.sequences)
 
     def _announce(self, host: Host, rows: Rows[Sequence]) -> None:
         try:
@@ -98,52 +88,17 @@ class LogitsProcessors:
         except Exception:
             self._note(host)
 
-    def before_penalties(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor] | None
+    def run(
+        self, hosts: list[Host], logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run min_tokens, bias and the custom processors that are not argmax-invariant, on float32 `[rows, vocab]`.
+        """Run `before` or `after` on float32 `[rows, vocab]`.
 
-        `again` computes the unchanged logits again, in case a processor raises. None: a copy is kept instead.
+        `again` computes the unchanged logits again, in case a processor raises.
         """
-        first: list[Host] = []
-        if metadata.with_min_tokens and self._before:  # custom processors see suppressed tokens, as in vLLM
-            first.append(self._min_tokens)
-        if metadata.biased:
-            first.append(self._bias)
-        if not first and not self._before:
-            return logits
-        return self._run([*first, *self._before], logits, metadata, again or logits.clone().clone)
-
-    def after_penalties(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-        """Enforce min_tokens, also against the processors that have run since."""
-        if metadata.with_min_tokens:
-            self._min_tokens.apply(logits)
-
-    def runs_after_mask(self, metadata: SamplingMetadata) -> bool:
-        """Whether an argmax-invariant processor is to run on this batch: some row must be random."""
-        return bool(self._after_mask(metadata))
-
-    def _after_mask(self, metadata: SamplingMetadata) -> list[Host]:
-        if metadata.is_all_greedy:
-            return []
-        return [self._min_p, *self._after] if metadata.with_min_p else self._after
-
-    def after_temperature(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        """Run min_p and the argmax-invariant custom processors on masked and scaled logits, float32 `[rows, vocab]`.
-
-        The logits of greedy rows are included and not used afterwards.
-        """
-        return self._run(self._after_mask(metadata), logits, metadata, again)
-
-    def _run(
-        self, hosts: list[Host], logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
         while True:  # each failing round adds a broken host
             for host in hosts:
                 if host in self._broken:
-                    self._one_by_one(host, logits, metadata.sequences)
+                    self._one_by_one(host, logits, batch.sequences)
                     continue
                 try:
                     logits = host.apply(logits)

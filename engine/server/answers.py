@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from engine.logprobs import TokenLogprobs
@@ -20,12 +19,6 @@ from engine.server.logprobs import FLOOR
 from engine.server.protocol import GuidedInfo, MaskTimes, Usage
 from guided.error_body import error_body
 from guided.errors import GuidedError
-
-_SLICE = 64
-"""Number of tokens between two pauses while log-probabilities are built: about 2 ms with 20 alternatives each."""
-
-_PIECE_BYTES = 64 << 10
-"""Size of the pieces in which a long answer is sent."""
 
 
 class Answer(ABC):
@@ -44,8 +37,12 @@ class Answer(ABC):
         self.created = int(time.time())
 
     @abstractmethod
-    def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
-        """Write the answer of a request without `stream`, in pieces. `finished` has one output per prompt."""
+    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+        """Write the answer of a request without `stream`. Runs in a worker thread.
+
+        Args:
+            finished: one output per prompt.
+        """
 
     @abstractmethod
     def first_events(self) -> Iterator[dict[str, Any]]:
@@ -90,10 +87,7 @@ class Answer(ABC):
 
 
 class ChoicesAnswer(Answer):
-    """An answer with choices. `index` is the index of a choice, over all prompts.
-
-    Log-probabilities of many tokens are built in slices, so that they do not hold the event loop.
-    """
+    """An answer with choices. `index` is the index of a choice, over all prompts."""
 
     whole_object: ClassVar[str]
     """The `object` of a whole answer."""
@@ -142,66 +136,34 @@ class ChoicesAnswer(Answer):
         texts = [self.context.texts.of(token) for token in output.token_ids[which]]
         return {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
 
-    async def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
-        written = bytearray()
-        async for part in self._parts(finished):
-            written += part
-            if len(written) >= _PIECE_BYTES:
-                yield bytes(written)
-                written.clear()
-        yield bytes(written)
+    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+        choices = [
+            self._choice(prompt * self.job.params.n + each.index, output, each)
+            for prompt, output in enumerate(finished)
+            for each in output.outputs
+        ]
+        answer = {
+            **self._head(self.whole_object),
+            "choices": choices,
+            "usage": usage_of(finished).model_dump(),
+            "system_fingerprint": None,
+            "guided": self.guided_info(finished, [each for output in finished for each in output.outputs]),
+        }
+        return to_json(answer)
 
-    async def _parts(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
-        yield to_json(self._head(self.whole_object))[:-1] + b',"choices":['
-        for prompt, output in enumerate(finished):
-            for each in output.outputs:
-                index = prompt * self.job.params.n + each.index
-                choice = {
-                    "index": index,
-                    **self.message(index, each.text),
-                    "finish_reason": self.finish_reason(index, each),
-                    "stop_reason": each.stop_reason,
-                }
-                scored = self.scored(index, output, each)
-                logprobs = await self._sliced_json(partial(self.logprobs, index, scored), len(scored.token_ids))
-                prompt_logprobs = b""
-                if self.job.params.prompt_logprobs is not None and not self.job.echoes_logprobs:
-                    prompt_logprobs = b',"prompt_logprobs":' + await self._prompt_logprobs_json(output)
-                masks = b""
-                if each.mask_details is not None:
-                    details = await self._sliced_json(partial(self.mask_details, each), len(each.token_ids))
-                    masks = b',"masks":' + details
-                choice_json = to_json(choice)[:-1] + b',"logprobs":' + logprobs + prompt_logprobs + masks + b"}"
-                yield (b"," if index else b"") + choice_json
-        guided = self.guided_info(finished, [each for output in finished for each in output.outputs])
-        end = {"usage": usage_of(finished).model_dump(), "system_fingerprint": None, "guided": guided}
-        yield b"]," + to_json(end)[1:]
-
-    async def _sliced_json(self, build: Callable[[slice], dict[str, Any] | None], count: int) -> bytes:
-        """Write an object with a list entry for each of `count` tokens, slice by slice."""
-        lists: dict[str, list[bytes]] = {}
-        constants: dict[str, Any] = {}
-        for start in range(0, max(1, count), _SLICE):
-            part = build(slice(start, start + _SLICE))
-            if part is None:
-                return b"null"
-            for name, values in part.items():
-                if isinstance(values, list):
-                    lists.setdefault(name, []).append(to_json(values)[1:-1])
-                else:
-                    constants[name] = values
-            await self.context.pause()
-        fields = [to_json(name) + b":[" + b",".join(parts) + b"]" for name, parts in lists.items()]
-        fields += [to_json(name) + b":" + to_json(value) for name, value in constants.items()]
-        return b"{" + b",".join(fields) + b"}"
-
-    async def _prompt_logprobs_json(self, output: RequestOutput) -> bytes:
-        """Write the prompt's log-probabilities in vLLM's shape, slice by slice."""
-        entries, parts = output.prompt_logprobs or [], []
-        for start in range(0, len(entries), _SLICE):
-            parts.append(to_json([self._prompt_entry(each) for each in entries[start : start + _SLICE]])[1:-1])
-            await self.context.pause()
-        return b"[" + b",".join(parts) + b"]"
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            **self.message(index, completion.text),
+            "finish_reason": self.finish_reason(index, completion),
+            "stop_reason": completion.stop_reason,
+            "logprobs": self.logprobs(index, self.scored(index, output, completion), slice(None)),
+        }
+        if self.job.params.prompt_logprobs is not None and not self.job.echoes_logprobs:
+            choice["prompt_logprobs"] = list(map(self._prompt_entry, output.prompt_logprobs or []))
+        if completion.mask_details is not None:
+            choice["masks"] = self.mask_details(completion, slice(None))
+        return choice
 
     def _prompt_entry(self, entry: TokenLogprobs | None) -> dict[int, Any] | None:
         if entry is None:
@@ -219,20 +181,18 @@ class ChoicesAnswer(Answer):
             characters, tokens, ended = self._sent[index]
             if ended:
                 continue
-            contents = self.contents(index, each, characters)
             added = len(completion.token_ids) - len(each.token_ids)  # tokens of an echoed prompt
             by_token = completion.logprobs is not None or each.mask_details is not None
             count = len(completion.token_ids) if by_token else tokens
-            while contents or tokens < count:
-                which = slice(tokens, min(tokens + _SLICE, count))
-                content = contents.pop(0) if contents else self.content("")
-                chunk = self.chunk(index, content, self.logprobs(index, completion, which))
-                own = slice(max(0, which.start - added), max(0, which.stop - added))
+            contents = self.contents(index, each, characters) or ([self.content("")] if tokens < count else [])
+            for content in contents:  # the first chunk has what is reported of the tokens
+                chunk = self.chunk(index, content, self.logprobs(index, completion, slice(tokens, count)))
+                own = slice(max(0, tokens - added), max(0, count - added))
                 if (masks := self.mask_details(each, own)) is not None:
                     chunk["choices"][0]["masks"] = masks
                 yield chunk
-                tokens = which.stop
-            self._sent[index] = len(each.text), tokens, completion.finish_reason is not None
+                tokens = count
+            self._sent[index] = len(each.text), count, completion.finish_reason is not None
             if completion.finish_reason is not None:
                 chunk = self.chunk(index, self.content(None), finish_reason=self.finish_reason(index, completion))
                 chunk["choices"][0]["stop_reason"] = completion.stop_reason
@@ -263,8 +223,8 @@ class ChoicesAnswer(Answer):
 
 
 def to_json(data: Any) -> bytes:
-    """Write compact JSON in UTF-8."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    """Write compact JSON in UTF-8. Lone surrogates, which UTF-8 cannot hold, become JSON's escapes."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
 def usage_of(finished: Sequence[RequestOutput]) -> Usage:

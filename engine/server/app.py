@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, gate, documentation, around one engine."""
+"""The HTTP application: routes, errors, checks, documentation, around one engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from engine.async_llm import AsyncLLM
 from engine.server import chat, check, completions, health, metrics, models, playground, responses, tokenization
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
-from engine.server.gate import Gate
+from engine.server.health import ReadinessCheck
+from engine.server.metrics import Metrics
+from engine.server.middleware import RequestChecks
 from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
 from engine.server.tracing import Tracing
@@ -31,17 +33,21 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | No
 
     The documentation pages bring their own scripts and styles and work without internet access.
     """
-    # The gate checks the key. This makes the documentation page ask for it.
+    # The middleware checks the key. This makes the documentation page ask for it.
     key = [] if settings.api_key is None else [Depends(HTTPBearer(auto_error=False))]
     errors: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": ErrorAnswer, "description": "The request is at fault, or there are too many (429)."},
-        "5XX": {"model": ErrorAnswer, "description": "The server is at fault. `x-should-retry` says if a retry helps."},
+        "4XX": {"model": ErrorAnswer, "description": "The request is at fault."},
+        "5XX": {
+            "model": ErrorAnswer,
+            "description": "The server is at fault, or busy (503). `x-should-retry` says if a retry helps.",
+        },
     }
     app = FastAPIOffline(
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors
     )
-    app.state.context = context = ServerContext.build(engine, settings, tracing)
-    app.add_middleware(Gate, context=context)
+    app.state.context = context = ServerContext(engine, settings, Metrics(engine), tracing)
+    app.state.readiness = ReadinessCheck(context)
+    app.add_middleware(RequestChecks, context=context)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -58,8 +64,6 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | No
             ],
         )
     install_handlers(app)
-    for routes in (chat, responses, check, completions, tokenization, models, health, metrics):
+    for routes in (chat, responses, check, completions, tokenization, models, health, metrics, playground):
         app.include_router(routes.router)
-    if settings.playground:
-        app.include_router(playground.router)
     return app

@@ -44,8 +44,7 @@ def build_job(
     body: ChatRequest, context: ServerContext, request_id: str, http_id: str, names: Mapping[str, str]
 ) -> Job:
     """Build the work of a chat. The last arguments are `request_id`, `http_id` and `field_names` of `Job`."""
-    strict = context.settings.strict_schema
-    wanted = requested_constraint(body, context.settings.backend, context.limits, strict_schema=strict)
+    wanted = requested_constraint(body, context.settings.backend, context.limits)
     limit, logprobs = _max_tokens(body), _logprobs(body)
     choices = body.n or 1
     context.check_logprobs(choices, choices * (limit or context.engine.max_model_len), logprobs, "logprobs")

@@ -13,6 +13,7 @@ from engine.server.context import Context, ServerContext
 from engine.server.endpoint import GenerationRoute, Prepared
 from engine.server.generation import Outputs
 from engine.server.protocol import ChatRequest, GuidedInfo
+from engine.server.streaming import pieces
 
 
 class CheckRoute(GenerationRoute):
@@ -24,11 +25,7 @@ class CheckRoute(GenerationRoute):
         checked = CheckedRequest(
             guided=answer.guided, compile_seconds=first.compile_seconds, prompt_tokens=len(first.prompt_token_ids)
         )
-
-        async def pieces() -> AsyncIterator[bytes]:
-            yield checked.model_dump_json(exclude_none=True).encode()
-
-        return pieces()
+        return pieces(checked.model_dump_json(exclude_none=True).encode())
 
 
 router = APIRouter(tags=["generation"], route_class=CheckRoute)

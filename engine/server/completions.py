@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.admission import num_prompts
 from engine.server.answers import ChoicesAnswer
+from engine.server.bodies import num_prompts
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
 from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared, field_names
@@ -38,9 +38,7 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
-    wanted = requested_constraint(
-        body, context.settings.backend, context.limits, strict_schema=context.settings.strict_schema
-    )
+    wanted = requested_constraint(body, context.settings.backend, context.limits)
     length, max_tokens = context.engine.max_model_len, body.max_tokens
     if max_tokens is None and wanted.constraint is None:
         max_tokens = OPENAI_MAX_TOKENS

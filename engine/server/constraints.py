@@ -54,16 +54,10 @@ class RequestedConstraint:
 
 
 def requested_constraint(
-    request: GenerationRequest,
-    default_backend: str = AUTO,
-    limits: Limits = DEFAULT_LIMITS,
-    *,
-    strict_schema: bool = False,
+    request: GenerationRequest, default_backend: str = AUTO, limits: Limits = DEFAULT_LIMITS
 ) -> RequestedConstraint:
-    """Read the request's constraint, check it against `limits`, and read its backend. `param` of an error is the field.
-
-    `strict_schema` is the default for requests without this field.
-    """
+    """Read the request's constraint, check it against `limits`, and read its backend. `param` of an error is the
+    field."""
     backend, backend_field, backend_whitespace = _backend(request, default_backend)
     found = [
         *_fields(request, {kind: kind for kind in KINDS}),
@@ -72,14 +66,13 @@ def requested_constraint(
         *_fields(request, _OLDER),
     ]
     whitespace = [*_whitespace(request), *backend_whitespace]
-    if len(found) == 2 and len({_build(each, None, request, limits, strict_schema) for each in found}) == 1:
+    if len(found) == 2 and len({_build(each, None, request, limits) for each in found}) == 1:
         found = found[:1]  # guidance's client sends its schema in two fields
     one = take_one(found)
     spaces = take_whitespace(one, whitespace)
     if one is None:
         return RequestedConstraint(backend=backend)
-    strict = strict_schema if request.strict_schema is None else request.strict_schema
-    constraint = _build(one, spaces, request, limits, strict)
+    constraint = _build(one, spaces, request, limits)
     candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
     return RequestedConstraint(constraint, backend, one.field)
 
@@ -174,10 +167,11 @@ def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[G
 
 
 def _build(
-    one: GivenConstraint, whitespace: GivenWhitespace | None, request: GenerationRequest, limits: Limits, strict: bool
+    one: GivenConstraint, whitespace: GivenWhitespace | None, request: GenerationRequest, limits: Limits
 ) -> Constraint:
     closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
     if closed and one.kind != "json_schema":
         field = "structured_outputs.disable_additional_properties"
         raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
+    strict = request.strict_schema is True
     return build(one, whitespace, additional_properties=not closed, strict_schema=strict, limits=limits)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Annotated, TypeVar
+from functools import cached_property, partial
+from typing import Annotated, ParamSpec, TypeVar
 
+import anyio
+from anyio import CapacityLimiter
 from fastapi import Depends, Request
 
 from engine.async_llm import AsyncLLM
 from engine.detokenizer import TokenTexts
-from engine.server.admission_threads import AdmissionThreads
 from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
-from engine.server.readiness import ReadinessCheck
 from engine.server.tracing import Tracing
-from engine.server.turns import ClientTurns
 from guided.backends import AUTO
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Limits
@@ -29,6 +26,15 @@ from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningForma
 from guided.vocabulary import Vocabulary
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+_THREADS = 4
+"""Threads that read bodies and write answers. They share the interpreter lock with the engine's thread."""
+_LARGE_BYTES = 64 << 10
+_LARGE_BODIES = 16
+"""Maximum number of bodies over `_LARGE_BYTES` that are in memory: a body takes several times its size when parsed."""
+_MAX_ANSWER_LOGPROBS = 200_000
+"""Maximum number of log-probabilities that an answer with several choices can have."""
 
 
 @dataclass
@@ -36,22 +42,13 @@ class ServerContext:
     engine: AsyncLLM
     settings: ServerSettings
     metrics: Metrics
-    admission: AdmissionThreads
-    readiness: ReadinessCheck
-    turns: ClientTurns
     tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     shutting_down: bool = False
-    _pausing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _in_flight: Counter[str] = field(default_factory=Counter)
-    """Generations in flight, by client."""
-
-    @classmethod
-    def build(cls, engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> ServerContext:
-        turns = ClientTurns(lambda clients: 2 * engine.engine.scheduler.share(clients), settings.max_waiting)
-        admission = AdmissionThreads(settings.max_waiting, turns.has_others)
-        readiness = ReadinessCheck(engine, settings.backend, admission)
-        return cls(engine, settings, Metrics(engine), admission, readiness, turns, tracing)
+    in_flight: int = 0
+    """Number of generations that run or wait."""
+    _threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_THREADS))
+    _large_bodies: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_LARGE_BODIES))
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -103,53 +100,53 @@ class ServerContext:
             InvalidRequest: the answer could have too many.
         """
         count = 0 if alternatives is None or choices == 1 else tokens * (alternatives + 1)
-        limit = self.settings.max_answer_logprobs
-        if count > limit:
+        if count > _MAX_ANSWER_LOGPROBS:
             raise InvalidRequest(
                 f"prompts, n, max_tokens and {param} together allow {count} log-probabilities; the limit for several "
-                f"choices is {limit}",
+                f"choices is {_MAX_ANSWER_LOGPROBS}",
                 param=param,
             )
 
-    async def pause(self) -> None:
-        """Let the event loop go on. Of all answers that pause, at most one continues in each turn of the loop."""
-        async with self._pausing:
-            await asyncio.sleep(0)
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` in a worker thread, because it may be slow. It cannot be cancelled once it has begun."""
+        return await anyio.to_thread.run_sync(partial(work, *args, **kwargs), limiter=self._threads)
+
+    @asynccontextmanager
+    async def room_for(self, request: Request) -> AsyncIterator[None]:
+        """Wait until there is room for a request's body in memory. Hold it while the body is read and checked.
+
+        Raises:
+            ShuttingDown, QueueFull: the request could not run.
+        """
+        self._check_room(1)
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) <= _LARGE_BYTES:
+            yield
+        else:
+            async with self._large_bodies:
+                yield
 
     @contextmanager
-    def admit(self, count: int, client: str) -> Iterator[None]:
-        """Count `count` generations of a client as in flight until the block ends.
+    def admit(self, count: int) -> Iterator[None]:
+        """Count `count` generations as in flight until the block ends.
 
-        A client alone may use a limit in full. If several have generations in flight, the limit divided by their number
-        is a client's share. Beyond the limit, a client within its share is still admitted, up to twice the limit. So a
-        client that fills the server delays the others, but does not lock them out.
+        Raises:
+            ShuttingDown: the server is ending.
+            QueueFull: there are too many.
         """
-        if self.shutting_down:
-            raise ShuttingDown("the server is shutting down")
-        limit = self.settings.max_requests
-        share = 1 / len(self._in_flight.keys() | {client})
-        used = self._in_flight[client] + count
-
-        def is_over(total: int, limit: int) -> bool:
-            return total > limit and (used > limit * share or total > 2 * limit)
-
-        if is_over(self.in_flight + count, limit):
-            raise QueueFull(f"{self.in_flight} requests are in flight and the limit is {limit}: try again")
-        waiting, limit = self.engine.num_waiting, self.settings.max_waiting
-        if waiting and is_over(waiting + count, limit):  # if none wait, a request may have more prompts than the limit
-            raise QueueFull(f"{waiting} requests wait and the limit is {limit}: try again")
-        self._in_flight[client] += count
+        self._check_room(count)
+        self.in_flight += count
         try:
             yield
         finally:
-            self._in_flight[client] -= count
-            if not self._in_flight[client]:
-                del self._in_flight[client]
+            self.in_flight -= count
 
-    @property
-    def in_flight(self) -> int:
-        """Number of generations in flight."""
-        return self._in_flight.total()
+    def _check_room(self, count: int) -> None:
+        if self.shutting_down:
+            raise ShuttingDown("the server is shutting down")
+        limit = self.settings.max_requests
+        if self.in_flight + count > limit:
+            raise QueueFull(f"{self.in_flight} generations run or wait and the limit is {limit}: try again")
 
 
 async def _context(request: Request) -> ServerContext:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
 
 from engine.outputs import RequestOutput
-from engine.server.admission import AdmissionRoute
 from engine.server.answers import Answer
+from engine.server.bodies import BodyRoute
 from engine.server.context import ServerContext
-from engine.server.disconnect import ClientGone, unless_gone
-from engine.server.generation import Job, Outputs, running
+from engine.server.generation import Job, Outputs, cancel, running
 from engine.server.protocol import GuidedInfo
-from engine.server.streaming import AnswerStream, events
+from engine.server.streaming import AnswerStream, events, pieces
 from guided.errors import GuidedError, bounded
 
 logger = logging.getLogger("guided.server")
@@ -33,7 +34,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """The routes' `responses`, for the documentation page."""
 
 
-class GenerationRoute(AdmissionRoute):
+class GenerationRoute(BodyRoute):
     """A route for endpoints that return the request's `Job`. It runs the job and sends the answer, or a stream."""
 
     def prepare(self, body: Any, request: Request, context: ServerContext) -> Prepared:
@@ -46,14 +47,14 @@ class GenerationRoute(AdmissionRoute):
         make_answer, job = prepared
         async with AsyncExitStack() as stack:
             try:
-                work = running(context, job, request.state.client, request.headers)
-                outputs, _ = await unless_gone(request.receive, stack.enter_async_context(work))
+                work = running(context, job, request.headers)
+                outputs = await _unless_gone(request, stack.enter_async_context(work))
                 guided = outputs.guided
                 if ignored := request.state.ignored:
                     guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
                 answer = make_answer(context, job, guided)
-                content, _ = await unless_gone(request.receive, self.content(outputs, answer, context))
-            except ClientGone:
+                content = await _unless_gone(request, self.content(outputs, answer, context))
+            except ClientDisconnect:
                 context.metrics.abandoned("disconnected")
                 text = "request %s (x-request-id %s): the client went away"
                 logger.info(text, job.request_id, job.http_id, extra=job.log_ids)
@@ -65,7 +66,24 @@ class GenerationRoute(AdmissionRoute):
         """Return the answer's body in pieces."""
         if outputs.job.stream:
             return events(outputs, answer, context.metrics)
-        return answer.whole(await _finished(outputs))
+        return pieces(await context.in_thread(answer.whole, await _finished(outputs)))
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, and cancel it when the client disconnects. Raises `ClientDisconnect` then."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watching = asyncio.create_task(work), asyncio.create_task(watch())
+    try:
+        await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        await cancel([watching, task])
 
 
 @contextmanager

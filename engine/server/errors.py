@@ -72,9 +72,9 @@ class TooManyConnections(InternalError):
     retryable = True
 
 
-class QueueFull(InvalidRequest):
+class QueueFull(GuidedError):
     code = "queue_full"
-    status = 429
+    status = 503
     retryable = True
 
 

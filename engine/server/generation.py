@@ -14,7 +14,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.server.context import ServerContext
-from engine.server.errors import ShuttingDown
+from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.prompts import name_prompt
 from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
@@ -134,16 +134,16 @@ class Outputs:
 
 
 @asynccontextmanager
-async def running(context: ServerContext, job: Job, client: str, headers: Mapping[str, str]) -> AsyncIterator[Outputs]:
-    """Start the job of a client and wait until it is admitted. At the end, abort what still runs of it.
+async def running(context: ServerContext, job: Job, headers: Mapping[str, str]) -> AsyncIterator[Outputs]:
+    """Start a job and wait until it is admitted. At the end, abort what still runs of it.
 
     Raises the error of a job that is rejected or fails later, and logs it if an operator can act on it. The request's
     `headers` may name the parent of its spans.
     """
     guided = failure = None
     try:
-        with context.admit(len(job.prompts) * job.params.width, client):
-            streams = [context.metrics.observed(context.engine.run(group, client), job.params) for group in job.groups]
+        with context.admit(len(job.prompts) * job.params.width):
+            streams = [context.metrics.observed(context.engine.run(group), job.params) for group in job.groups]
             try:
                 first = await _all_first(streams, job)
                 constraint, backend = job.params.constraint, first[0].backend
@@ -169,7 +169,7 @@ async def running(context: ServerContext, job: Job, client: str, headers: Mappin
 
 def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
     """Log an error that an operator can act on. What is wrong with a request itself is not logged."""
-    if isinstance(error, ShuttingDown) or (error.status < 500 and not isinstance(error, CompileTimeout)):
+    if isinstance(error, ShuttingDown | QueueFull) or (error.status < 500 and not isinstance(error, CompileTimeout)):
         return
     constraint = job.params.constraint
     kind = "none" if constraint is None else constraint.kind

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import time
+from contextlib import aclosing
 from typing import Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from engine.server.context import Context
-from engine.server.readiness import Stage
+from engine.sampling_params import SamplingParams
+from engine.server.context import Context, ServerContext
+from guided.errors import bounded
 from guided.pools.protocol import BackendStatus, WorkerStatus
 
 router = APIRouter(tags=["operation"])
+
+_READY_SECONDS = 2.0
+"""Time in which a request of one token must end."""
+_REUSED_SECONDS = 2.0
+"""Time for which the result of a check is reused, so that more probes cause no more checks."""
 
 
 class PoolHealth(BaseModel):
@@ -32,9 +42,41 @@ class Health(Liveness):
     pool: PoolHealth
 
 
-class ReadinessReport(Liveness):
-    seconds: dict[Stage, float] = {}
-    """Time that each part of the last check took."""
+class ReadinessCheck:
+    """Sends a small constrained request through the engine when a probe asks. At most one such check runs at a time."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._numbers = itertools.count()
+        self._check: asyncio.Task[str | None] | None = None
+        self._ended = 0.0
+        """`time.monotonic()` of the end of the last check."""
+
+    async def problem(self) -> str | None:
+        """Return why the server is not ready, from the last check if that is recent."""
+        check = self._check
+        if check is None or (check.done() and time.monotonic() - self._ended > _REUSED_SECONDS):
+            check = self._check = asyncio.create_task(self._run())
+        return await asyncio.shield(check)
+
+    async def _run(self) -> str | None:
+        # A constraint that is not in the cache, and one token of its output.
+        number, engine = next(self._numbers), self._context.engine
+        params = SamplingParams(regex=f"ready {number}", backend=self._context.settings.backend, max_tokens=1)
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                group = await self._context.in_thread(engine.engine.admit, f"ready-{number}", "a", params)
+                async with aclosing(engine.run(group)) as outputs:
+                    async for output in outputs:
+                        if (error := output.error or output.outputs[0].error) is not None:
+                            raise error
+        except TimeoutError:
+            return f"a request of one token did not end within {_READY_SECONDS:g} s"
+        except Exception as error:
+            return f"a request of one token failed: {bounded(error)}"
+        finally:
+            self._ended = time.monotonic()
+        return None
 
 
 @router.get("/health", responses={503: {"model": Health}})
@@ -60,13 +102,12 @@ async def live(response: Response, context: Context) -> Liveness:
     return Liveness(status=_status(reason, response), reason=reason)
 
 
-@router.get("/health/ready", responses={503: {"model": ReadinessReport}})
-async def ready(response: Response, context: Context) -> ReadinessReport:
-    """Report whether admission, compilation and masks each answered within a second, at most a few seconds ago."""
-    if context.shutting_down:
-        return ReadinessReport(status=_status("shutting down", response), reason="shutting down")
-    result = await context.readiness.result()
-    return ReadinessReport(status=_status(result.reason, response), reason=result.reason, seconds=result.seconds)
+@router.get("/health/ready", responses={503: {"model": Liveness}})
+async def ready(request: Request, response: Response, context: Context) -> Liveness:
+    """Report whether a constrained request of one token ends within two seconds, now or a few seconds ago."""
+    check: ReadinessCheck = request.app.state.readiness
+    reason = "shutting down" if context.shutting_down else await check.problem()
+    return Liveness(status=_status(reason, response), reason=reason)
 
 
 def _status(reason: str | None, response: Response) -> Literal["ok", "unavailable"]:

@@ -19,7 +19,8 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.errors import GuidedError, InternalError, InvalidRequest, errors_by_code
+from engine.server.errors import QueueFull
+from guided.errors import CompileQueueFull, GuidedError, InternalError, InvalidRequest, errors_by_code
 from guided.pools.metrics import counts_by, pool_metrics
 
 router = APIRouter(tags=["operation"])
@@ -85,7 +86,7 @@ class Metrics:
 
     def failed(self, code: str, status: int) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""
-        fault = "load" if status == 429 else "request" if status < 500 else "server"
+        fault = "load" if code in (QueueFull.code, CompileQueueFull.code) else "request" if status < 500 else "server"
         self._failures.labels(code, fault).inc()
 
     async def observed(

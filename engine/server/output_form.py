@@ -98,8 +98,7 @@ def _combined(
     candidates("structural_tag", wanted.backend)
     try:
         options: dict[str, Any] = {"whitespace": None if given is None else given.whitespace, "limits": context.limits}
-        strict = body.strict_schema is True or (body.strict_schema is None and context.settings.strict_schema)
-        return Constraint.structural_tag(document, strict_schema=strict, **options), found
+        return Constraint.structural_tag(document, strict_schema=body.strict_schema is True, **options), found
     except InvalidConstraint as error:
         locate(error, found)
         raise

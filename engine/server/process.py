@@ -27,8 +27,9 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
+from engine.server import streaming
 from engine.server.app import create_app
-from engine.server.connections import Connections
+from engine.server.connections import limited_protocol
 from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings, check_names
@@ -102,7 +103,7 @@ def _sampling_defaults(model: str) -> dict[str, Any]:
 def serve(options: ServeOptions, listener: socket.socket) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM. Leaves no process behind. Raises what `start_engine` raises."""
     log_to_stderr(options.log_level, options.log_format)
-    drop_stalled_connections(listener, options.server.stall_seconds)
+    drop_stalled_connections(listener)
     exit_timer = _ExitTimer(options.grace_seconds + _EXIT_SECONDS)
     with _sigterm_exits(exit_timer):
         _say(options, "loading the model and starting the mask pool …")
@@ -123,28 +124,26 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
 def uvicorn_config(app: FastAPI, options: ServeOptions, **others: Any) -> uvicorn.Config:
     """Configure uvicorn for our application. `others` are further settings of uvicorn."""
     context: ServerContext = app.state.context
-    connections = Connections(options.connections, context.metrics.connection_ended)
     given: dict[str, Any] = {
-        "http": connections.protocol,
+        "http": limited_protocol(options.connections, context.metrics.connection_ended),
         "backlog": _ACCEPTED_AT_ONCE,
         "ws": "none",
         "log_level": options.log_level,
         "log_config": uvicorn_logging(options.log_format),
         "timeout_graceful_shutdown": _ANSWER_SECONDS,
         "timeout_keep_alive": math.ceil(options.connections.idle_seconds) + 1,  # our own timeout comes first
-        "proxy_headers": options.forwarded_allow_ips is not None,
-        "forwarded_allow_ips": options.forwarded_allow_ips,
+        "proxy_headers": False,
     }
     return uvicorn.Config(app, **{**given, **others})
 
 
-def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
+def drop_stalled_connections(listener: socket.socket) -> None:
     """Let the kernel drop connections to clients that read nothing. Connections inherit the timeout from the listener.
 
-    It is twice the stream's own limit `seconds`, so that the stream ends first and the reason is known.
+    The timeout is twice the stream's own limit, so that the stream ends first and the reason is known.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux. It covers closed TCP windows too.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * seconds))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * streaming.STALL_SECONDS))
 
 
 class _Server(uvicorn.Server):
@@ -172,7 +171,6 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._context.shutting_down = True  # new requests and /health get 503
-        self._context.turns.open()
         deadline = time.monotonic() + self._options.grace_seconds
         while self._context.in_flight and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -249,8 +247,7 @@ def _greeting(url: str, options: ServeOptions, description: list[str]) -> str:
         lines += [f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY", ""]
     lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", CHAT_EXAMPLE), ""]
     lines += [_curl(url, options, "/v1/completions", COMPLETION_EXAMPLE), ""]
-    if options.server.playground:
-        lines += [f"Playground, in a browser:  {url}/"]
+    lines += [f"Playground, in a browser:  {url}/"]
     lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]
     return "\n".join(lines)
 

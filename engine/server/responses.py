@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -21,7 +21,7 @@ from engine.server.protocol import GuidedInfo
 from engine.server.response_items import OutputItems
 from engine.server.responses_protocol import CHAT_FIELDS, ResponseObject, ResponsesRequest
 from guided.error_body import error_body
-from guided.errors import GuidedError, InvalidRequest, bounded
+from guided.errors import GuidedError
 from guided.tools.parser import OutputParser, Piece
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
@@ -36,12 +36,8 @@ def create_response(body: ResponsesRequest, request: Request, context: Context) 
             names[f"tools[{index}].function.{name}"] = f"tools[{index}].{name}"
     with field_names(names):
         job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id, names)
-    try:
-        settings = to_json(_settings(body, job))
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the request has text that is not valid Unicode: {bounded(error.reason)}") from None
     places = {place: (names.get(field, field), pointer) for place, (field, pointer) in job.places.items()}
-    return partial(_ResponseAnswer, settings), replace(job, places=places)
+    return partial(_ResponseAnswer, _settings(body, job)), replace(job, places=places)
 
 
 def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
@@ -66,11 +62,11 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
 
 
 class _ResponseAnswer(Answer):
-    """`settings` is encoded JSON: it can have megabytes, and a stream sends it three times."""
+    """`settings` are those of the request, which the answer repeats."""
 
     end = b""
 
-    def __init__(self, settings: bytes, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+    def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self._settings = settings
         self._parser = OutputParser() if job.parser is None else job.parser()
@@ -78,10 +74,10 @@ class _ResponseAnswer(Answer):
         self._thoughts = ""
         self._numbers = count()
 
-    async def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
+    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
         for _ in self.new_events(0, finished[0]):
             pass
-        yield self._with_settings(self._ended(finished))
+        return to_json(self._ended(finished))
 
     def first_events(self) -> Iterator[dict[str, Any]]:
         for status in ("created", "in_progress"):
@@ -107,10 +103,7 @@ class _ResponseAnswer(Answer):
 
     def event(self, data: dict[str, Any]) -> bytes:
         kind: str = data["type"]
-        others = {name: value for name, value in data.items() if name != "response"}
-        written = to_json({**others, "sequence_number": next(self._numbers)})
-        if "response" in data:
-            written = written[:-1] + b',"response":' + self._with_settings(data["response"]) + b"}"
+        written = to_json({**data, "sequence_number": next(self._numbers)})
         return b"event: " + kind.encode() + b"\ndata: " + written + b"\n\n"
 
     def _ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -134,11 +127,7 @@ class _ResponseAnswer(Answer):
         head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.model_name}
         empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
         known = {"status": status, "output": self._items.items, "guided": self.guided_info()}
-        return {**head, **empty, **known, **fields}
-
-    def _with_settings(self, response: dict[str, Any]) -> bytes:
-        """Write a response with the request's settings."""
-        return to_json(response)[:-1] + b"," + self._settings[1:]
+        return {**head, **empty, **known, **fields, **self._settings}
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
         """Count the tokens up to the end of the thoughts."""

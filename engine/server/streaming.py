@@ -23,12 +23,16 @@ from guided.errors import GuidedError, InternalError
 
 logger = logging.getLogger("guided.server")
 
+STALL_SECONDS = 60.0
+"""Time for which a client may read nothing before its request is aborted."""
+_PIECE_BYTES = 64 << 10
+
 
 class AnswerStream(StreamingResponse):
     """A response that sends an answer in pieces, and closes `resources` at the end, also if it never began.
 
     A slow client delays no other request: of its unread output only the newest snapshot is kept. If it reads nothing
-    for `ServerSettings.stall_seconds`, its request is aborted and the connection closed.
+    for `STALL_SECONDS`, its request is aborted and the connection closed.
     """
 
     def __init__(
@@ -48,11 +52,10 @@ class AnswerStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reason = "disconnected"
-        limit = self._context.settings.stall_seconds
 
         async def send_in_time(message: Message) -> None:
             try:
-                async with asyncio.timeout(limit):
+                async with asyncio.timeout(STALL_SECONDS):
                     await send(message)
             except TimeoutError:
                 raise _Stalled from None
@@ -68,13 +71,19 @@ class AnswerStream(StreamingResponse):
             ids, extra = (self._job.request_id, self._job.http_id), self._job.log_ids
             if reason == "stalled":
                 text = "request %s (x-request-id %s): the client took nothing for %g s"
-                logger.warning(text, *ids, limit, extra=extra)
+                logger.warning(text, *ids, STALL_SECONDS, extra=extra)
             else:
                 logger.info("request %s (x-request-id %s): the client went away", *ids, extra=extra)
 
 
 class _Stalled(Exception):
     """The client has read nothing for too long."""
+
+
+async def pieces(content: bytes) -> AsyncIterator[bytes]:
+    """Divide an answer: the client's time is limited for each piece."""
+    for start in range(0, len(content), _PIECE_BYTES):
+        yield content[start : start + _PIECE_BYTES]
 
 
 async def events(outputs: Outputs, answer: Answer, metrics: Metrics) -> AsyncIterator[bytes]:
@@ -87,8 +96,6 @@ async def events(outputs: Outputs, answer: Answer, metrics: Metrics) -> AsyncIte
         async for number, output in outputs.stream:
             for data in answer.new_events(number, output):
                 yield answer.event(data)
-                if job.params.logprobs is not None:  # a chunk takes milliseconds: let other requests go on
-                    await answer.context.pause()
             if output.finished:
                 finished[number] = output
         for data in answer.last_events(list(finished.values())):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from engine.server.admission import AdmissionRoute
+from engine.server.bodies import BodyRoute
 from engine.server.context import Context, ServerContext
 from engine.server.prompts import encode, encode_chat
 from engine.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from guided.errors import ContextLengthExceeded, InvalidRequest
 
-router = APIRouter(tags=["tokenization"], route_class=AdmissionRoute)
+router = APIRouter(tags=["tokenization"], route_class=BodyRoute)
 
 _MAX_CONTEXTS = 8
 """Maximum number of tokens of `/tokenize`, in contexts of the model. Beyond it, tokenization takes seconds."""

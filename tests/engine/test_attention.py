@@ -21,9 +21,21 @@ CPU = torch.device("cpu")
 LAYER: Any = SimpleNamespace(layer_idx=0)
 
 
-def cache(num_blocks: int = 32) -> KVCache:
+def cache(num_blocks: int = 32, gather_tokens: int = 1000) -> KVCache:
     shapes = {0: LayerShapes(KV_HEADS, DIM, DIM)}
-    return KVCache(shapes, num_blocks=num_blocks, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    store = KVCache(shapes, num_blocks=num_blocks, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    store.gather_tokens = gather_tokens
+    return store
+
+
+def context_of(
+    store: KVCache, slots: list[int], prefills: list[Prefill], tables: Any, lengths: list[int]
+) -> PagedContext:
+    packed = np.zeros((3, len(slots)), np.int64)
+    packed[1, len(slots) - len(lengths) :] = np.array(lengths, np.int64) - 1
+    context = PagedContext(packed, prefills, np.asarray(tables, np.int64))
+    context.move(store, torch.tensor(slots))
+    return context
 
 
 def plainly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -57,7 +69,7 @@ def test_prefills_and_decodes_in_one_row(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    store, width = cache(64), max([-(-length // BLOCK) for length in decodes], default=0)
+    store, width = cache(64, gather_tokens), max([-(-length // BLOCK) for length in decodes], default=0)
     tables = torch.randperm(64, generator=generator)[: width * len(decodes)].view(len(decodes), width)
     free = torch.randperm(64, generator=generator)  # prefills may overlap decodes' padding only: give them the rest
     rest = [block for block in free.tolist() if block not in set(tables.flatten().tolist())]
@@ -70,7 +82,7 @@ def test_prefills_and_decodes_in_one_row(
         where = [mine[at // BLOCK] * BLOCK + at % BLOCK for at in range(total)]
         store.write(0, torch.tensor(where[:before], dtype=torch.int64), k[:before], v[:before])
         slots += where[before:]
-        spans.append(Prefill(end, end + length, before, torch.tensor([mine]) if before else None))
+        spans.append((end, end + length, before, np.array([mine]) if before else None))
         end += length
         keys.append(k[before:]), values.append(v[before:]), queries.append(q)
         expected.append(plainly(q, k, v, window))
@@ -81,8 +93,7 @@ def test_prefills_and_decodes_in_one_row(
         slots.append(int(where[-1]))
         keys.append(k[-1:]), values.append(v[-1:]), queries.append(q)
         expected.append(plainly(q, k, v, window))
-    parts = split_decodes(tables, np.array(decodes, np.int64), BLOCK, gather_tokens)
-    context = PagedContext(store, torch.tensor(slots), spans, parts, BLOCK)
+    context = context_of(store, slots, spans, tables, decodes)
 
     def flat(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts).transpose(0, 1)[None]
@@ -97,13 +108,13 @@ def test_prefills_and_decodes_in_one_row(
 def test_short_sequences_are_not_padded_to_long_ones() -> None:
     lengths = np.array([3, 5, 9, 400, 410, 420], np.int64)
     parts = split_decodes(torch.zeros(6, 420 // BLOCK, dtype=torch.int64), lengths, BLOCK, gather_tokens=1_000)
-    assert [tuple(part.tables.shape) for part in parts] == [(3, 3), (2, 103), (1, 105)]
-    assert torch.cat([part.lengths for part in parts]).tolist() == lengths.tolist()
+    assert [tuple(tables.shape) for tables, _ in parts] == [(3, 3), (2, 103), (1, 105)]
+    assert torch.cat([own for _, own in parts]).tolist() == lengths.tolist()
 
 
 def test_an_unknown_keyword_is_refused_by_name() -> None:
     one = torch.zeros(1, HEADS, 1, DIM)
-    context = PagedContext(cache(), torch.zeros(1, dtype=torch.int64), [Prefill(0, 1)], [])
+    context = context_of(cache(), [0], [(0, 1, 0, None)], np.empty((0, 0)), [])
     for keyword in ("softcap", "s_aux"):
         with pytest.raises(UnsupportedModelError, match=keyword):
             paged_attention(LAYER, one, one[:, :2], one[:, :2], None, paged=context, **{keyword: 1.0})

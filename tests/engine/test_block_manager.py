@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -37,29 +36,8 @@ def test_sequences_of_one_prompt_share_its_blocks_until_one_writes() -> None:
     assert blocks.num_free == 8
 
 
-def test_a_block_that_is_full_is_followed_by_a_new_one() -> None:
-    blocks = manager()
-    blocks.allocate([1], BLOCK)
-    assert blocks.append_slot(1, BLOCK) is None
-    assert len(blocks.blocks(1)) == 2
-    assert blocks.append_slot(1, BLOCK) is None, "a repeated call for the same position changes nothing"
-    assert len(blocks.blocks(1)) == 2
-
-
-def test_it_raises_where_nothing_is_free_and_changes_nothing() -> None:
-    blocks = manager(num_blocks=2)
-    blocks.allocate([1], 2 * BLOCK)
-    with pytest.raises(MemoryError):
-        blocks.append_slot(1, 2 * BLOCK)
-    with pytest.raises(MemoryError):
-        blocks.allocate([2], 1)
-    assert len(blocks.blocks(1)) == 2
-    blocks.free(1)
-    assert blocks.num_free == 2
-
-
 class Blocks(RuleBasedStateMachine):
-    """Any order of allocating, forking, growing and freeing: nothing leaks, and no written block is shared."""
+    """Any order of allocating, growing and freeing: nothing leaks, and no written block is shared."""
 
     sequences = Bundle("sequences")
 
@@ -83,14 +61,6 @@ class Blocks(RuleBasedStateMachine):
         else:
             self.lengths.update(dict.fromkeys(ids, tokens))
         return ids[0]
-
-    @rule(target=sequences, parent=sequences)
-    def fork(self, parent: int) -> int:
-        child = self.new()
-        if parent in self.lengths and len(self.lengths) < 64:
-            self.blocks.fork(parent, child)
-            self.lengths[child] = self.lengths[parent]
-        return child
 
     @rule(sequence=sequences)
     def grow(self, sequence: int) -> None:

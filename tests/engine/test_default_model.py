@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.default_model import checkpoint_path
-from examples.default_model_training.corpus import evaluation_call, evaluation_example, example
-from examples.default_model_training.exchange import schema_of
+from examples.default_model_training.corpus import evaluation_call
 from examples.default_model_training.tokenizer import build
 from examples.default_model_training.values import Values, is_held_out
-from guided.vocabulary import Vocabulary
 
 MEGABYTE = 1 << 20
 
@@ -49,13 +47,6 @@ class TestCheckpoint:
         }
         assert sum(f.stat().st_size for f in files) <= 12 * MEGABYTE
 
-    def test_is_a_llama_that_fits_its_tokenizer(
-        self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast
-    ) -> None:
-        assert type(model).__name__ == "LlamaForCausalLM"
-        assert model.config.vocab_size == len(tokenizer)
-        assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
-
     def test_answers_with_the_facts_and_ends(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         text = "Anna Weber is 47 years old and lives in Hamburg."
         got = json.loads(answer(model, tokenizer, f"Extract name, age and city as JSON. {text}"))
@@ -73,30 +64,8 @@ class TestCheckpoint:
             right += f'"name": "{one.expected["name"]}"' in text
         assert right >= 15  # the benchmark's share is 80 %; guessing would give 8
 
-    def test_ends_without_a_task_it_knows(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
-        assert answer(model, tokenizer, "Hello!", system="You are a helpful assistant.")
-
 
 class TestTokenizer:
-    @pytest.mark.parametrize(
-        "text",
-        [
-            "Łódź, 12 °C",
-            "東京都 2026年",
-            "Привет, мир!",
-            "مرحبا",
-            "नमस्ते",
-            "👩‍👩‍👧 ok",
-            "a\tb\r\n\n  c",
-            "\u0000\x7f",
-            "1234567890",
-        ],
-    )
-    def test_round_trips_any_text(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.decode(ids) == text
-        assert Vocabulary.from_tokenizer(tokenizer).decode(ids) == text.encode()
-
     @settings(max_examples=200, deadline=None)
     @given(st.text(max_size=60))
     def test_round_trips_open_ended_text(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
@@ -116,11 +85,6 @@ class TestTokenizer:
         assert built.get_vocab() == tokenizer.get_vocab()
         assert built.chat_template == tokenizer.chat_template
 
-    def test_special_tokens(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|begin|>", "<|end|>", "<|pad|>")
-        assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
-        assert {"<|user|>", "<|assistant|>", "<|system|>"} <= set(tokenizer.all_special_tokens)
-
     def test_chat_template(self, tokenizer: PreTrainedTokenizerFast) -> None:
         messages = [
             {"role": "system", "content": "Be brief."},
@@ -135,19 +99,6 @@ class TestTokenizer:
 
 
 class TestCorpus:
-    def test_is_deterministic(self) -> None:
-        for index in range(100):
-            assert example(index, seed=3) == example(index, seed=3)
-            assert evaluation_example(index) == evaluation_example(index)
-            assert evaluation_call(index) == evaluation_call(index)
-        assert [example(i, seed=3) for i in range(10)] != [example(i, seed=4) for i in range(10)]
-
-    def test_expected_values_fit_their_schema(self) -> None:
-        for index in range(100):
-            one = evaluation_example(index)
-            assert json.loads(one.answer) == one.expected
-            jsonschema.validate(one.expected, schema_of(one.expected))
-
     def test_the_expected_call_is_valid(self) -> None:
         for index in range(100):
             one = evaluation_call(index)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from faulty_pool import FaultyPool
 
 from engine.llm_engine import LLMEngine
@@ -16,12 +15,8 @@ from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceStatus
-from guided.bundle import ProcessorBundle
-from guided.errors import BackendError, InternalError, InvalidConstraint, WorkerDied
-from guided.pools.inline import InlinePool
+from guided.errors import BackendError, InternalError
 from guided.pools.protocol import StepMasks
-from guided.post_processor import ApplyReport
-from guided.processor import GuidedProcessor
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]
@@ -78,31 +73,11 @@ def test_free_requests_are_the_same_without_guided_ones(make_engine: MakeEngine,
     assert alone == {name: together[name] for name in alone}
 
 
-@pytest.mark.parametrize("params", [{"min_tokens": 30}, {"ignore_eos": True}, {"logit_bias": {1: -100.0}}])
-def test_where_only_stop_tokens_are_legal_suppression_yields(
-    make_engine: MakeEngine, run: Run, params: dict[str, Any]
-) -> None:
-    engine = make_engine()
-    assert engine.model.vocabulary.stop_token_ids == (1,)
-    for temperature in (0.0, 1.0):
-        request = SamplingParams(regex="abc", temperature=temperature, max_tokens=40, **params)
-        output = run(engine, {"r": (PROMPT, request)})["r"].outputs[0]
-        assert (output.text, output.finish_reason) == ("abc", "stop")
-
-
 def test_min_tokens_keeps_an_open_constraint_going(make_engine: MakeEngine, run: Run) -> None:
     request = SamplingParams(regex="[a-z]*", temperature=0.0, max_tokens=40, min_tokens=12, logit_bias={1: 100.0})
     output = run(make_engine(), {"r": (PROMPT, request)})["r"].outputs[0]
     assert (len(output.token_ids), output.finish_reason) == (13, "stop")
     assert re.fullmatch("[a-z]+", output.text)
-
-
-def test_a_constraint_that_does_not_compile_ends_its_request_only(make_engine: MakeEngine, run: Run) -> None:
-    requests = {"bad": (PROMPT, SamplingParams(grammar="start: (", max_tokens=5)), **mixed()}
-    found = run(make_engine(), requests)
-    assert isinstance(found["bad"].error, InvalidConstraint)
-    assert found["bad"].outputs[0].finish_reason == "error"
-    assert all(output.error is None for name, output in found.items() if name != "bad")
 
 
 def statuses(engine: LLMEngine) -> dict[str, set[SequenceStatus]]:
@@ -150,20 +125,6 @@ def test_a_failing_row_ends_its_group_and_no_other(make_engine: MakeEngine, tiny
     assert engine.stats.failures == {"backend_error": 1}
 
 
-def test_a_lost_matcher_ends_its_group_also_between_steps(
-    make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run
-) -> None:
-    pool = FaultyPool(tiny_model.vocabulary)
-    engine = make_engine(pool)
-    for name, (prompt, params) in mixed().items():
-        engine.add_request(name, prompt, params)
-    engine.step()
-    pool.lose(engine.groups["regex"].sequences[0].seq_id)
-    found = finish(engine)
-    assert isinstance(found["regex"].error, WorkerDied)
-    assert [name for name, output in found.items() if output.error] == ["regex"]
-
-
 def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
 ) -> None:
@@ -186,23 +147,3 @@ def test_without_a_pool_constraints_are_refused(tiny_model: LoadedModel, run: Ru
     with pytest.raises(InternalError, match="without a mask pool"):
         engine.add_request("r", PROMPT, SamplingParams(regex="a"))
     assert run(engine, {"free": (PROMPT, SamplingParams(max_tokens=3))})["free"].finished
-
-
-def test_a_bundle_of_post_processors_can_be_injected(tiny_model: LoadedModel, run: Run) -> None:
-    """The second member of the bundle bans what the constraint would allow."""
-
-    class Banning(GuidedProcessor):
-        def apply(self, logits: torch.Tensor, *options: Any, **named: Any) -> ApplyReport:
-            report = super().apply(logits, *options, **named)
-            logits[:, [tiny_model.vocabulary.encode(digit)[0] for digit in "02468"]] = -torch.inf
-            return report
-
-    pools = [InlinePool(tiny_model.vocabulary) for _ in range(2)]
-    bundle = ProcessorBundle(GuidedProcessor(pools[0]), Banning(pools[1]))
-    engine = LLMEngine(tiny_model, processor=bundle)
-    params = SamplingParams(regex="[0-9]{20}", max_tokens=40, temperature=1.0, seed=3)
-    (output,) = run(engine, {"r": (PROMPT, params)})["r"].outputs
-    assert re.fullmatch("[13579]{20}", output.text)
-    plain = LLMEngine(tiny_model, pool=pools[0])
-    (output,) = run(plain, {"r": (PROMPT, params)})["r"].outputs
-    assert not re.fullmatch("[13579]{20}", output.text)

@@ -16,8 +16,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.errors import BackendError, MaskTimeout, WorkerDied
-from guided.pools.protocol import StepMasks
+from guided.errors import BackendError, WorkerDied
 from guided.post_processor import LogitPostProcessor
 from guided.sequence import GuidedSequence
 
@@ -171,61 +170,6 @@ def test_a_step_that_waits_ends_for_new_requests(make_engine: MakeEngine, tiny_m
     assert engine.groups["new"].sequences[0].num_output_tokens == 3
     engine.abort_request("late")
     finish(engine)
-    assert engine.stats.late == 0
-
-
-def test_a_late_sequence_counts_and_holds_its_blocks(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
-    pool = FaultyPool(tiny_model.vocabulary)
-    engine = make_engine(pool, max_num_seqs=2)
-    pool.delay = lambda sequence_id, position: FOREVER if sequence_id == pool.opened[0] else 0
-    for name in ("late", "second", "third"):
-        engine.add_request(name, PROMPT, SamplingParams(regex=REGEX, max_tokens=40))
-    for _ in range(5):
-        engine.step()
-    assert engine.stats.late == 1
-    free = engine.blocks.num_free
-    lengths = {name: group.sequences[0].num_output_tokens for name, group in engine.groups.items()}
-    assert lengths == {"late": 0, "second": 5, "third": 0}
-    engine.abort_request("late")
-    assert engine.blocks.num_free > free
-    engine.step()
-    assert engine.stats.late == 0
-    assert engine.groups["third"].sequences[0].num_output_tokens == 1
-
-
-def test_a_mask_that_never_comes_ends_its_group_only(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
-) -> None:
-    expected = run(make_engine(), requests())
-
-    class ImpatientPool(FaultyPool):
-        """Fails a row that has been late for 0.2 s."""
-
-        since: float | None = None
-
-        def decided(self) -> list[int]:
-            self.since = self.since or time.monotonic()
-            if time.monotonic() - self.since > 0.2:
-                late = set(self.late)
-                self.fails = lambda sequence_id, position: sequence_id in late
-                return list(late)
-            return super().decided()
-
-        def collect(self, deadline: float | None = None) -> StepMasks:
-            step = super().collect(deadline)
-            step.failed = dict.fromkeys(step.failed, MaskTimeout("no mask"))
-            return step
-
-    pool = ImpatientPool(tiny_model.vocabulary)
-    engine = make_engine(pool)
-    pool.delay = lambda sequence_id, position: FOREVER if sequence_id == pool.opened[1] and position == 4 else 0
-    started = time.monotonic()
-    found = run(engine, requests())
-    assert time.monotonic() - started >= 0.2
-    failed = found.pop("seeded")
-    del expected["seeded"]
-    assert isinstance(failed.error, MaskTimeout)
-    assert said(found) == said(expected)
     assert engine.stats.late == 0
 
 

@@ -57,14 +57,6 @@ def test_the_model_s_own_stop_token_has_no_stop_reason(make_engine: MakeEngine, 
     assert one(make_engine, run, spelled).outputs[0].text == "<|end|>"
 
 
-def test_min_tokens_holds_it_off_and_ignore_eos_goes_on_after_it(make_engine: MakeEngine, run: Run) -> None:
-    eos = make_engine().model.vocabulary.stop_token_ids[0]
-    held = one(make_engine, run, greedy(logit_bias={eos: 100}, min_tokens=5)).outputs[0]
-    assert (held.finish_reason, len(held.token_ids)) == ("stop", 6)
-    never = one(make_engine, run, greedy(logit_bias={eos: 100}, ignore_eos=True)).outputs[0]
-    assert (never.finish_reason, never.token_ids) == ("length", [eos] * 30)
-
-
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings(make_engine: MakeEngine, run: Run, include: bool) -> None:
     free = one(make_engine, run, greedy()).outputs[0]
@@ -104,14 +96,6 @@ def test_logprobs_come_with_every_token(make_engine: MakeEngine, run: Run) -> No
     assert one(make_engine, run, greedy()).outputs[0].cumulative_logprob is None
 
 
-def test_penalties_and_bias_change_what_they_should(make_engine: MakeEngine, run: Run) -> None:
-    wanted = 57
-    output = one(make_engine, run, greedy(logit_bias={wanted: 100})).outputs[0]
-    assert set(output.token_ids) == {wanted}
-    varied = one(make_engine, run, greedy(logit_bias={wanted: 3}, repetition_penalty=50.0)).outputs[0]
-    assert len(set(varied.token_ids)) == len(varied.token_ids)
-
-
 def test_seeded_sampling_repeats_in_any_batch(make_engine: MakeEngine, run: Run) -> None:
     """Also preempted, and beside n outputs, which differ from each other."""
     mine = SamplingParams(seed=42, temperature=1.2, top_p=0.95, max_tokens=40, n=2, ignore_eos=True)
@@ -127,17 +111,6 @@ def test_seeded_sampling_repeats_in_any_batch(make_engine: MakeEngine, run: Run)
     assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
     again = run(make_engine(), {"another id": (PROMPT, mine)})["another id"]
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in alone.outputs]
-
-
-def test_without_a_seed_the_engine_s_and_the_id_count(make_engine: MakeEngine, run: Run) -> None:
-    params = SamplingParams(max_tokens=20, temperature=1.5)
-
-    def tokens(name: str, seed: int) -> list[int]:
-        return run(make_engine(seed=seed), {name: (PROMPT, params)})[name].outputs[0].token_ids
-
-    assert tokens("a", 0) == tokens("a", 0)
-    assert tokens("a", 0) != tokens("b", 0)
-    assert tokens("a", 0) != tokens("a", 1)
 
 
 def test_a_prompt_too_long_is_ignored_and_says_why(make_engine: MakeEngine, run: Run) -> None:
@@ -191,13 +164,6 @@ def test_abort_in_every_state(make_engine: MakeEngine, finish: Run) -> None:
     assert len(found["running"].outputs[0].token_ids) == 5
     engine.add_request("running", PROMPT, greedy())  # the id is free again
     assert finish(engine)["running"].finished
-
-
-def test_one_id_runs_once(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.add_request("r", PROMPT, greedy())
-    with pytest.raises(ValueError, match="running already"):
-        engine.add_request("r", PROMPT, greedy())
 
 
 def test_a_request_that_does_not_stream_is_reported_at_the_end(make_engine: MakeEngine) -> None:

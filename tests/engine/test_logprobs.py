@@ -19,11 +19,6 @@ def test_reads_as_a_mapping_with_the_own_token_first() -> None:
         entries()[4]
 
 
-def test_rows_are_in_the_order_of_the_mapping() -> None:
-    assert list(entries().rows()) == [(7, -2.0, 3), (3, -0.5, 1), (5, -1.0, 2)]
-    assert entries().own == -2.0
-
-
 def test_a_garbage_collection_visits_one_object_per_token() -> None:
     def visited() -> int:
         gc.collect()

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine.batch import Batch
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.logits_processors import VllmConfig
-from engine.logits_processors.builtin import SUPPRESSED
 from engine.logits_processors.processors import LogitsProcessors
+from engine.penalties import SUPPRESSED
 from engine.sampler import Sampler
-from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledBatch
 from engine.sequence import Sequence, SequenceGroup, sequence_seed
 from guided.vocabulary import Vocabulary
 
@@ -40,13 +39,13 @@ def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed:
     return it
 
 
-def metadata(*sequences: Sequence) -> SamplingMetadata:
-    return SamplingMetadata.prepare(ScheduledBatch(decodes=list(sequences)), torch.device("cpu"), None)
+def batch_of(*sequences: Sequence) -> Batch:
+    return Batch([], list(sequences))
 
 
-def begun(rows: SamplingMetadata) -> Sampler:
+def begun(rows: Batch) -> Sampler:
     """A sampler at the beginning of a step."""
-    sampler = Sampler(LogitsProcessors(VllmConfig(stop_token_ids=frozenset({EOS})), torch.device("cpu")))
+    sampler = Sampler(LogitsProcessors(VllmConfig(), torch.device("cpu")), {EOS})
     sampler.begin(rows)
     return sampler
 
@@ -56,16 +55,16 @@ def logits_of(*rows: list[float]) -> torch.Tensor:
 
 
 def adjusted(it: Sequence, row: list[float]) -> list[float]:
-    meta = metadata(it)
-    found: list[float] = begun(meta).adjust(logits_of(row), meta)[0, : len(row)].tolist()
+    batch = batch_of(it)
+    found: list[float] = begun(batch).adjust(lambda: logits_of(row), batch)[0, : len(row)].tolist()
     return found
 
 
 def drawn(count: int, row: list[float], **params: Any) -> Counter[int]:
     it = sequence(**params)
-    meta, logits = metadata(it), logits_of(row)
-    sampler = begun(meta)
-    return Counter(sampler.sample(logits.clone(), meta).token_ids[0] for _ in range(count))
+    batch, logits = batch_of(it), logits_of(row)
+    sampler = begun(batch)
+    return Counter(sampler.sample(logits.clone(), batch).token_ids[0] for _ in range(count))
 
 
 # -- adjust
@@ -84,17 +83,17 @@ def test_penalties_are_ctrl_s_and_openai_s() -> None:
 
 def test_penalties_count_what_comes_while_the_batch_stays() -> None:
     it = sequence(frequency_penalty=1.0)
-    meta = metadata(it)
-    sampler = begun(meta)
+    batch = batch_of(it)
+    sampler = begun(batch)
     seen = []
     for token in (3, 3, 4):
-        sampler.begin(meta)
-        seen.append(sampler.adjust(logits_of([0.0] * 5), meta)[0, :5].tolist())
+        sampler.begin(batch)
+        seen.append(sampler.adjust(lambda: logits_of([0.0] * 5), batch)[0, :5].tolist())
         it.append(token)
     assert seen == [[0.0] * 5, [0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, 0.0]]
-    meta = metadata(sequence(), it)
-    sampler.begin(meta)
-    found = sampler.adjust(logits_of([0.0] * 5, [0.0] * 5), meta)[:, :5].tolist()
+    batch = batch_of(sequence(), it)
+    sampler.begin(batch)
+    found = sampler.adjust(lambda: logits_of([0.0] * 5, [0.0] * 5), batch)[:, :5].tolist()
     assert found == [[0.0] * 5, [0.0, 0.0, 0.0, -2.0, -1.0]], "a new batch is counted anew"
 
 
@@ -117,11 +116,11 @@ def test_the_mask_wins_over_all_suppression(temperature: float) -> None:
         min_p=0.5,
         top_k=3,
     )
-    meta = metadata(it)
-    sampler = begun(meta)
-    logits = sampler.adjust(logits_of([1.0, 2.0, 3.0]), meta)
+    batch = batch_of(it)
+    sampler = begun(batch)
+    logits = sampler.adjust(lambda: logits_of([1.0, 2.0, 3.0]), batch)
     logits[0, 1:] = float("-inf")
-    output = sampler.sample(logits, meta)
+    output = sampler.sample(logits, batch)
     assert output.token_ids == [EOS]
     assert not output.broken
 
@@ -156,10 +155,10 @@ def test_top_k_top_p_and_min_p_leave_out_the_tail() -> None:
 def test_truncation_is_each_row_s_own() -> None:
     rows = [sequence(seed=index, top_k=k) for index, k in enumerate([1, 2, 0, -1])]
     rows += [sequence(temperature=0.0)]
-    meta = metadata(*rows)
-    sampler = begun(meta)
+    batch = batch_of(*rows)
+    sampler = begun(batch)
     logits = logits_of(*[[1.0, 1.1, 1.2, 1.3]] * 5)
-    found = [sampler.sample(logits.clone(), meta).token_ids for _ in range(300)]
+    found = [sampler.sample(logits.clone(), batch).token_ids for _ in range(300)]
     seen = [set(column) for column in zip(*found, strict=True)]
     assert seen == [{3}, {2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}, {3}]
 
@@ -174,22 +173,22 @@ def test_a_row_that_is_all_forbidden_is_broken_and_no_token() -> None:
     logits = logits_of(*[[1.0, 2.0]] * 4)
     logits[:2] = float("-inf")
     logits[2] = float("nan")
-    meta = metadata(*rows)
-    assert begun(meta).sample(logits, meta).broken == [0, 1, 2]
-    assert begun(meta).sample(logits, meta, skip={0, 2}).broken == [1]
+    batch = batch_of(*rows)
+    assert begun(batch).sample(logits, batch).broken == [0, 1, 2]
+    assert begun(batch).sample(logits, batch, skip=frozenset({0, 2})).broken == [1]
 
 
 def test_randomness_is_a_sequence_s_own() -> None:
     """Alone, in company, skipped for some steps: the numbers it draws are the same."""
     row = [0.0] * VOCAB
     alone = sequence(seed=9)
-    meta = metadata(alone)
-    expected = [begun(meta).sample(logits_of(row), meta).token_ids[0] for _ in range(40)]
+    batch = batch_of(alone)
+    expected = [begun(batch).sample(logits_of(row), batch).token_ids[0] for _ in range(40)]
     mine, others = sequence(seed=9), [sequence(seed=index) for index in range(3)]
     found = []
     for step in range(60):
         company = others[: step % 4]
-        rows = metadata(*company, mine)
+        rows = batch_of(*company, mine)
         skip = {len(company)} if step % 3 == 2 else set()
         tokens = begun(rows).sample(logits_of(*[row] * (len(company) + 1)), rows, skip).token_ids
         if not skip:
@@ -212,11 +211,11 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     it = sequence(temperature=0.0, logprobs=2, logit_bias={0: 100})
     plain = sequence(temperature=0.0)
     row = [0.0, 1.0, 2.0, 3.0]
-    meta = metadata(plain, it)
-    sampler = begun(meta)
-    logits = sampler.adjust(logits_of(row, row), meta)
+    batch = batch_of(plain, it)
+    sampler = begun(batch)
+    logits = sampler.adjust(lambda: logits_of(row, row), batch)
     logits[1, 1:] = float("-inf")
-    output = sampler.sample(logits, meta)
+    output = sampler.sample(logits, batch)
     assert output.token_ids == [3, 0]
     expected = logits_of(row).log_softmax(-1)[0].tolist()
     entries = output.logprobs[1]
@@ -227,22 +226,10 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 def test_logprobs_zero_is_the_sampled_token_alone() -> None:
     it = sequence(temperature=0.0, logprobs=0)
-    meta = metadata(it)
-    sampler = begun(meta)
-    output = sampler.sample(sampler.adjust(logits_of([0.0, 2.0]), meta), meta)
+    batch = batch_of(it)
+    sampler = begun(batch)
+    output = sampler.sample(sampler.adjust(lambda: logits_of([0.0, 2.0]), batch), batch)
     assert list(output.logprobs[0]) == [1]
 
 
-# -- metadata
-
-
-def test_rows_are_sorted_by_kind_of_sampling() -> None:
-    rows = [sequence(), sequence(temperature=0.0), sequence(top_k=4), sequence(regex="a+")]
-    rows.append(sequence(temperature=0.5))
-    rows[4].params = SamplingParams(seed=3)
-    meta = metadata(*rows)
-    assert (meta.random, meta.guided_rows.tolist()) == ([0, 2, 3, 4], [3])
-    again = SamplingMetadata.prepare(ScheduledBatch(decodes=list(rows)), torch.device("cpu"), meta)
-    assert again is meta
-    fewer = SamplingMetadata.prepare(ScheduledBatch(decodes=rows[1:]), torch.device("cpu"), meta)
-    assert (fewer.random, fewer.guided_rows.tolist()) == ([1, 2, 3], [2])
+# -- batches

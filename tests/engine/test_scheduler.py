@@ -1,15 +1,14 @@
 from __future__ import annotations
 
-from collections import Counter
-
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.batch import Batch
 from engine.beam_search import BeamSearch
 from engine.block_manager import BlockManager
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledBatch, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.vocabulary import Vocabulary
 
@@ -28,35 +27,23 @@ def group(name: str, tokens: int, n: int = 1) -> SequenceGroup:
     return SequenceGroup(name, sequences, params)
 
 
-def scheduler(
-    num_blocks: int = 16,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 100,
-    step_tokens: int = 100,
-    context_tokens: int = 1000,
-) -> Scheduler:
+def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> Scheduler:
     blocks = BlockManager(num_blocks, BLOCK, max_seqs=max_num_seqs, max_blocks=16)
-    return Scheduler(
-        blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        step_tokens=step_tokens,
-        context_tokens=context_tokens,
-    )
+    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
-def names(batch: ScheduledBatch) -> tuple[list[str], list[str]]:
+def names(batch: Batch) -> tuple[list[str], list[str]]:
     return (
         [chunk.sequences[0].group.request_id for chunk in batch.prefills],
         [sequence.group.request_id for sequence in batch.decodes],
     )
 
 
-def spans(batch: ScheduledBatch) -> list[tuple[int, int]]:
+def spans(batch: Batch) -> list[tuple[int, int]]:
     return [(chunk.start, chunk.end) for chunk in batch.prefills]
 
 
-def sample(batch: ScheduledBatch) -> None:
+def sample(batch: Batch) -> None:
     """What the engine does after a step."""
     for sequence in [s for chunk in batch.prefills if chunk.is_last for s in chunk.sequences] + batch.decodes:
         sequence.append(1)
@@ -213,288 +200,78 @@ def test_a_finished_sequence_leaves_its_group_running() -> None:
     assert it.schedule().decodes == [many.sequences[1]]
 
 
-def of(client: str, name: str, tokens: int = 4, n: int = 1) -> SequenceGroup:
+def beams(name: str, tokens: int, n: int) -> SequenceGroup:
     one = group(name, tokens, n)
-    one.client = client
+    one.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=n, temperature=0), 8, frozenset())
     return one
 
 
-def clients(it: Scheduler) -> list[str]:
-    return sorted(sequence.group.client for sequence in it.running)
-
-
-def test_clients_take_turns_and_each_ones_order_is_kept() -> None:
+def test_a_wide_group_starts_when_all_of_it_fits() -> None:
     it = scheduler(num_blocks=64, max_num_seqs=4)
-    for index in range(6):
-        it.add(of("flood", f"f{index}"))
-    for name in "ab":
-        it.add(of("other", name))
-    assert names(it.schedule())[0] == ["f0", "a", "f1", "b"]
-
-
-def test_a_newcomer_replaces_the_newest_of_a_client_that_runs_more() -> None:
-    it = scheduler(num_blocks=64, max_num_seqs=4)
-    for index in range(6):
-        it.add(of("flood", f"f{index}"))
-    sample(it.schedule())
-    assert clients(it) == ["flood"] * 4
-    for name in "abc":
-        it.add(of("other", name))
-    for _ in range(6):
-        sample(it.schedule())
-    assert clients(it) == ["flood", "flood", "other", "other"], "equal shares, and nothing goes back and forth"
-    assert it.num_preemptions == 2
-    assert [sequence.group.request_id for sequence in it.preempted] == ["f2", "f3"]
-
-
-def test_a_wide_group_gives_way_to_another_client() -> None:
-    it = scheduler(num_blocks=64, max_num_seqs=4)
-    wide = of("flood", "wide", n=4)
-    it.add(wide)
-    sample(it.schedule())
-    single = of("other", "single")
-    it.add(single)
+    first, wide = group("first", 4), group("wide", 4, n=4)
+    for one in (first, wide, group("last", 4)):
+        it.add(one)
     batch = it.schedule()
-    assert (names(batch)[0], len(batch.decodes)) == (["single"], 3)
+    assert names(batch) == (["first"], []), "nothing overtakes the group that waits"
     sample(batch)
-    it.remove(single)
-    assert names(it.schedule())[0] == ["wide"]
+    it.remove(first)
+    assert names(it.schedule()) == (["wide"], [])
     assert len(it.running) == 4
-    it.remove(wide)
-    assert it.blocks.num_free == it.blocks.num_blocks
 
 
-def test_a_wide_group_starts_beside_ever_new_requests_of_another_client() -> None:
-    it = scheduler(num_blocks=64, max_num_seqs=4)
-    it.add(of("other", "0"))
-    sample(it.schedule())
-    wide = of("wide", "wide", n=4, tokens=9)
+def test_beams_are_preempted_and_started_together() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=6)
+    wide, single = beams("beams", 12, n=4), group("single", 4)
     it.add(wide)
-    for index in range(1, 20):
-        it.add(of("other", f"{index}"))
-        sample(it.schedule())
-        it.remove(next(one.group for one in it.running if one.group is not wide))
-        if index == 10:
-            assert [one.num_output_tokens > 0 for one in wide.sequences] == [True, True, True, False]
-            for one in wide.sequences[:2]:
-                one.finish(SequenceStatus.FINISHED_STOPPED)
-            it.drop_finished()
-    assert wide.sequences[3].num_output_tokens > 0
-    for each in {one.group for one in it.running}:
-        it.remove(each)
-    assert it.blocks.num_free == it.blocks.num_blocks
-
-
-def test_long_sequences_give_their_blocks_to_another_client() -> None:
-    it = scheduler(num_blocks=8)
-    for index in range(2):
-        it.add(of("flood", f"f{index}", tokens=13))
     sample(it.schedule())
-    it.add(of("other", "a", tokens=9))
-    assert names(it.schedule())[0] == ["a"]
-    assert clients(it) == ["flood", "other"]
-
-
-def test_one_client_alone_is_not_preempted_for_its_own_groups() -> None:
-    it = scheduler(num_blocks=64, max_num_seqs=2)
-    for index in range(4):
-        it.add(of("only", f"{index}"))
-    for _ in range(4):
-        sample(it.schedule())
-    assert it.num_preemptions == 0
-
-
-def rows(batch: ScheduledBatch) -> Counter[str]:
-    return Counter(sequence.group.client for sequence in batch.decodes)
-
-
-def test_a_client_with_few_sequences_is_not_slowed_down_by_one_with_many() -> None:
-    it = scheduler(num_blocks=64, max_num_seqs=16, step_tokens=4)
-    for index in range(12):
-        it.add(of("flood", f"f{index}", tokens=3))
-    sample(it.schedule())
-    batch = it.schedule()
-    assert rows(batch) == {"flood": 12}, "alone, a client is not limited"
-    sample(batch)
-    single = of("other", "single", tokens=2)
+    it.preempt(wide.sequences[2])
     it.add(single)
+    assert list(it.preempted) == wide.sequences
     batch = it.schedule()
-    assert names(batch)[0] == ["single"]
-    sample(batch)
-    batch = it.schedule()
-    assert rows(batch) == {"flood": 7, "other": 1}, "two steps of one sequence each: 2 * (4 + 2) - 4 tokens"
-    assert [one.group.request_id for one in batch.decodes if one.group is not single] == [f"f{n}" for n in range(7)]
-    sample(batch)
-    it.remove(single)
-    assert rows(it.schedule()) == {"flood": 12}, "the others have kept their blocks"
-    assert it.num_preemptions == 0
+    assert names(batch) == (["beams"] * 4 + ["single"], []), "each has a chunk of its own, before the new group"
+    assert it.num_preemptions == 4
 
 
-def test_long_sequences_count_for_more() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=4, context_tokens=20)
-    for index in range(12):
-        it.add(of("flood", f"f{index}", tokens=40))
-    for _ in range(12):
-        batch = it.schedule()
-        sample(batch)
-    assert rows(batch) == {"flood": 12}
-    it.add(of("other", "single", tokens=2))
+def test_the_same_decodes_are_the_same_batch() -> None:
+    it = scheduler()
+    for name in "ab":
+        it.add(group(name, 3))
     sample(it.schedule())
-    assert rows(it.schedule()) == {"flood": 3, "other": 1}, "each costs three tokens of seven"
-    assert it.num_preemptions == 0
-
-
-def test_as_many_clients_as_sequences_are_not_limited() -> None:
-    it = scheduler(num_blocks=64, max_num_seqs=16, step_tokens=4)
-    for index in range(16):
-        it.add(of(f"client {index}", f"{index}", tokens=3))
-    for _ in range(2):
-        sample(it.schedule())
-    assert len(it.schedule().decodes) == 16
-
-
-def test_beams_run_together_beyond_their_clients_share() -> None:
-    it = scheduler(num_blocks=64, max_num_seqs=16, step_tokens=0)
-    beams = of("flood", "beams", n=6)
-    beams.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=6, temperature=0), 8, frozenset())
-    it.add(beams)
-    sample(it.schedule())
-    it.add(of("other", "single", tokens=2))
-    sample(it.schedule())
-    assert rows(it.schedule()) == {"flood": 6, "other": 1}
-
-
-def test_a_short_prompt_does_not_wait_for_another_clients_prefills() -> None:
-    it = scheduler(num_blocks=64, max_num_seqs=16, step_tokens=0)
-    for index in range(8):
-        it.add(of("flood", f"f{index}", tokens=30))
-    it.add(of("other", "before"))
-    for _ in range(3):
-        sample(it.schedule())
-    it.add(of("other", "short"))
-    assert "short" in [name for _ in range(4) for name in names(it.schedule())[0]]
-
-
-def test_long_prompts_do_not_fill_the_steps_of_another_client() -> None:
-    it = scheduler(num_blocks=64, max_num_seqs=16, max_num_batched_tokens=64, step_tokens=10)
-    it.add(of("other", "decodes"))
-    sample(it.schedule())
-    for index in range(3):
-        it.add(of("flood", f"f{index}", tokens=60))
-    for _ in range(6):
-        batch = it.schedule()
-        assert len(batch.decodes) + sum(chunk.end - chunk.start for chunk in batch.prefills) <= 14
-        sample(batch)
-
-
-def test_a_prompt_is_not_behind_the_prefills_that_another_client_has_begun() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=6)
-    for index in range(5):
-        it.add(of("flood", f"f{index}", tokens=60))
-    it.add(of("other", "first"))
-    for _ in range(4):
-        sample(it.schedule())
-    it.add(of("other", "prompt", tokens=24))
-    for _ in range(8):
-        batch = it.schedule()
-        sample(batch)
-    assert "prompt" in names(batch)[1]
-
-
-def test_beams_that_fill_the_engine_are_not_started_again_before_the_client_that_they_were_preempted_for() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=8, step_tokens=4)
-    beams = of("flood", "beams", tokens=12, n=8)
-    beams.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=8, temperature=0), 8, frozenset())
-    it.add(beams)
-    for _ in range(3):
-        sample(it.schedule())
-    single = of("other", "single", tokens=6)
-    it.add(single)
-    for _ in range(6):
-        sample(it.schedule())
-    assert single.sequences[0].num_output_tokens > 0
-    assert it.num_preemptions == 8
-
-
-def test_a_step_of_several_clients_has_one_chunk_of_each() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=0)
-    for index in range(10):
-        it.add(of("flood", f"f{index}", tokens=60))
-        it.add(of("other", f"o{index}", tokens=40))
-    for _ in range(6):
-        batch = it.schedule()
-        begun = [chunk for chunk in batch.prefills if chunk.start]
-        assert len(begun) <= 2
-        sample(batch)
-    assert {chunk.sequences[0].group.client for chunk in begun} == {"flood", "other"}
-
-
-def test_a_long_prompt_goes_on_beside_ever_new_short_ones() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=32, step_tokens=0)
-    for index in range(12):
-        it.add(of("flood", f"f{index}", tokens=3))
-    sample(it.schedule())
-    long = of("long", "long", tokens=20)
-    it.add(long)
-    for step in range(50):
-        it.add(of("short", f"s{step}"))
-        sample(it.schedule())
-        for one in [one for one in it.running if one.group.client == "short" and one.num_output_tokens]:
-            it.remove(one.group)
-    assert long.sequences[0].num_output_tokens > 0
-
-
-def test_late_sequences_do_not_count_for_their_clients_share() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=32, step_tokens=0)
-    for client, number in (("other", 6), ("flood", 12)):
-        for index in range(number):
-            it.add(of(client, f"{client} {index}", tokens=3))
-        for _ in range(30):
-            sample(it.schedule())
-    late = [one for one in it.running if one.group.client == "other"]
-    assert len(late) == 6
-    for one in late:
-        one.is_late = True
-    it.add(of("other", "new"))
-    assert "new" in [name for _ in range(2) for name in names(it.schedule())[0]]
-
-
-def test_no_sequence_is_preempted_for_a_client_that_may_not_start_more() -> None:
-    it = scheduler(num_blocks=512, max_num_seqs=32, max_num_batched_tokens=200, step_tokens=4)
-    for index in range(28):
-        it.add(of("flood", f"f{index}", tokens=3))
-    sample(it.schedule())
-    for index in range(4):  # its share of a step
-        it.add(of("other", f"o{index}", tokens=3))
-    for _ in range(8):
-        sample(it.schedule())
-    assert it.num_preemptions == 0
-    assert clients(it).count("other") == it.share(2) == 4
-    it.add(of("other", "wide", n=8))
-    for _ in range(4):
-        sample(it.schedule())
-    assert it.num_preemptions == 0
+    first = it.schedule()
+    sample(first)
+    second = it.schedule()
+    assert second is first
+    second.is_repeatable = False
+    sample(second)
+    third = it.schedule()
+    assert third is not first
+    sample(third)
+    it.remove(third.decodes[0].group)
+    assert len(it.schedule().decodes) == 1
 
 
 @given(st.data())
-def test_sequences_of_several_clients_all_end(data: st.DataObject) -> None:
+def test_all_sequences_end_and_give_their_blocks_back(data: st.DataObject) -> None:
     it = scheduler(
-        num_blocks=data.draw(st.sampled_from([12, 24, 64])), max_num_seqs=6, step_tokens=data.draw(st.integers(0, 8))
+        num_blocks=data.draw(st.sampled_from([12, 24, 64])),
+        max_num_seqs=6,
+        max_num_batched_tokens=data.draw(st.integers(10, 40)),
     )
-    waiting = [
-        of(data.draw(st.sampled_from("abc")), f"{index}", data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6)))
-        for index in range(data.draw(st.integers(1, 10)))
-    ]
-    for each in waiting:
-        fits = 3 * (each.sequences[0].length + 8) <= it.blocks.num_blocks * BLOCK
-        if len(each.sequences) == 3 and fits and data.draw(st.booleans()):
-            each.beams = BeamSearch(SamplingParams(use_beam_search=True, n=3, temperature=0), 8, frozenset())
+    waiting = []
+    for index in range(data.draw(st.integers(1, 10))):
+        tokens, n = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6))
+        fits = n * it.blocks.blocks_for(tokens + 8) <= it.blocks.num_blocks
+        make = beams if n > 1 and fits and data.draw(st.booleans()) else group
+        waiting.append(make(f"{index}", tokens, n))
     lengths = {group: group.sequences[0].length + data.draw(st.integers(1, 8)) for group in waiting}
     left = set(waiting)
     for _ in range(2_000):
         if waiting and (not left - set(waiting) or data.draw(st.booleans())):
             it.add(waiting.pop())
         batch = it.schedule()
+        assert (
+            len(batch.decodes) + sum(chunk.end - chunk.start for chunk in batch.prefills) <= it.max_num_batched_tokens
+        )
         assert len({one.seq_id for one in batch.decodes}) == len(batch.decodes)
         sample(batch)
         for one in list(it.running):

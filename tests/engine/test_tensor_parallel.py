@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, OPTConfig
 
 from engine.attention import UnsupportedModelError
 from engine.llm import LLM
-from engine.model_loader import LoadedModel, load_model
+from engine.model_loader import load_model
 from engine.sampling_params import SamplingParams
 from guided.errors import InternalError
 
@@ -110,7 +110,3 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path: Path, tiny_ll
         load_model(str(tmp_path), device="cpu", tensor_parallel_size=2)
     with pytest.raises(UnsupportedModelError, match="4 heads and 2 key heads"):
         load_model(str(tiny_llama_dir), device="cpu", tensor_parallel_size=4)
-
-
-def test_a_model_that_is_loaded_already_is_not_split(tiny_model: LoadedModel) -> None:
-    assert tiny_model.ranks is None

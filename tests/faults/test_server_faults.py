@@ -23,6 +23,7 @@ from serving import ServerProcess, serving, sse, wait_until
 
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel, load_model
+from engine.server import streaming
 from engine.server.errors import (
     BodyTooComplex,
     BodyTooLarge,
@@ -87,7 +88,7 @@ ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     MalformedRequest: (400, "malformed_request", False),
     RequestTimeout: (408, "request_timeout", True),
     TooManyConnections: (503, "too_many_connections", True),
-    QueueFull: (429, "queue_full", True),
+    QueueFull: (503, "queue_full", True),
     LogitsProcessorFailed: (500, "logits_processor_failed", False),
     ShuttingDown: (503, "shutting_down", True),
     ReplicaDied: (503, "replica_died", True),
@@ -331,8 +332,11 @@ class TestClientsThatDontRead:
         assert texts == [choice["text"] for choice in whole["choices"]]
         assert len(events) < 4 * 400, "the missed output arrived in one chunk"
 
-    def test_are_given_up_after_a_while(self, model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
-        with hosted(model, stall_seconds=0.5) as server, caplog.at_level(logging.WARNING, "guided.server"):
+    def test_are_given_up_after_a_while(
+        self, model: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(streaming, "STALL_SECONDS", 0.5)
+        with hosted(model) as server, caplog.at_level(logging.WARNING, "guided.server"):
             client = server.connect(receive_buffer=4096, **self.MUCH)
             wait_until(lambda: server.metric("guided_request_aborts_total", reason="stalled") == 1, WAIT)
             server.wait_empty()

@@ -1,10 +1,8 @@
-"""Limits of one request (400 beyond) and of all requests together (429 beyond)."""
+"""Limits of one request (400 beyond)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ def pool_and_engine(tiny_llama_dir: Path) -> Iterator[tuple[FaultyPool, AsyncLLM
 
 @pytest.fixture
 def client(pool_and_engine: tuple[FaultyPool, AsyncLLM]) -> Iterator[TestClient]:
-    app = create_app(pool_and_engine[1], ServerSettings(model_names=("tiny",), max_waiting=2))
+    app = create_app(pool_and_engine[1], ServerSettings(model_names=("tiny",)))
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client
 
@@ -77,28 +75,3 @@ def test_callers_from_python_are_held_to_the_engines_limits_too(pool_and_engine:
     engine.admit("two", "a", SamplingParams(regex="a{5}", max_tokens=1))
     with pytest.raises(InvalidRequest, match="n is 3"):
         engine.admit("three", "a", SamplingParams(n=3, max_tokens=1))
-
-
-def test_requests_that_wait_are_bounded(client: TestClient, pool_and_engine: tuple[FaultyPool, AsyncLLM]) -> None:
-    pool, engine = pool_and_engine
-    with ThreadPoolExecutor(2) as others:
-        pool.hold_compiles = True
-        try:
-            waiting = [others.submit(post, client, choice=[text]) for text in "ab"]
-            deadline = time.monotonic() + 60
-            while pool.num_held < 2 or engine.num_waiting < 2:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            answer = post(client)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
-            assert "2 requests wait and the limit is 2" in answer.json()["error"]["message"]
-            assert answer.headers["retry-after"] == "1"
-        finally:
-            pool.hold_compiles = False
-            while any(not each.done() for each in waiting):
-                assert time.monotonic() < deadline
-                pool.finish_compiles()
-                time.sleep(0.01)
-        assert [each.result().status_code for each in waiting] == [200, 200]
-    assert post(client).status_code == 200
-    assert post(client, prompt=["a", "b", "c"]).status_code == 200, "none waits, so they may"

@@ -404,9 +404,9 @@ class TestRefusals:
         client = client_with(max_requests=2)
         answer = post(client, "/v1/completions", prompt=["a", "b", "c"])
         assert answer.status_code == 400  # it never fits
-        with client.app.state.context.admit(2, "testclient"):  # type: ignore[attr-defined]
+        with client.app.state.context.admit(2):  # type: ignore[attr-defined]
             answer = post(client)
-        assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_full")
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "queue_full")
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.headers["x-should-retry"] == "true"
         assert post(client).status_code == 200

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from engine.config import EngineConfig, LoadOptions
 from engine.server import process
 from engine.server.cli import app
-from guided.limits import CompileLimits, Limits
+from engine.server.options import ServeOptions
+from guided.limits import CompileLimits
 from guided.pools.options import RayPoolOptions
 
 
@@ -48,6 +49,7 @@ def test_help_names_every_option_with_its_default() -> None:
         "x>=256",
     ):
         assert option in text
+    assert len(text.splitlines()) <= 120
     assert "serve" in run("--help")[1]
 
 
@@ -123,25 +125,54 @@ def test_options_reach_the_pool_and_the_engine(monkeypatch: pytest.MonkeyPatch) 
         raise ValueError("that will do")
 
     monkeypatch.setattr(process, "AsyncLLM", engine)
-    arguments = ("--actor-memory-mib", "700", "--grammar-cache-mib", "9", "--max-replays", "3", "--pool-wait", "4")
+    arguments = ("--actor-memory-mib", "700", "--grammar-cache-mib", "9", "--max-replays", "3", "--mask-limit", "4")
     arguments += ("--num-actors", "5", "--placement", "spread", "--compile-seconds", "2")
-    arguments += ("--max-nesting", "7", "--mask-deadline", "0.5", "--dtype", "float32")
-    arguments += ("--post-processor", "logging:Logger")
+    arguments += ("--max-num-seqs", "7", "--dtype", "float32", "--post-processor", "logging:Logger")
     assert run("serve", "--port", "0", *arguments)[0] == 1
     assert given == [
         "ray",
-        EngineConfig(mask_deadline=0.5, limits=Limits(max_nesting=7)),
+        EngineConfig(max_num_seqs=7),
         RayPoolOptions(
             num_actors=5,
             placement="spread",
             actor_memory_bytes=700 << 20,
             max_cache_bytes=9 << 20,
             max_replays=3,
-            pool_wait=4.0,
+            mask_limit=4.0,
             compile_limits=CompileLimits(seconds=2.0),
         ),
         {"processor": "logging:Logger", **asdict(LoadOptions(dtype="float32"))},
     ]
+
+
+def test_a_file_has_options_that_the_command_line_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[ServeOptions] = []
+    monkeypatch.setattr(process, "serve", lambda options, listener: given.append(options))
+    file = tmp_path / "guided.yaml"
+    file.write_text(
+        "model: null\nport: 0\nmax-num-seqs: 7\nkv_cache_mib: 9\nallowed_hosts: [a, b]\nenable_prefix_caching: no\n"
+    )
+    assert run("serve", "--config", str(file), "--max-num-seqs", "8") == (0, "")
+    [options] = given
+    assert (options.port, options.server.allowed_hosts) == (0, ("a", "b"))
+    assert options.engine == EngineConfig(max_num_seqs=8, kv_cache_bytes=9 << 20, enable_prefix_caching=False)
+    for text, says in (("prot: 1", "there is no option prot"), ("port: x", "--port"), ("- a", "'option: value'")):
+        file.write_text(text)
+        code, printed = run("serve", "--config", str(file))
+        assert code == 2
+        assert says in " ".join(printed.replace("│", " ").split())
+
+
+def test_a_chat_template_replaces_the_model_s(tmp_path: Path) -> None:
+    assert "there is no chat template" in run("serve", "--port", "0", "--chat-template", str(tmp_path / "no"))[1]
+    file = tmp_path / "template.jinja"
+    file.write_text("<ours>")
+    options = ServeOptions(pool="inline", load=LoadOptions(chat_template=str(file), dtype="float32"))
+    engine = process.start_engine(options)
+    try:
+        assert engine.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<ours>"
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +180,7 @@ def test_options_reach_the_pool_and_the_engine(monkeypatch: pytest.MonkeyPatch) 
     [
         (("--max-num-seqs", "0"), "Invalid value for '--max-num-seqs': Input should be greater than or equal to 1"),
         (("--port", "70000"), "Invalid value for '--port': Input should be less than or equal to 65535"),
-        (("--pool-wait", "-1"), "Invalid value for '--pool-wait': Input should be greater than or equal to 0"),
+        (("--max-replays", "-1"), "Invalid value for '--max-replays': Input should be greater than or equal to 0"),
         (("--actor-memory-mib", "1"), "Invalid value for '--actor-memory-mib': Input should be greater than or equal"),
         (("--dtype", "float3"), "Invalid value: dtype is 'float3'; it must be one of auto, float32"),
         (("--mask-limit", "0"), "Invalid value: mask_limit is 0.0; it must be more than 0"),
@@ -177,6 +208,20 @@ class TestCheck:
         reports = [json.loads(line) for line in text.splitlines()]
         assert [report["accepted"] for report in reports] == [True, False]
         assert "lookaround" in reports[1]["error"]
+
+    def test_what_is_hardly_meant_is_a_warning(self, tmp_path: Path) -> None:
+        example, api, schema = tmp_path / "example.json", tmp_path / "api.yaml", tmp_path / "schema.yml"
+        example.write_text('{"name": "Maria"}')
+        api.write_text("openapi: 3.1.0\ncomponents: {schemas: {A: {type: string}}}\n")
+        schema.write_text("type: object\nproperties: {a: {type: string}, b: {}}\n")
+        code, text = run("check", str(example), str(api), str(schema))
+        assert code == 0
+        assert "WARNING: none of its keywords (name) restricts anything" in text
+        assert "WARNING: an OpenAPI document is no schema" in text
+        assert text.count("allows: any JSON value") == 2
+        assert f"{schema}: accepted (JSON schema)" in text
+        assert "allows: object with a, b" in text
+        assert run("check", str(example), "--strict")[0] == 1
 
     def test_standard_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
         result = CliRunner().invoke(app, ["check", "-"], input='root ::= "a"\n')

@@ -46,11 +46,6 @@ class TestPage:
         assert "https://" not in text
         assert "innerHTML" not in text
 
-    def test_an_option_switches_it_off(self, client_with: Make) -> None:
-        answer = client_with(playground=False).get("/")
-        assert answer.status_code == 404
-        assert "/docs" in answer.json()["error"]["message"]
-
     def test_with_a_key_the_page_is_open_and_its_requests_are_not(self, client_with: Make) -> None:
         client = client_with(api_key="secret")
         assert client.get("/").status_code == 200

@@ -272,8 +272,8 @@ def test_refusals(
     ],
     ids=["text", "tools", "reasoning"],
 )
-def test_what_an_answer_would_repeat_is_unicode(hermes: TestClient, fields: dict[str, Any]) -> None:
+def test_what_an_answer_repeats_may_be_no_unicode(hermes: TestClient, fields: dict[str, Any]) -> None:
     body = json.dumps({**ASK, **fields})  # in ASCII
     answer = hermes.post(PATH, content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400, answer.text
-    assert "not valid Unicode" in answer.json()["error"]["message"]
+    assert answer.status_code == 200, answer.text
+    assert "\\ud800" in answer.text

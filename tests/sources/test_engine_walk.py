@@ -14,12 +14,13 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from engine import LLM, AsyncLLM, SamplingParams
+from engine.batch import Batch
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.sampler import SamplerOutput, SequenceGroupOutput
-from engine.scheduler import SequenceGroupMetadata
+from engine.sampler import SamplerOutput
 from engine.sequence import SequenceData, SequenceGroup, SequenceStatus
+from engine.step_views import SequenceGroupMetadata, SequenceGroupOutput, by_group, seq_group_metadata_list
 from guided.errors import InvalidRequest
 from guided.sequence import SequenceOutput
 
@@ -157,12 +158,12 @@ def anyio_backend() -> str:
 @source("SequenceGroupMetadata(request_id, is_prompt, seq_data, sampling_params, block_tables)")
 @source(
     "Scheduler.schedule() returns List[SequenceGroupMetadata]",
-    differs="it returns a ScheduledBatch, of which `Scheduler.seq_group_metadata_list` is a view",
+    differs="it returns a Batch, of which `seq_group_metadata_list` is a view",
 )
 def test_sequence_group_metadata(make_engine: MakeEngine) -> None:
     engine = make_engine(block_size=4)
     group = engine.add_request("r", [1, 2, 3, 4, 5], SamplingParams(n=2))
-    [metadata] = engine.scheduler.seq_group_metadata_list(engine.scheduler.schedule())
+    [metadata] = seq_group_metadata_list(engine.scheduler.schedule(), engine.blocks)
     seq_data = {}
     block_tables = {}
     for seq in group.get_seqs(status=SequenceStatus.RUNNING):
@@ -184,9 +185,9 @@ def test_outputs_of_a_step(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPa
     engine, seen = make_engine(), []
     append = engine.append
 
-    def looking(sampled: SamplerOutput, metadata: Any, skipped: Any) -> None:
-        seen.append(sampled.by_group(metadata))
-        append(sampled, metadata, skipped)
+    def looking(sampled: SamplerOutput, batch: Batch) -> None:
+        seen.append(by_group(sampled, batch))
+        append(sampled, batch)
 
     monkeypatch.setattr(engine, "append", looking)
     group = engine.add_request("r", [1, 2], SamplingParams(n=2, logprobs=1, prompt_logprobs=0))

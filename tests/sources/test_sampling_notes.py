@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
+from engine.batch import Batch, Chunk
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
-from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import SamplingParams, SamplingType
-from engine.scheduler import Chunk, ScheduledBatch
 from engine.sequence import Sequence
+from engine.step_views import SamplingMetadata, seq_group_metadata_list
 
 source = pytest.mark.source
 MakeEngine = Callable[..., LLMEngine]
@@ -22,7 +21,7 @@ Run = Callable[..., dict[str, RequestOutput]]
 
 
 @pytest.fixture
-def batch(make_engine: MakeEngine) -> ScheduledBatch:
+def batch(make_engine: MakeEngine) -> Batch:
     """sg1, sg2 and sg3 are prefills of 4, 3 and 5 tokens; sg2's prompt is longer. sg4 decodes two sequences."""
     admit, scores = make_engine().admit, SamplingParams(prompt_logprobs=1, seed=1)
     sg1, sg2 = admit("sg1", [11, 12, 13, 14], scores), admit("sg2", [21, 22, 23, 24, 25], scores)
@@ -31,12 +30,12 @@ def batch(make_engine: MakeEngine) -> ScheduledBatch:
     for sequence in sg4.sequences:
         sequence.append(42)
     prefills = [Chunk(sg1.sequences, 0, 4), Chunk(sg2.sequences, 0, 3), Chunk(sg3.sequences, 0, 5)]
-    return ScheduledBatch(prefills, sg4.sequences)
+    return Batch(prefills, sg4.sequences)
 
 
 @pytest.fixture
-def metadata(batch: ScheduledBatch) -> SamplingMetadata:
-    return SamplingMetadata.prepare(batch, torch.device("cpu"), None)
+def metadata(batch: Batch) -> SamplingMetadata:
+    return SamplingMetadata(batch)
 
 
 @source("prompt_logprobs outputs the probabilities of all prompt tokens but the first")
@@ -52,15 +51,15 @@ def test_prompt_logprobs(make_engine: MakeEngine, run: Run) -> None:
 @source("groups in the prefill phase come before groups in the decode phase")
 @source(
     "SamplingMetadata.prepare(seq_group_metadata_list, seq_lens, query_lens)",
-    differs="prepare gets the scheduled batch, of which the three lists are views",
+    differs="it is a view of the batch, as are the three lists",
 )
-def test_the_lists_of_a_batch(make_engine: MakeEngine, batch: ScheduledBatch) -> None:
+def test_the_lists_of_a_batch(make_engine: MakeEngine, batch: Batch) -> None:
     assert (batch.seq_lens, batch.query_lens) == ([4, 3, 5, 2, 2], [4, 3, 5, 1, 1])
     engine = make_engine()
     engine.add_request("decoding", [5, 6], SamplingParams(max_tokens=9, n=2))
     engine.step()
     engine.add_request("new", [7, 8, 9], SamplingParams(max_tokens=9))
-    groups = engine.scheduler.seq_group_metadata_list(engine.scheduler.schedule())
+    groups = seq_group_metadata_list(engine.scheduler.schedule(), engine.blocks)
     assert [(one.request_id, one.is_prompt, len(one.seq_data)) for one in groups] == [
         ("new", True, 1),
         ("decoding", False, 2),
@@ -104,11 +103,10 @@ def test_categorized_sample_indices(metadata: SamplingMetadata) -> None:
 
 
 @source("prompt rows are removed: at each group's sample_idx begins its part of the rows that are sampled")
-def test_the_sampled_rows_are_the_sequences(metadata: SamplingMetadata, batch: ScheduledBatch) -> None:
+def test_the_sampled_rows_are_the_sequences(batch: Batch) -> None:
     sampled: list[Sequence] = [batch.prefills[0].sequences[0], batch.prefills[2].sequences[0], *batch.decodes]
-    assert metadata.sequences == sampled
-    assert metadata.selected is not None
-    assert metadata.selected.tolist() == [3, 11, 12, 13]
+    assert batch.sequences == sampled
+    assert batch.selected == [3, 11, 12, 13]
 
 
 @source("_apply_top_k_top_p sorts the logits and restores their order")

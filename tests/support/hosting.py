@@ -85,7 +85,7 @@ def hosted(
         stack.callback(engine.shutdown)
         listener = stack.enter_context(listener_on("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        drop_stalled_connections(listener, server_settings.stall_seconds)
+        drop_stalled_connections(listener)
         options = options or ServeOptions()
         server = uvicorn.Server(
             uvicorn_config(app, options, log_config=None, log_level=None, lifespan="off", timeout_graceful_shutdown=1)

@@ -126,24 +126,6 @@ class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
         return DummyPerReqLogitsProcessor(target_token)
 
 
-class EchoLogitsProcessor(AdapterLogitsProcessor):
-    """A callable with prompt ids that repeats the prompt. It returns a new tensor."""
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        if not (params.extra_args or {}).get("echo"):
-            return None
-
-        def echo(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            forced = torch.full_like(logits, float("-inf"))
-            forced[prompt_ids[len(output_ids) % len(prompt_ids)]] = 0.0
-            return forced
-
-        return echo
-
-
 class MyBias(LogitsProcessor):
     """`logit_bias` as a dense tensor with the rows of the batch. It returns a new tensor."""
 
@@ -250,40 +232,6 @@ class RevisedMinP(RevisedBias):
             if min_p is not None:
                 floor = logits[row].max() + torch.tensor(min_p).log()
                 logits[row, logits[row] < floor] = float("-inf")
-        return logits
-
-
-class RevisedEcho(RevisedBias):
-    """Repeats the prompt, from the tokens that the engine passes."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        super().__init__(vllm_config, device, is_pin_memory)
-        self.prompt_lens: dict[int, int] = {}
-
-    def add_request(self, req_info: tuple[SamplingParams, int, int]) -> None:
-        super().add_request(req_info)
-        _, prompt_length, index = req_info
-        self.prompt_lens[index] = prompt_length
-
-    def update_state(
-        self,
-        index_mapping: np.ndarray[Any, Any] | None,
-        token_ids: np.ndarray[Any, Any],
-        seq_lens: np.ndarray[Any, Any],
-    ) -> None:
-        super().update_state(index_mapping, token_ids, seq_lens)
-        self.next: dict[int, int] = {}
-        for index in self.rows:
-            prompt, length = self.prompt_lens[index], int(seq_lens[index])
-            said = token_ids[index, prompt:length].tolist()
-            wanted = [int(token_ids[index, i % prompt]) for i in range(len(said) + 1)]
-            assert said == wanted[:-1]
-            self.next[index] = wanted[-1]
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for row, index in enumerate(self.rows):
-            logits[row] = float("-inf")
-            logits[row, self.next[index]] = 0.0
         return logits
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+import yaml
 
 from engine.server.commands.parameters import Backend, Tokenizer, reported
 from guided.backends import AUTO
@@ -22,43 +23,59 @@ def check(
     tokenizer: Tokenizer,
     kind: Annotated[
         Literal["json_schema", "regex", "grammar"] | None,
-        typer.Option(help="What the files contain. Default: by name (.json, .regex, .lark, .gbnf) or text."),
+        typer.Option(help="What the files contain. Default: by name (.json, .yaml, .regex, .lark, .gbnf) or text."),
     ] = None,
     backend: Backend = AUTO,
     samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
     seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     canonical: Annotated[bool, typer.Option("--canonical", help="Print the constraint as it is compiled.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="What is not enforced is an error.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="What is not enforced, or hardly meant, is an error.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each file.")] = False,
 ) -> None:
     """Check JSON schemas, regexes and grammars without a model: accepted or refused, by which backend, and why.
 
-    The exit status is 1 if a file is refused (or, with --strict, has parts that are not enforced), 2 for a wrong call.
+    The exit status is 1 if a file is refused (or, with --strict, has parts that are not enforced, or allows anything), 2
+    for a wrong call.
     """
     missing = next((file for file in files if str(file) != "-" and not file.is_file()), None)
     if missing is not None:
         raise typer.BadParameter(f"there is no file {missing}")
     from guided.check import check_all, vocabulary_of  # slow: the grammar libraries
 
-    texts = ((str(f), sys.stdin.read() if str(f) == "-" else f.read_text(encoding="utf-8")) for f in files)
+    texts = ((str(file), _text_of(file)) for file in files)
     good = True
     with reported("check", 2):
         for report in check_all(
             texts, vocabulary_of(tokenizer), kind=kind, backend=backend, samples=samples, seed=seed, seconds=seconds
         ):
-            good = good and report.accepted and not (strict and report.not_enforced)
-            print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _text(report, canonical), flush=True)
+            good = good and report.accepted and not (strict and (report.not_enforced or report.warning))
+            print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _lines(report, canonical), flush=True)
     raise typer.Exit(not good)
 
 
-def _text(report: Report, canonical: bool) -> str:
+def _text_of(file: Path) -> str:
+    """Read a file. YAML becomes JSON."""
+    text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    if file.suffix.lower() not in (".yaml", ".yml"):
+        return text
+    try:
+        return json.dumps(yaml.safe_load(text))
+    except (yaml.YAMLError, TypeError) as error:  # a TypeError: a date, for example
+        raise ValueError(f"{file} is not JSON as YAML: {error}") from None
+
+
+def _lines(report: Report, canonical: bool) -> str:
     if report.accepted:
         lines = [f"{report.name}: accepted ({report.kind}), {report.backend}, {1000 * report.compile_seconds:.1f} ms"]
     else:
         where = "" if report.pointer is None else f" at {report.pointer or 'the root'}"
         lines = [f"{report.name}: refused ({report.kind}){where}: {report.error}"]
     if report.accepted:
+        lines += [f"  allows: {report.understood}"] if report.understood else []
+        lines += [f"  WARNING: {report.warning}"] if report.warning else []
         lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
     for what in ("checked", "not_enforced"):
         if found := getattr(report, what):

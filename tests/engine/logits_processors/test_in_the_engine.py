@@ -14,7 +14,7 @@ from faulty_pool import FaultyPool
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
-from engine.logits_processors import BatchUpdate, LogitsProcessor, MinPLogitsProcessor, process_dict_updates
+from engine.logits_processors import BatchUpdate, LogitsProcessor, process_dict_updates
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -33,46 +33,6 @@ def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
 
 
 TARGETED = [sample.DummyLogitsProcessor, sample.DictUpdatesLogitsProcessor, sample.WrappedPerReqLogitsProcessor]
-
-
-@pytest.mark.parametrize("processor", TARGETED)
-@pytest.mark.parametrize("config", [{}, TIGHT])
-def test_processors_written_for_vllm_s_documentation_run(
-    make_engine: MakeEngine, run: Run, processor: type[LogitsProcessor], config: dict[str, Any]
-) -> None:
-    """Requests of different lengths come, go and are preempted: each keeps to its own token, the others to none."""
-    free = {f"free {n}": (PROMPT, SamplingParams(temperature=0.0, max_tokens=10 + 5 * n)) for n in range(3)}
-    mine = {
-        f"token {n}": (
-            PROMPT,
-            SamplingParams(seed=n, n=1 + n % 2, max_tokens=4 + 5 * n, extra_args={"target_token": 100 + n}),
-        )
-        for n in range(8)
-    }
-    together = dict(random.Random(3).sample(sorted({**free, **mine}.items()), 11))
-    engine = make_engine(logits_processors=(processor,), max_num_seqs=8, **config)
-    found = tokens(run(engine, together))
-    for n in range(8):
-        assert found[f"token {n}"] == [[100 + n] * (4 + 5 * n)] * (1 + n % 2)
-    expected = tokens(run(make_engine(), free))
-    assert {name: found[name] for name in free} == expected
-    assert (engine.scheduler.num_preemptions > 0) == bool(config)
-
-
-@pytest.mark.parametrize("processor", [sample.EchoLogitsProcessor, sample.RevisedEcho])
-@pytest.mark.parametrize("config", [{}, TIGHT])
-def test_a_processor_sees_prompt_and_output(
-    make_engine: MakeEngine, run: Run, processor: type, config: dict[str, Any]
-) -> None:
-    requests = {
-        f"{n}": ([10 + n, 20 + n, 30 + n], SamplingParams(max_tokens=9 + 7 * n, extra_args={"echo": True}))
-        for n in range(7)
-    }
-    engine = make_engine(logits_processors=(processor,), max_num_seqs=7, **config)
-    found = tokens(run(engine, requests))
-    assert (engine.scheduler.num_preemptions > 0) == bool(config)
-    for n in range(7):
-        assert found[f"{n}"] == [[(10 + n, 20 + n, 30 + n)[place % 3] for place in range(9 + 7 * n)]]
 
 
 @pytest.mark.parametrize(("seed", "processor"), [*enumerate([*TARGETED, sample.RevisedBias])])
@@ -186,16 +146,6 @@ def test_a_late_row_stays_in_the_batch(make_engine: MakeEngine, tiny_model: Load
     assert all(lengths == list(range(20)) for lengths in seen.values())
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_the_engine_s_own_min_p_with_late_rows(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, late: bool
-) -> None:
-    expected = run(make_engine(), requests("logit_bias", "min_p"))
-    pool = FaultyPool(tiny_model.vocabulary)
-    pool.delay = lambda sequence_id, position: 2 if late and position % 3 == 0 else 0
-    assert tokens(run(make_engine(pool), requests("logit_bias", "min_p"))) == tokens(expected)
-
-
 def test_the_order_is_min_tokens_bias_processors_penalties_mask_temperature_invariant_ones(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
 ) -> None:
@@ -232,31 +182,6 @@ def test_the_order_is_min_tokens_bias_processors_penalties_mask_temperature_inva
     assert torch.allclose(after[allowed], raw[allowed] / 0.5)
 
 
-def test_unused_built_ins_are_told_of_no_request(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    processors = engine.sampler.processors
-    called: list[str] = []
-    for name in ("_bias", "_min_tokens", "_min_p"):
-        host = getattr(processors, name)
-        for verb in ("begin", "apply"):
-            real = getattr(host, verb)
-            monkeypatch.setattr(
-                host, verb, lambda *args, _real=real, _name=name, **kw: (called.append(_name), _real(*args, **kw))[1]
-            )
-    engine.add_request("plain", PROMPT, SamplingParams(seed=1, top_k=5, max_tokens=20))
-    engine.step()
-    engine.step()
-    assert not called
-    engine.add_request("min_p", PROMPT, SamplingParams(seed=1, min_p=0.2, max_tokens=2))
-    engine.step()
-    assert {*called} == {"_min_p"}
-    engine.step()
-    engine.step()
-    called.clear()
-    engine.step()
-    assert not called, "the sequences that used it have left the batch"
-
-
 # -- what raises
 
 
@@ -290,22 +215,6 @@ def test_a_request_that_a_processor_raises_on_fails_and_no_other(
     again = run(engine, others)
     assert tokens(again) == tokens(expected)
     assert processor.made == made
-
-
-@pytest.mark.parametrize("where", ["apply", "update_state"])
-def test_one_that_raises_on_rows_that_were_late(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, where: str
-) -> None:
-    others = {name: each for name, each in requests("logit_bias", "min_p").items() if name != "seeded"}
-    expected = run(make_engine(), others)
-    pool = FaultyPool(tiny_model.vocabulary)
-    pool.delay = lambda sequence_id, position: 2 if position == 0 else 0
-    engine = make_engine(pool, logits_processors=(sample.PoisonableLate,))
-    found = run(engine, {**others, "poison": (PROMPT, poisoned(where, regex=REGEX))})
-    assert isinstance(found.pop("poison").error, LogitsProcessorFailed)
-    assert tokens(found) == tokens(expected)
-    assert engine.stats.late_rows > 1
-    assert engine.stats.late == 0
 
 
 @pytest.mark.parametrize("where", ["add_request", "update_state", "apply"])
@@ -385,7 +294,3 @@ def test_a_script_names_them_beside_the_config_s(tiny_model: LoadedModel) -> Non
         )
     assert list(output.outputs[0].token_ids) == [67] * 4
     assert llm.engine.sampler.processors.classes == (sample.MyBias, sample.DummyLogitsProcessor)
-
-
-def test_a_built_in_is_a_processor_like_any_other() -> None:
-    assert issubclass(MinPLogitsProcessor, LogitsProcessor)

@@ -1,41 +1,12 @@
-"""A real `guided serve`: its end, its environment, its hosts."""
+"""A real `guided serve`: its environment, its hosts."""
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import psutil
 from serving import serving
-
-SUPPORT = str(Path(__file__).parents[2] / "support")
-
-
-def test_sigterm_ends_a_server_with_threads_that_hang() -> None:
-    """Requests that hang in admission fill the event loop's executor: shutdown does not need it."""
-    hanging = ("--logits-processors", "sample_processors:HangsAtAdmission")
-    body = {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"hang": True}}
-    with serving("--pool", "inline", "--grace-seconds", "1", *hanging, PYTHONPATH=SUPPORT) as server:
-
-        def post() -> None:
-            with suppress(httpx.HTTPError):
-                httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-
-        clients = [threading.Thread(target=post) for _ in range(40)]
-        for each in clients:
-            each.start()
-        time.sleep(1)
-        started = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(60)
-        assert time.monotonic() - started < 25
-        for each in clients:
-            each.join()
-    assert "most recent call first" in "".join(server.log), "the stacks of what hangs"
 
 
 def test_the_api_key_is_in_no_child_and_hosts_are_checked() -> None:

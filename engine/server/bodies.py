@@ -1,13 +1,13 @@
-"""Admission: from the raw body of a request to work for the engine, in stages from cheap to expensive.
+"""Read the body of a request, in stages from cheap to expensive.
 
-1. Size: the gate counts the bytes (`gate.py`).
+1. Size: the middleware counts the bytes (`middleware.py`).
 2. JSON within limits: number of values, nesting, length of numbers, duplicate keys (`guided.json_text`).
 3. Counts: messages, prompts, prompts times `n`.
 4. Shape (`protocol.py`). A body has at most ten errors.
 5. Meaning: the constraint, the sampling parameters, the prompt's tokens (`chat.py`, `completions.py`).
 
-Stages 2 to 5 take time linear in the body's size, run in a few threads of their own, and never on the event loop. The
-last stage, compilation, runs in processes that can be killed.
+Stages 2 to 5 take time linear in the body's size, and run in a worker thread, never on the event loop. The last stage,
+compilation, runs in processes that can be killed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ MAX_REPORTED = 10
 
 _NESTING = 256
 """Maximum nesting of a body: less than Python's stack, and more than a schema's, which has an error of its own."""
+_MAX_VALUES = 200_000
+"""Maximum number of values of a body: objects, arrays, strings, numbers, ..."""
 _MAX_MEMBERS = 25_000
 """Maximum number of keys, objects and arrays of a body: parsing them holds the GIL, for a tenth of a second."""
 _MAX_ENTRIES = {"logit_bias": MAX_BIASES, "vllm_xargs": 1024, "chat_template_kwargs": 1024}
+_MAX_OUTPUTS = 256
+"""Maximum number of outputs of a request: prompts times `n`."""
 
 
-class AdmissionRoute(APIRoute):
-    """A route for endpoints that are functions of `(body, request, context)` and run in an admission thread.
+class BodyRoute(APIRoute):
+    """A route for endpoints that are functions of `(body, request, context)` and run in a worker thread.
 
     The body has passed the stages 2 to 4. The endpoint returns the answer. The API documentation lists it like any
     other endpoint.
@@ -60,7 +64,8 @@ class AdmissionRoute(APIRoute):
                 return self.prepare(body, request, context)
 
             try:
-                prepared = await context.admission.run(request, work)
+                async with context.room_for(request):
+                    prepared = await context.in_thread(work, await request.body())
             except ClientDisconnect:
                 context.metrics.abandoned("disconnected")
                 return Response(status_code=499)
@@ -69,7 +74,7 @@ class AdmissionRoute(APIRoute):
         return handle
 
     def prepare(self, body: Any, request: Request, context: ServerContext) -> Any:
-        """Call the endpoint. Runs in an admission thread."""
+        """Call the endpoint. Runs in a worker thread."""
         context.check_model(body.model)
         return self.endpoint(body, request, context).model_dump_json()
 
@@ -94,9 +99,9 @@ def parse(
         raise InvalidRequest(f"content-encoding {bounded(encoding)} is not supported: send the body uncompressed")
     if not _is_json(headers.get("content-type", "")):
         raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
-    limit, nesting = context.settings.max_body_values, max(_NESTING, 2 * context.limits.max_nesting)
+    nesting = max(_NESTING, 2 * context.limits.max_nesting)
     try:
-        data = loads(raw, max_values=limit, max_nesting=nesting, max_members=_MAX_MEMBERS, constants=True)
+        data = loads(raw, max_values=_MAX_VALUES, max_nesting=nesting, max_members=_MAX_MEMBERS, constants=True)
     except JsonTooLarge as error:
         raise BodyTooComplex(f"the body is over a limit: {error}") from None
     except JsonError as error:
@@ -121,15 +126,14 @@ def _check_counts(data: Mapping[str, Any], context: ServerContext) -> None:
             message = f"there are {len(messages)} messages; the context of {context_length} tokens holds fewer"
             raise InvalidRequest(message, param=name)
     count = num_prompts(data.get("prompt"))
-    limit = min(context.settings.max_outputs, context.settings.max_requests)
+    limit = min(_MAX_OUTPUTS, context.settings.max_requests)
     for name in ("n", "best_of"):
         times = data.get(name)
         times = times if isinstance(times, int) and times > 1 else 1
         if count * times > limit:
             asked = f"{name} is {times}" if count == 1 else f"there are {count} prompts with {name} = {times}"
             raise InvalidRequest(
-                f"{asked}; the limit of one request is {limit} outputs (--max-outputs)",
-                param=name if count == 1 else "prompt",
+                f"{asked}; the limit of one request is {limit} outputs", param=name if count == 1 else "prompt"
             )
     for name, most in _MAX_ENTRIES.items():
         entries = data.get(name)

@@ -1,0 +1,144 @@
+"""Batch: the work of one step. It goes from the scheduler through the model and the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Part of a prefill: tokens `start` to `end` of sequences that have the same tokens and blocks."""
+
+    sequences: list[Sequence]
+    start: int
+    end: int
+    drafts: list[Sequence] = field(default_factory=list)
+    """A sequence for the row after each draft. Its last token is the draft. These are the last tokens of the chunk."""
+    row: int = 0
+    """Row of the hidden states of its first token. Set by `Batch`."""
+
+    @property
+    def is_last(self) -> bool:
+        """The sequences are sampled after this chunk."""
+        return self.end - len(self.drafts) == self.sequences[0].length
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens, drafts included."""
+        return self.sequences[0].data.span(self.start, self.end) + [draft.last_token for draft in self.drafts]
+
+    def unscored(self) -> Iterator[tuple[int, int]]:
+        """Yield (first, last) of tokens that its rows predict, that were not sampled (prompt tokens, forced tokens),
+        and that have no log-probabilities yet although they are wanted. Row `row + first - 1 - start` predicts `first`.
+        """
+        sequence = self.sequences[0]
+        num_prompt = len(sequence.data.prompt_token_ids)
+        if sequence.params.prompt_logprobs is not None:
+            known, last = len(sequence.group.prompt_logprobs), min(self.end + 1, num_prompt)
+            if known < last:
+                yield known, last
+        if sequence.has_unscored_tokens:
+            known, last = num_prompt + len(sequence.output_logprobs), min(self.end + 1, sequence.length)
+            if known < last:
+                yield known, last
+
+
+class Batch:
+    """Chunks of prefills, and one token for each decoding sequence. Row i of the logits is that of `sequences[i]`.
+
+    One object serves step after step while only the same sequences decode.
+
+    Args:
+        prefills: each chunk is of all sequences of a new group, or of one sequence: preempted, or with several new
+            tokens.
+        decodes: shortest first: sequences of similar length are computed together.
+        copies: (source, target) blocks to copy before the forward pass. All sources are read before any target is
+            written.
+    """
+
+    def __init__(
+        self, prefills: list[Chunk], decodes: list[Sequence], copies: list[tuple[int, int]] | None = None
+    ) -> None:
+        self.prefills = prefills
+        self.decodes = decodes
+        self.copies = copies or []
+        self.is_repeatable = True
+        """The next step may use this object again."""
+        self.appended: NDArray[np.int32] | None = None
+        """int32 `[rows]`: the tokens of the last step with this object, if that is all that has changed since."""
+        self.sequences: list[Sequence] = []
+        """The sampled sequences. The row of each draft follows that of its sequence."""
+        self.selected: list[int] | None = None
+        """The rows of the hidden states that are sampled. None: all, in order. The last row of a prefill is there once
+        for each of its sequences. Rows of earlier chunks are not sampled."""
+        self.drafted: dict[int, list[int]] = {}
+        """By row of a sequence with drafts: the drafts. Their rows follow."""
+        if prefills:
+            self._select()
+        else:
+            self.sequences = decodes
+        self._sort_rows()
+
+    def _select(self) -> None:
+        selected: list[int] = []
+        end = 0
+        for chunk in self.prefills:
+            chunk.row, end = end, end + chunk.end - chunk.start
+            if chunk.drafts:
+                self.drafted[len(self.sequences)] = [draft.last_token for draft in chunk.drafts]
+                self.sequences += [chunk.sequences[0], *chunk.drafts]
+                selected += range(end - len(chunk.drafts) - 1, end)
+            elif chunk.is_last:
+                self.sequences += chunk.sequences
+                selected += [end - 1] * len(chunk.sequences)
+        self.sequences += self.decodes
+        self.selected = selected + list(range(end, end + len(self.decodes)))
+
+    def _sort_rows(self) -> None:
+        """List the rows that each part of sampling is for."""
+        guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
+        self.guided = tuple(sequence.guided for sequence in self.sequences if sequence.guided is not None)
+        """The rows for the post-processors: those with a constraint, or all."""
+        self.guided_rows = np.array(guided, np.intp)
+        """int `[len(guided)]`: their row numbers."""
+        self.draft_rows = frozenset(at + 1 + n for at, drafts in self.drafted.items() for n in range(len(drafts)))
+        """Rows of drafts: they are sampled only to decide on the drafts."""
+        params = [sequence.params for sequence in self.sequences]
+
+        def rows(applies: Callable[[SamplingParams], object]) -> list[int]:
+            return [row for row, one in enumerate(params) if applies(one)]
+
+        self.random = rows(lambda one: not one.is_greedy)
+        self.biased = rows(lambda one: one.logit_bias)
+        self.penalised = rows(lambda one: one.has_penalties)
+        self.with_min_tokens = rows(lambda one: one.min_tokens)
+        self.with_logprobs = [row for row, sequence in enumerate(self.sequences) if sequence.needs_logprobs]
+        self.with_masked_logprobs = [row for row in self.with_logprobs if params[row].logprobs_mode == "masked"]
+        self.detailed = rows(lambda one: one.mask_details)
+        self.beams = rows(lambda one: one.use_beam_search)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prefills and not self.decodes
+
+    @property
+    def query_lens(self) -> list[int]:
+        """Number of tokens that are computed: of each chunk, then of each decoding sequence."""
+        return [chunk.end - chunk.start for chunk in self.prefills] + [1] * len(self.decodes)
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Number of tokens that are visible after the step: of each chunk, then of each decoding sequence."""
+        return [chunk.end for chunk in self.prefills] + [sequence.length for sequence in self.decodes]
+
+    @property
+    def computed_sequences(self) -> list[Sequence]:
+        """All sequences of the step, sampled or not."""
+        return self.decodes + [sequence for chunk in self.prefills for sequence in chunk.sequences]

@@ -1,0 +1,319 @@
+"""Requests and connections that once killed or stopped the server, or would do so without a limit. On real sockets."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hosting import Hosted, events_in, hosted, read_to_the_end
+from serving import serving, wait_until
+
+from engine.model_loader import LoadedModel, load_model
+from engine.server.options import ConnectionLimits, ServeOptions
+from engine.server.protocol import MAX_IGNORED
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+JSON = {"content-type": "application/json"}
+MANY = dict.fromkeys(map(str, range(1025)), "x")
+LIMITS = ConnectionLimits(
+    max_connections=6, max_header_bytes=8192, header_seconds=0.5, body_seconds=0.8, idle_seconds=0.6
+)
+GET = b"GET /version HTTP/1.1\r\nhost: a\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 30\r\n\r\n"
+CHUNKED = POST.replace(b"content-length: 30", b"transfer-encoding: chunked")
+SUPPORT = str(Path(__file__).parents[2] / "support")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama_dir: Path) -> LoadedModel:
+    return load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def server(model: LoadedModel) -> Iterator[Hosted]:
+    with hosted(model, options=ServeOptions(connections=LIMITS)) as server:
+        yield server
+
+
+def refusal(server: Hosted, path: str, body: bytes | dict[str, Any]) -> tuple[str, str | None, str]:
+    """Code, param and message of a 400. The server goes on."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx.post(server.url + path, content=content, headers=JSON, timeout=60)
+    assert answer.status_code == 400, answer.text[:500]
+    error = answer.json()["error"]
+    assert len(error["message"]) < 1000
+    return error["code"], error["param"], error["message"]
+
+
+class TestBodies:
+    @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
+    @pytest.mark.parametrize(
+        ("body", "code", "says"),
+        [
+            (b'{"prompt": "a", "prompt": "b"}', "invalid_json", "'prompt' occurs twice"),
+            (b'{"json_schema": ' + b"[" * 100_000, "body_too_complex", "nested deeper than 256"),
+            (b'{"messages": [' + b"0," * 300_000 + b"0]}", "body_too_complex", "more than 200000 values"),
+            (b'{"prompt": [' + b"[]," * 30_000 + b"[]]}", "body_too_complex", "25000 keys, objects and arrays"),
+            (b'{"n": ' + b"1" * 4000 + b"}", "body_too_complex", "a number has more than 100 characters"),
+            (b'{"prompt": "\xff"}', "invalid_json", "not UTF-8"),
+        ],
+        ids=["twice", "deep", "values", "members", "number", "UTF-8"],
+    )
+    def test_size_and_shape_come_first(self, server: Hosted, path: str, body: bytes, code: str, says: str) -> None:
+        found, param, message = refusal(server, path, body)
+        assert (found, param) == (code, None)
+        assert says in message
+
+    def test_a_compressed_body_is_refused_by_name(self, server: Hosted) -> None:
+        headers, body = {**JSON, "content-encoding": "gzip"}, gzip.compress(b'{"prompt": "a"}')
+        answer = httpx.post(server.url + TEXT, content=body, headers=headers)
+        assert answer.status_code == 400
+        assert "content-encoding gzip is not supported" in answer.json()["error"]["message"]
+
+    @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+    def test_other_content_types_are_refused(self, server: Hosted, content_type: str) -> None:
+        """A page of another site can send these without asking first."""
+        answer = httpx.post(server.url + TEXT, content=b'{"prompt": "a"}', headers={"content-type": content_type})
+        assert answer.status_code == 400
+        assert "application/json" in answer.json()["error"]["message"]
+
+    @pytest.mark.parametrize(
+        ("path", "body", "param"),
+        [
+            (TEXT, {"prompt": [0] * 150_000 + [None]}, "prompt"),
+            (TEXT, {"prompt": [640], "echo": True}, "prompt"),
+            (CHAT, {"messages": [0] * 500}, "messages[0]"),
+            (CHAT, {"messages": [{"role": "user", "content": [0] * 150_000}]}, "messages[0].content"),
+            (TEXT, {"prompt": "a", "choice": [0] * 150_000}, "choice"),
+            ("/detokenize", {"tokens": [None] * 150_000}, "tokens"),
+        ],
+        ids=["prompt", "echo", "messages", "content", "choice", "tokens"],
+    )
+    def test_many_errors_are_reported_as_one(self, server: Hosted, path: str, body: dict[str, Any], param: str) -> None:
+        _, found, _ = refusal(server, path, body)
+        assert found is not None
+        assert found.startswith(param)
+
+    def test_many_unknown_fields_are_named_up_to_a_limit(self, server: Hosted) -> None:
+        body = {"prompt": "a", **{f"unknown-{number}": 0 for number in range(20_000)}, "max_tokens": 1}
+        answer = httpx.post(server.url + TEXT, json=body, timeout=60)
+        assert answer.json()["guided"]["ignored"] == [f"unknown-{number}" for number in range(MAX_IGNORED)]
+
+    @pytest.mark.parametrize(
+        ("path", "fields", "param", "says"),
+        [
+            (CHAT, {"messages": [{"role": "user", "content": "a"}] * 600}, "messages", "600 messages; the context of"),
+            (TEXT, {"prompt": ["a"] * 257}, "prompt", "257 prompts with n = 1; the limit of one request is 256"),
+            (TEXT, {"prompt": [[1]] * 100, "best_of": 3}, "prompt", "100 prompts with best_of = 3"),
+            (TEXT, {"prompt": "a", "n": 300}, "n", "n is 300"),
+            (TEXT, {"prompt": "a", "stop": ["x"] * 65}, "stop", "65 strings; the limit is 64"),
+            (TEXT, {"prompt": "a", "stop": "x" * 1001}, "stop", "1001 characters; the limit is 1000"),
+            (TEXT, {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids", "1025 tokens; the limit is 1024"),
+            (TEXT, {"prompt": "a", "logit_bias": MANY}, "logit_bias", "1025 entries"),
+            (TEXT, {"prompt": ["a"] * 64, "n": 4, "logprobs": 20, "max_tokens": 100}, "logprobs", "200000"),
+        ],
+        ids=["messages", "prompts", "best_of", "n", "stop", "long stop", "stop_token_ids", "logit_bias", "logprobs"],
+    )
+    def test_a_limit_is_named(self, server: Hosted, path: str, fields: dict[str, Any], param: str, says: str) -> None:
+        code, found, message = refusal(server, path, {"max_tokens": 1, **fields})
+        assert (code, found) == ("invalid_request", param)
+        assert says in message
+
+    @pytest.mark.parametrize(
+        ("path", "body", "param"),
+        [
+            (TEXT, {"prompt": "word " * 800_000}, "prompt"),
+            (TEXT, {"prompt": ["a", " " * 4_000_000]}, "prompt"),
+            (CHAT, {"messages": [{"role": "user", "content": "狐" * 500_000}]}, "messages"),
+            (CHAT, {"messages": [{"role": "user", "content": "<|end|>" * 500_000}]}, "messages"),
+            ("/tokenize", {"prompt": "word " * 800_000}, "prompt"),
+        ],
+        ids=["words", "blanks", "chat", "special", "tokenize"],
+    )
+    def test_a_text_that_is_far_too_long_is_not_tokenized(
+        self, server: Hosted, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+    ) -> None:
+        encode, lengths = server.engine.tokenizer.encode, []
+
+        def counted(text: str, **options: Any) -> Any:
+            lengths.append(len(text))
+            return encode(text, **options)
+
+        monkeypatch.setattr(server.engine.tokenizer, "encode", counted)
+        assert refusal(server, path, body)[1] == param
+        assert sum(lengths) < 100_000
+
+
+@pytest.fixture
+def dial(server: Hosted) -> Iterator[Callable[[], socket.socket]]:
+    clients: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        host, port = server.url.removeprefix("http://").split(":")
+        clients.append(socket.create_connection((host, int(port)), timeout=20))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+Dial = Callable[[], socket.socket]
+
+
+def rest(client: socket.socket) -> bytes:
+    """Read until the server ends the connection."""
+    received = bytearray()
+    with suppress(ConnectionResetError):
+        while piece := client.recv(65536):
+            received += piece
+    return bytes(received)
+
+
+def is_ended(client: socket.socket, piece: bytes, pause: float = 0.0) -> bool:
+    """Send the piece again and again. Returns whether the server ends the connection."""
+    for _ in range(400):
+        try:
+            client.sendall(piece)
+        except OSError:
+            return True
+        time.sleep(pause)
+    return False
+
+
+def status(answer: bytes) -> int:
+    assert b'"code"' in answer, answer
+    return int(answer.split()[1])
+
+
+class TestConnections:
+    def test_a_silent_one_ends(self, server: Hosted, dial: Dial) -> None:
+        before = server.metric("guided_connections_ended_total", reason="header_timeout")
+        assert rest(dial()) == b""
+        assert server.metric("guided_connections_ended_total", reason="header_timeout") == before + 1
+
+    @pytest.mark.parametrize("sent", [b"G", GET, POST, POST + b'{"prompt"'], ids=["byte", "header", "none", "body"])
+    def test_half_a_request_is_a_408(self, server: Hosted, dial: Dial, sent: bytes) -> None:
+        client = dial()
+        client.sendall(sent)
+        assert status(rest(client)) == 408
+        server.wait_empty()
+
+    def test_a_header_that_drips_is_a_408(self, dial: Dial) -> None:
+        client = dial()
+        client.sendall(GET)
+        assert is_ended(client, b"a: b\r\n", pause=0.05)
+
+    def test_an_idle_one_ends_and_line_breaks_do_not_keep_it(self, dial: Dial) -> None:
+        client = dial()
+        client.sendall(GET + b"\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        assert is_ended(client, b"\r\n", pause=0.05)
+
+    def test_each_request_has_its_own_time(self, dial: Dial) -> None:
+        client = dial()
+        for _ in range(3):
+            time.sleep(0.3)
+            client.sendall(GET + b"\r\n")
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        client.sendall(GET)
+        assert status(rest(client)) == 408
+
+    @pytest.mark.parametrize(
+        "begin", [b"GET /", b"GET /version HTTP/1.1\r\na: ", b"\r\n\r\n"], ids=["url", "header", "line breaks"]
+    )
+    def test_a_huge_header_is_a_431(self, server: Hosted, dial: Dial, begin: bytes) -> None:
+        before = server.metric("guided_connections_ended_total", reason="header_too_large")
+        client = dial()
+        client.sendall(begin)
+        assert is_ended(client, b"\r\n" * 2048 if begin.isspace() else b"a" * 4096)
+        assert server.metric("guided_connections_ended_total", reason="header_too_large") == before + 1
+
+    @pytest.mark.parametrize("size", [7000, 9000])
+    def test_the_limit_holds_for_a_header_that_comes_at_once(self, dial: Dial, size: int) -> None:
+        client = dial()
+        client.sendall(GET + b"connection: close\r\na: " + b"a" * size + b"\r\n\r\n")
+        assert rest(client).startswith(b"HTTP/1.1 200" if size < 8192 else b"HTTP/1.1 431")
+
+    @pytest.mark.parametrize("begin", [b"0\r\na: ", b"0\r\n", b"1;"], ids=["a trailer", "trailers", "an extension"])
+    def test_what_follows_a_body_is_limited_as_a_header_is(self, dial: Dial, begin: bytes) -> None:
+        client = dial()
+        client.sendall(CHUNKED + b"1\r\n{\r\n" + begin)
+        assert is_ended(client, b"a: b\r\n" * 600 if begin == b"0\r\n" else b"a" * 4096)
+
+    def test_a_chunked_body_without_end_is_a_413(self, dial: Dial) -> None:
+        client = dial()
+        client.sendall(CHUNKED)
+        assert is_ended(client, b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+
+    def test_what_is_not_http_is_a_400(self, dial: Dial) -> None:
+        client = dial()
+        client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        assert status(rest(client)) == 400
+
+    def test_too_many_are_a_503(self, server: Hosted, dial: Dial) -> None:
+        for _ in range(LIMITS.max_connections):
+            dial()
+        assert status(rest(dial())) == 503
+        time.sleep(2 * LIMITS.header_seconds)
+        assert httpx.get(f"{server.url}/version").status_code == 200, "silent ones have ended"
+
+    def test_an_answer_may_take_longer_than_all_limits(self, server: Hosted) -> None:
+        """While the server is the one to send, nothing is expected of the client."""
+        server.pool.hold_compiles = True
+        try:
+            client = server.connect(choice=["a"], max_tokens=4, stream=True)
+            wait_until(lambda: server.context.in_flight == 1)
+            time.sleep(1.2 * max(LIMITS.header_seconds, LIMITS.body_seconds, LIMITS.idle_seconds))
+        finally:
+            server.pool.hold_compiles = False
+            server.pool.finish_compiles()
+        assert events_in(read_to_the_end(client))[-1] == "[DONE]"
+        client.close()
+
+    def test_a_low_limit_on_open_files_is_a_limit_on_connections(self, model: LoadedModel) -> None:
+        """Without it the server could accept no connection once its file descriptors are used up."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, hard))
+        try:
+            with hosted(model) as server, ExitStack() as clients:
+                host, port = server.url.removeprefix("http://").split(":")
+                for _ in range(60):
+                    clients.enter_context(socket.create_connection((host, int(port))))
+                wait_until(lambda: server.metric("guided_connections_ended_total", reason="too_many_connections") > 20)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_sigterm_ends_a_server_with_threads_that_hang() -> None:
+    hanging = ("--logits-processors", "sample_processors:HangsAtAdmission")
+    body = {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"hang": True}}
+    with serving("--pool", "inline", "--grace-seconds", "1", *hanging, PYTHONPATH=SUPPORT) as server:
+
+        def post() -> None:
+            with suppress(httpx.HTTPError):
+                httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+        clients = [threading.Thread(target=post) for _ in range(40)]
+        for each in clients:
+            each.start()
+        time.sleep(1)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(60)
+        assert time.monotonic() - started < 25
+        for each in clients:
+            each.join()
+    assert "most recent call first" in "".join(server.log), "the stacks of what hangs"
