@@ -15,7 +15,7 @@ from driven_pool import DrivenPool, freeze, until
 
 from actors import RayPool
 from actors.supervision import supervisor
-from guided.errors import MaskTimeout, WorkerDied
+from guided.errors import GuidedError, MaskTimeout, WorkerDied
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,43 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
     assert set(driven.errors) == {culprit}
     assert isinstance(driven.errors[culprit], MaskTimeout)
     until(lambda: not psutil.pid_exists(pid))
+
+
+def test_an_idle_actors_death_is_reported_between_steps(driven: DrivenPool) -> None:
+    sequences = driven.open("sound", number=4)
+    driven.go_on(sequences)
+    victim, lost = next(iter(driven.pool.placement().items()))
+    (before,) = [worker for worker in driven.pool.status().workers if worker.pid == victim]
+    os.kill(victim, signal.SIGKILL)
+    failures: dict[int, GuidedError] = {}
+    until(lambda: bool(failures.update(driven.pool.failures()) or failures))
+    assert set(failures) == lost
+    driven.go_on(sequences, 2)
+    assert set(driven.errors) == lost
+    until(driven.all_up)
+    after = driven.pool.status().workers[before.index]
+    assert (after.incarnation, after.restarts) == (before.incarnation + 1, before.restarts + 1)
+
+
+def test_sequences_that_were_not_opened_yet_go_elsewhere(driven: DrivenPool) -> None:
+    victim = next(iter(driven.pool.placement()))
+    sequences = driven.open("sound", number=4)
+    freeze(victim)  # it does not handle the message that opens its sequences
+    assert driven.step(sequences, deadline=0.0) != set(sequences)
+    assert driven.pool.placement()[victim]
+    os.kill(victim, signal.SIGKILL)
+    driven.go_on(sequences, 2)
+    assert not driven.errors
+
+
+def test_an_actor_frozen_outside_of_a_mask_costs_no_sequence(driven: DrivenPool) -> None:
+    sequences = driven.open("sound", number=6)
+    driven.go_on(sequences)
+    frozen = driven.pid_of(sequences[0])
+    freeze(frozen)
+    driven.go_on(sequences, 2)
+    assert not driven.errors
+    until(lambda: not psutil.pid_exists(frozen))
 
 
 def test_a_crash_loop_is_down_for_all_to_see_and_others_go_on(
