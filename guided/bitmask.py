@@ -26,6 +26,3 @@ def pack(token_ids: Iterable[int], padded_vocab_size: int) -> NDArray[np.int32]:
 def allowed_ids(row: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the token ids that `row` (int32 `[words]`) allows, ascending."""
     return np.flatnonzero(np.unpackbits(np.ascontiguousarray(row).view(np.uint8), bitorder="little"))
-
-
-_BITS = [np.array(1 << bit, np.uint32).view(np.int32)[()] for bit in range(32)]

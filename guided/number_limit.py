@@ -32,7 +32,7 @@ class NumberLimit:
         beginning = [token for token in vocabulary.text_token_ids if contents[token][0] in _DIGITS]
         self._others = ~pack(beginning, vocabulary.padded_vocab_size)
 
-    def end_long(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
         """Forbid tokens that begin with a digit after `MAX_DIGITS` digits of a number.
 
         Args:

@@ -10,8 +10,6 @@ import threading
 import time
 from pathlib import Path
 
-_BLOCK_BYTES = 64
-"""Estimated size of a Python object that malloc does not allocate. (malloc allocates those over 512 bytes.)"""
 _TRIM_BYTES = 64 << 20
 """Growth of the resident memory over its minimum above which freed memory is returned."""
 _TRIM_SECONDS = 8.0
@@ -29,7 +27,7 @@ class _MallocInfo(ctypes.Structure):
 
 def held_bytes() -> int:
     """Return the number of bytes that all threads have allocated: with malloc, and for Python objects (an estimate)."""
-    allocated = sys.getallocatedblocks() * _BLOCK_BYTES
+    allocated = 64 * sys.getallocatedblocks()  # malloc allocates the objects over 512 bytes
     if _malloc_info is not None:
         info = _malloc_info()
         allocated += info.uordblks + info.hblkhd

@@ -26,7 +26,7 @@ UNIVERSE: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 """Every code point in UTF-8."""
 
 _BIG = 30_000
-"""Number of code points above which a class is too large for libraries that enumerate its members."""
+"""Number of code points above which a class is too large to enumerate its members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +59,10 @@ class Repeat:
     high: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """The rule `name`. Only in grammars (`grammar.py`), never in a regex."""
-
-    name: str
-
-
-Node = Chars | Sequence | Choice | Repeat | Reference
+Node = Chars | Sequence | Choice | Repeat
 EMPTY = Sequence(())
 Restricted = Callable[[Node, list[tuple[bool, Node]]], Node]
 """See `guided.schema.automaton.restricted`."""
-
-
-def with_small_classes(node: Node) -> Node:
-    """Reduce classes that are neither small nor nearly everything (`\\w`) to ASCII. The result matches less.
-
-    For libraries that enumerate the characters of a class.
-    """
-    return map_chars(node, _reduced)
 
 
 def literal(text: str) -> Node:
@@ -360,6 +345,17 @@ def _count(ranges: Ranges) -> int:
     return sum(high - low + 1 for low, high in ranges)
 
 
+def has_large_class(node: Node) -> bool:
+    """Whether a class of `node` is neither small nor nearly everything, as `\\w` is."""
+    match node:
+        case Chars(ranges):
+            return min(_count(ranges), _count(complement(ranges))) > _BIG
+        case Sequence(inner) | Choice(inner):
+            return any(map(has_large_class, inner))
+        case Repeat(item):
+            return has_large_class(item)
+
+
 def within(node: Node, allowed: Ranges) -> Node | None:
     """Return `node` without the texts that have a character outside `allowed`; None if nothing is left."""
     match node:
@@ -377,7 +373,6 @@ def within(node: Node, allowed: Ranges) -> Node | None:
             if inner is None:
                 return None if low else EMPTY
             return repeat(inner, low, high)
-    return node
 
 
 def map_chars(node: Node, change: Callable[[Chars], Node]) -> Node:
@@ -391,14 +386,6 @@ def map_chars(node: Node, change: Callable[[Chars], Node]) -> Node:
             return choice(map_chars(option, change) for option in options)
         case Repeat(item, low, high):
             return repeat(map_chars(item, change), low, high)
-    return node
-
-
-def _reduced(chars: Chars) -> Chars:
-    """Reduce a large class to ASCII, unless nothing is left of it."""
-    if min(_count(chars.ranges), _count(complement(chars.ranges))) <= _BIG:
-        return chars
-    return Chars(intersection(chars.ranges, ((0, 127),)) or chars.ranges)
 
 
 def sequence(items: Iterable[Node]) -> Node:
@@ -473,8 +460,6 @@ def render(node: Node) -> str:
             inner = render(item) if isinstance(item, Chars) and item.ranges != UNIVERSE else f"(?:{render(item)})"
             counts = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
             return inner + {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), counts)
-        case Reference(name):
-            raise ValueError(f"rule {name} in a regex")
 
 
 def _render_chars(ranges: Ranges) -> str:

@@ -1,7 +1,7 @@
 """Structural tags: free text with constrained parts, in the format that vLLM and xgrammar publish.
 
-`parse` checks the shape of a structural tag and reduces its formats to eight kinds of nodes, which the adapters of
-`guided/backends/` lower. It checks no content (schemas, regexes, grammars): `guided/constraint.py` does.
+`parse` checks the shape of a structural tag and reduces its formats to eight kinds of nodes, which
+`guided/tags/` lowers for each library. It checks no content (schemas, regexes, grammars): `guided/constraint.py` does.
 
 Free text ends at the first occurrence of a literal that can follow it: a trigger, or an end tag.
 """

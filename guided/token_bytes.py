@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from guided.errors import InvalidRequest
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE_PIECE = "▁"
 
 
 class TokenBytes(NamedTuple):
@@ -71,7 +70,7 @@ def from_sentencepiece(content: bytes) -> TokenBytes:
     for token in ids:
         piece = model.IdToPiece(token)
         byte = _BYTE_PIECE.fullmatch(piece) if model.IsByte(token) else None
-        contents.append(bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE_PIECE, " ").encode("utf-8"))
+        contents.append(bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode("utf-8"))
     return TokenBytes(tuple(contents), special)
 
 

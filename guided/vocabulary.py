@@ -99,6 +99,10 @@ class Vocabulary:
         return {name: token for name, token in added if token in usable and token < self.padded_vocab_size}
 
     @cached_property
+    def _name_bytes(self) -> dict[int, bytes]:
+        return {token: name.encode() for name, token in self.special_names.items()}
+
+    @cached_property
     def fingerprint(self) -> str:
         """32 hex digits, equal for equal vocabularies in every process."""
         ids = (self.stop_token_ids, sorted(self.special_token_ids), self.padded_vocab_size)
@@ -118,6 +122,11 @@ class Vocabulary:
         """Return the concatenated bytes of tokens; special and unknown tokens have none."""
         size = self.vocab_size
         return b"".join(self.token_bytes[token] for token in token_ids if 0 <= token < size)
+
+    def spelled(self, token_ids: Iterable[int]) -> bytes:
+        """Return the text of tokens, with the names of the special tokens that a structural tag may name."""
+        contents, names = self.token_bytes, self._name_bytes
+        return b"".join(names.get(token) or contents[token] for token in token_ids)
 
     def encode(self, text: str | bytes) -> list[int]:
         """Return text tokens that spell exactly `text`: the tokenizer's own tokens if possible, else the longest first.

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import CompiledGrammar, Matcher
+from guided.backends.base import CompiledGrammar, Matcher, OutputRule
 from guided.backends.native import guard
 from guided.bitmask import pack
 from guided.completing.budget import Budget
 from guided.completing.search import Completions
 from guided.completing.sequence import BudgetedSequence
 from guided.errors import BackendError, DeadEnd, GuidedError
-from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
 
 _native = guard("the grammar library")
@@ -34,8 +33,8 @@ class _SlotState:
 
     permitted: NDArray[np.int32]
     """Tokens that the sequence's grammar may allow."""
-    numbers: NumberLimit | None = None
-    """Limits the digits of numbers in the output."""
+    rules: Sequence[OutputRule] = ()
+    """See `CompiledGrammar.rules`."""
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
@@ -112,10 +111,10 @@ class MaskWorker:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
                 state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
-                state.permitted, state.numbers = source.permitted, source.numbers
+                state.permitted, state.rules = source.permitted, source.rules
             elif grammar in self._grammars:
                 compiled = self._grammars[grammar]
-                state.matcher, state.numbers = compiled.matcher(), compiled.numbers
+                state.matcher, state.rules = compiled.matcher(), compiled.rules
                 if compiled.special_token_ids:
                     special = pack(compiled.special_token_ids, self._vocabulary.padded_vocab_size)
                     state.permitted = self._permitted | special
@@ -234,8 +233,8 @@ class MaskWorker:
         else:
             accepting = matcher.fill_bitmask(row)
             np.bitwise_and(row, state.permitted, out=row)
-            if state.numbers is not None:
-                state.numbers.end_long(output, row, accepting)
+            for rule in state.rules:
+                rule.restrict(output, row, accepting)
             if state.budgeted is not None and matcher is state.matcher:
                 state.budgeted.restrict(matcher, row)
         if accepting:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, TokenRejected
-from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
 
 
@@ -77,6 +76,13 @@ class Matcher(Protocol):
         return []
 
 
+class OutputRule(Protocol):
+    """A condition on the next token that depends on the output so far, and that no library has in its grammars."""
+
+    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+        """Forbid tokens after `output`. `row`: int32 `[words]`, changed in place. `accepting`: the output may end."""
+
+
 class CompiledGrammar(Protocol):
     """A constraint compiled for one vocabulary. Immutable; shared by all its matchers."""
 
@@ -85,8 +91,8 @@ class CompiledGrammar(Protocol):
     checked: tuple[str, ...] = ()
     """JSON pointers of the keywords of a schema that the mask does not enforce: the whole output is validated before
     it may end."""
-    numbers: NumberLimit | None = None
-    """Limits the digits of numbers, where the output is JSON."""
+    rules: Sequence[OutputRule] = ()
+    """The worker applies them to each mask."""
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the start."""

@@ -15,7 +15,6 @@ from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
-from guided.backends.content_reader import ContentReader, Reading
 from guided.backends.native import guard
 from guided.backends.schema_lowering import TIERS
 from guided.constraint import Constraint
@@ -23,6 +22,8 @@ from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, Un
 from guided.number_limit import NumberLimit
 from guided.schema.validation import Validator
 from guided.structural_tag import Content, contents
+from guided.tags.content_reader import ContentReader, Reading
+from guided.tags.token_limit import token_limit
 from guided.vocabulary import Vocabulary
 
 _CHECKED = b"checked:"
@@ -85,10 +86,13 @@ class CheckedBackend(Backend):
         return self._whole(constraint, self._inner.load(constraint, found.grammar, found.leave_out), found)
 
     def _whole(self, constraint: Constraint, grammar: CompiledGrammar, dumped: _Dumped | None) -> CompiledGrammar:
-        """Return a library's grammar with the final check, where something is checked, and the limit of numbers."""
+        """Return a library's grammar with the final check, where something is checked, and the rules of the worker."""
         if dumped is not None:
             grammar = CheckedGrammar(grammar, _reader(constraint, dumped.checked, self._vocabulary), dumped)
-        grammar.numbers = self._numbers if constraint.kind in ("json_schema", "json_object") else None
+        if constraint.kind in ("json_schema", "json_object"):
+            grammar.rules = [self._numbers]
+        elif constraint.kind == "structural_tag" and (limit := token_limit(constraint.tag, self._vocabulary)):
+            grammar.rules = [limit]
         return grammar
 
 
@@ -185,7 +189,7 @@ class CheckedMatcher(Matcher):
         """Return why the output may not go on, or why it may not end though the library has it complete."""
         if self._readings[-1].length < len(self._tokens):
             with _native:
-                self._text += self._grammar.reader.spelled(self._tokens[self._spelled :])
+                self._text += self._grammar.vocabulary.spelled(self._tokens[self._spelled :])
                 self._spelled = len(self._tokens)
                 self._readings.append(self._grammar.reader.read(self._readings[-1], self._text, self._spelled))
         reading = self._readings[-1]

@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 from guided import regex
 from guided.backends.base import Backend, CompiledGrammar
 from guided.backends.llguidance_schema import LLGuidanceLowering
-from guided.backends.llguidance_tags import TagGrammar
 from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
-from guided.backends.token_limit import limited
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import check_lark
 from guided.schema import string_pattern
+from guided.tags.llguidance import TagGrammar
 from guided.vocabulary import Vocabulary
 
 _native = guard("llguidance")
@@ -51,24 +50,15 @@ _LEXER_FUEL = 2_000_000
 `^(\\S+\\s+){0,99}\\S+$` up to 5,000 characters compiles, and fails at its second token."""
 _EXCEEDED = re.compile(r"too many|\bmax is\b|limit|fuel", re.IGNORECASE)
 """Matches llguidance's messages about exceeded limits."""
-_SHORT_TEXT = 64
-"""Maximum length of a text with cached tokens, in characters or bytes."""
-_SHORT_TEXTS = 16384
-"""Number of texts with cached tokens."""
 
 
 class LLGuidanceBackend(Backend):
-    """One tokenizer, shared by all grammars.
-
-    Args:
-        limits: limits of parser and lexer. None: the defaults. A mask that exceeds them raises `UnsupportedConstraint`.
-    """
+    """One tokenizer, shared by all grammars."""
 
     name: ClassVar[str] = "llguidance"
 
-    def __init__(self, vocabulary: Vocabulary, limits: llguidance.LLParserLimits | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._limits = limits
         self._tokenizer = llguidance.LLTokenizer(
             _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
@@ -90,8 +80,8 @@ class LLGuidanceBackend(Backend):
         return self._grammar(constraint, source, frozenset(special))
 
     def _grammar(self, constraint: Constraint, source: str, special: frozenset[int]) -> CompiledGrammar:
-        limits = self._limits
-        if limits is None and constraint.kind != "grammar":
+        limits = None
+        if constraint.kind != "grammar":
             limits = llguidance.LLParserLimits(
                 max_items_in_row=_MAX_ITEMS, initial_lexer_fuel=2 * _LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL
             )
@@ -99,8 +89,7 @@ class LLGuidanceBackend(Backend):
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
             if matcher.is_error():
                 raise _refusal(matcher.get_error(), constraint)
-        grammar = LLGuidanceGrammar(self._vocabulary, matcher, source, special)
-        return limited(grammar, self._vocabulary, constraint.tag) if constraint.kind == "structural_tag" else grammar
+        return LLGuidanceGrammar(self._vocabulary, matcher, source, special)
 
     def _source(self, constraint: Constraint, leave_out: Collection[str]) -> tuple[str, list[str]]:
         """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""
@@ -235,11 +224,11 @@ class _Tokenizer:
         for token in text:
             self.tokens[token] = vocabulary.token_bytes[token]
         self.special_token_ids = sorted(set(range(vocabulary.padded_vocab_size)).difference(text))
-        self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(vocabulary.encode)
+        self._encode_short = lru_cache(maxsize=16384)(vocabulary.encode)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Encode a text that a grammar forces. Short texts are cached, because property names recur."""
-        return self._encode_short(text) if len(text) <= _SHORT_TEXT else self._vocabulary.encode(text)
+        return self._encode_short(text) if len(text) <= 64 else self._vocabulary.encode(text)
 
 
 def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:
@@ -288,7 +277,6 @@ _LARK = {
     "override statement not supported": "write the imported rule itself, as you need it",
 }
 """Part of a message of llguidance about a feature of Lark -> what works instead."""
-_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 
 
 def _refusal(message: str, constraint: Constraint) -> Exception:
@@ -299,7 +287,7 @@ def _refusal(message: str, constraint: Constraint) -> Exception:
     if constraint.kind == "grammar":
         advice = next((f" ({ours})" for theirs, ours in _LARK.items() if theirs in reason), "")
         malformed = "uses what Lark has and llguidance lacks" if advice else "is malformed"
-        where = _PLACE.sub(r"line \1, column \2: ", reason)
+        where = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", reason)
         return InvalidConstraint(f"the grammar {malformed}{advice}: {where}", param=constraint.kind)
     reason = next((ours for theirs, ours in _REASONS.items() if theirs in reason), reason)
     return UnsupportedConstraint(f"llguidance can't enforce this {constraint.kind}: {reason}", param=constraint.kind)

@@ -8,6 +8,7 @@ Corrected are:
 
 Left out are:
 
+- `multipleOf` of numbers such as 0.25, whose multiples may have fewer decimals, and next to `allOf`;
 - numbers that are not exact as doubles, and exclusive bounds of numbers, which a reader with doubles would round to;
 - control characters in values and patterns: where only short escapes are allowed, it leaves the others out;
 - `minProperties` that a repeated name could reach: it counts each time.
@@ -19,11 +20,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from math import gcd, lcm, prod
+from math import gcd
 from typing import Any
 
 from guided import regex
@@ -31,7 +32,8 @@ from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.schema import string_pattern
-from guided.schema.keywords import Schema, integer_bounds, is_number, types_of
+from guided.schema.formats import FORMATS
+from guided.schema.keywords import Schema, integer_bounds, numbers_in, types_of
 from guided.schema.string_language import complement_of, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
@@ -42,20 +44,16 @@ _EXACT = 2**53
 """All smaller integers are exact as doubles."""
 _LEAST_EXPONENT = -22
 """Least decimal exponent that is read exactly: the power of ten is exact as a double."""
-_MULTIPLES = 2**32
-"""Limit for the common multiple of all `multipleOf`, scaled to an integer: it has 32 bits, and overflows unnoticed."""
 _LARGEST_MULTIPLE = 5_000
 """Largest scaled `multipleOf`. Larger ones exhaust the lexer's states next to a bound."""
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
 _MAX_COUNTED = 40
 """Maximum number of alternatives for `minProperties`."""
-_REFERENCE = '{"$ref": '
 _CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
 """Characters that llguidance writes as `\\u0000` only."""
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
 """Matches one of these characters in a JSON text."""
-_BOUNDS = ("minimum", "maximum")
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 
@@ -69,7 +67,8 @@ class LLGuidanceLowering(SchemaLowering):
         super().__init__(schema, leave_out=leave_out, strict=strict)
         self.names_properties = False
         """Some object has properties with schemas of their own."""
-        self._multiples: set[Fraction] = set()
+        self._merges = '"allOf":' in json.dumps([self.form.root, self.form.definitions])
+        """llguidance merges parts of the schema. A common multiple may then have more than 32 bits, unnoticed."""
 
     def _lower(self, schema: dict[str, Any]) -> dict[str, Any]:
         if "allOf" in schema:
@@ -85,7 +84,7 @@ class LLGuidanceLowering(SchemaLowering):
         return False if schema is False else self.lower(schema)
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
-        for value in _numbers(values):
+        for value in numbers_in(values):
             if not _is_exact(value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it has too many digits")
         if _CONTROL.search(json.dumps(values, ensure_ascii=False)):
@@ -99,7 +98,7 @@ class LLGuidanceLowering(SchemaLowering):
         if schema.get("format") in _OWN_FORMATS:
             lowered["format"] = schema["format"]
         elif "format" in schema:
-            parts.append({"pattern": self._pattern(schema, "format", string_pattern.FORMATS[schema["format"]])})
+            parts.append({"pattern": self._pattern(schema, "format", FORMATS[schema["format"]])})
         if "pattern" in schema:
             parts.append({"pattern": self._pattern(schema, "pattern", schema["pattern"])})
         return {"allOf": parts} if len(parts) > 2 else parts[0] | parts[-1]
@@ -129,10 +128,8 @@ class LLGuidanceLowering(SchemaLowering):
         for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
             if keyword in schema:
                 raise self.refusal(schema, keyword, " of numbers that are not integers")
-        bounds = {name: schema[name] for name in _BOUNDS if name in schema}
-        values = _with_fewer_decimals(schema["multipleOf"]) if "multipleOf" in schema else []
-        parts = [self.form.copied(schema, {**schema, "multipleOf": value}) for value in values] or [schema]
-        return any_of([{"type": "number", **self._numeric(part, bounds)} for part in parts])
+        bounds: dict[str, Any] = {name: schema[name] for name in ("minimum", "maximum") if name in schema}
+        return {"type": "number", **self._numeric(schema, bounds)}
 
     def _numeric(self, schema: dict[str, Any], bounds: dict[str, Any]) -> dict[str, Any]:
         """Return inclusive bounds and `multipleOf`."""
@@ -144,11 +141,9 @@ class LLGuidanceLowering(SchemaLowering):
             return bounds
         exact = Fraction(str(schema["multipleOf"]))
         scaled = exact * next((10**n for n in range(_MOST_DIGITS + 1) if 10**n % exact.denominator == 0), 1)
-        multiples = self._multiples | {exact}
-        common = prod(multiples) * lcm(*(one.denominator for one in multiples)) ** len(multiples)
-        if scaled.denominator > 1 or scaled > _LARGEST_MULTIPLE or common >= _MULTIPLES:
+        has_fewer_decimals = exact.denominator > 1 and gcd(scaled.numerator, 10) > 1  # of 0.25, it allows only 0.50
+        if scaled.denominator > 1 or scaled > _LARGEST_MULTIPLE or has_fewer_decimals or self._merges:
             raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
-        self._multiples = multiples
         return {**bounds, "multipleOf": schema["multipleOf"]}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
@@ -214,7 +209,7 @@ class LLGuidanceLowering(SchemaLowering):
         found = {}
         for pattern, value in patterns.items():
             names = [name for name in properties if string_pattern.matches(pattern, name)]
-            apart = _REFERENCE in json.dumps(value) or pattern not in schema.get("patternProperties", {})
+            apart = '{"$ref": ' in json.dumps(value) or pattern not in schema.get("patternProperties", {})
             try:
                 found[without(pattern, names) if names and apart else pattern] = value
             except UnsupportedConstraint:
@@ -252,20 +247,6 @@ class LLGuidanceLowering(SchemaLowering):
         return any_of(options)
 
 
-def _with_fewer_decimals(multiple: float) -> list[float]:
-    """Return values of `multipleOf` that together allow the multiples of one.
-
-    Of 0.25, llguidance allows 0.50 and not 0.5: this is a multiple of 0.5.
-    """
-    exact = Decimal(str(multiple))
-    decimals = max(0, -int(exact.as_tuple().exponent))
-    scaled = int(exact.scaleb(decimals))
-    found: dict[int, int] = {}
-    for fewer in range(decimals + 1):
-        found.setdefault(scaled // gcd(scaled, 10**fewer), decimals - fewer)
-    return [multiple, *(rest / 10**places for rest, places in list(found.items())[1:])]
-
-
 def _is_exact(value: float) -> bool:
     """Return whether llguidance's JSON reader, and any other one, finds the number that `value` is.
 
@@ -277,19 +258,6 @@ def _is_exact(value: float) -> bool:
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     is_short = int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= -_LEAST_EXPONENT
     return is_short and abs(value) < _EXACT
-
-
-def _numbers(value: Any) -> Iterator[int | float]:
-    """Yield the numbers in a value."""
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict):
-            todo.extend(value.values())
-        elif isinstance(value, list):
-            todo.extend(value)
-        elif is_number(value):
-            yield value
 
 
 @lru_cache(maxsize=256)  # the functions of one request have many properties with the same format

@@ -24,14 +24,14 @@ from lmformatenforcer.external.jsonschemaobject import JsonSchemaObject
 from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, TokenizerPrefixTree
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend
+from guided.backends.base import Backend, CompiledGrammar
 from guided.backends.few_keywords import FewKeywords
-from guided.backends.matchers import StateGrammar
+from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
-from guided.backends.schema_lowering import any_of
+from guided.backends.schema_lowering import ArrayShape, any_of, refuse_strict
 from guided.bitmask import pack
 from guided.constraint import Constraint
-from guided.errors import UnsupportedConstraint
+from guided.errors import BackendError, TokenRejected, UnsupportedConstraint
 from guided.schema.keywords import ALL_TYPES, is_number, types_of
 from guided.vocabulary import Vocabulary, valid_utf8
 
@@ -64,18 +64,16 @@ class LMFormatEnforcerBackend(Backend):
         if constraint.whitespace:
             message = "lm-format-enforcer has no whitespace pattern, only any whitespace and none"
             raise UnsupportedConstraint(message, param="whitespace_pattern")
-        if constraint.strict:
-            message = "lm-format-enforcer enforces no schema completely: choose llguidance, xgrammar or outlines"
-            raise UnsupportedConstraint(message, param="json_schema", pointer="")
-        lowering = _Lowering(json.loads(constraint.source or '{"type": "object"}'), leave_out=leave_out)
-        schema = lowering.document()
+        refuse_strict(constraint, "lm-format-enforcer")
+        document = json.loads(constraint.source or '{"type": "object"}')
+        schema = _Lowering(document, leave_out=leave_out).document()
         definitions = schema.pop("$defs", {})
         with _native:
             # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
             parsers = [_json_parser({**one, "$defs": definitions}) for one in schema.get("anyOf", [schema])]
             start = _Json(UnionParser(parsers), "" if constraint.whitespace == "" else _BLANKS)
         grammar = LMFormatEnforcerGrammar(start, self._tokens)
-        grammar.checked = ("", *lowering.checked)
+        grammar.checked = ("",)
         return grammar
 
 
@@ -90,12 +88,6 @@ class _Lowering(FewKeywords):
     """Values with characters that JSON escapes are left out."""
 
     library = "lm-format-enforcer"
-    enforced: ClassVar[dict[str, tuple[str, ...]]] = {
-        "string": ("minLength", "maxLength"),
-        "array": ("items", "minItems"),
-        "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
-    }
-    most_items = 1
 
     def any_value(self) -> dict[str, Any]:
         return {"anyOf": [{"type": kind} for kind in ALL_TYPES]}
@@ -105,6 +97,14 @@ class _Lowering(FewKeywords):
         if len(nested) > 1 or any(types_of(part) >= {*_NESTED} for part in nested):
             raise self.refusal(schema, "$ref", " with several alternatives")  # their items would share a stack
         return super().reference(schema)
+
+    def string(self, schema: dict[str, Any]) -> dict[str, Any]:
+        if "pattern" in schema:
+            self.parse_pattern(schema)  # refuses a malformed one
+        return {"type": "string", **{name: int(schema[name]) for name in ("minLength", "maxLength") if name in schema}}
+
+    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
+        return super().array(schema, shape._replace(least=min(shape.least, 1), most=None))  # it miscounts others
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         texts = [self.name(value) for value in values if isinstance(value, str)]
@@ -184,7 +184,7 @@ class _Tokens:
         self.vocabulary = vocabulary
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
         spelled = [(token, text.decode("latin-1"), False) for token, text in texts]
-        self.root = TokenizerPrefixTree(spelled, False, vocabulary.vocab_size).root
+        self._root = TokenizerPrefixTree(spelled, False, vocabulary.vocab_size).root
         self._free = JsonFreetextTokenCache(False, vocabulary.vocab_size)
         for token, text in texts:
             whole, rest = text[: valid_utf8(text)].decode(), text[valid_utf8(text) :].decode("latin-1")
@@ -205,40 +205,10 @@ class _Tokens:
             self._masks[key] = self.pack(self._free.lookup_allowed_tokens(*key).allowed_tokens)
         return self._masks[key]
 
-
-class LMFormatEnforcerGrammar(StateGrammar):
-    """The states are the library's parsers, which are immutable."""
-
-    accepts_empty = False
-
-    def __init__(self, start: CharacterLevelParser, tokens: _Tokens) -> None:
-        self.vocabulary = tokens.vocabulary
-        self.start = start
-        self._tokens = tokens
-
-    def next_state(self, state: CharacterLevelParser, token: int) -> CharacterLevelParser | None:
-        content = self.vocabulary.token_bytes[token] if 0 <= token < self.vocabulary.vocab_size else b""
-        with _native:
-            for character in content.decode("latin-1"):
-                if character not in state.get_allowed_characters():
-                    return None
-                state = state.add_character(character)
-        return state if content else None
-
-    def is_final(self, state: CharacterLevelParser) -> bool:
-        with _native:
-            return bool(state.can_end())
-
-    def mask(self, state: CharacterLevelParser) -> NDArray[np.int32]:
-        with _native:
-            if (free := state.shortcut_key()) is not None:
-                return self._tokens.free(*free[1:]) | self._tokens.pack(self._walk(state, '"\\'))
-            return self._tokens.pack(self._walk(state))
-
-    def _walk(self, state: CharacterLevelParser, first: str = "") -> list[int]:
+    def following(self, state: CharacterLevelParser, first: str = "") -> list[int]:
         """Return the tokens that may follow `state`; with `first`, only those that begin with one of its characters."""
         found: list[int] = []
-        todo = [(self._tokens.root, state, first)]
+        todo = [(self._root, state, first)]
         while todo:
             node, at, only = todo.pop()
             allowed = set(at.get_allowed_characters())
@@ -248,3 +218,59 @@ class LMFormatEnforcerGrammar(StateGrammar):
                 if child.children:
                     todo.append((child, at.add_character(character), ""))
         return found
+
+
+class LMFormatEnforcerGrammar(CompiledGrammar):
+    """The parser at the start."""
+
+    def __init__(self, start: CharacterLevelParser, tokens: _Tokens) -> None:
+        self.start = start
+        self.tokens = tokens
+
+    def matcher(self) -> LMFormatEnforcerMatcher:
+        return LMFormatEnforcerMatcher(self.tokens, [self.start])
+
+
+class LMFormatEnforcerMatcher(TextMatcher):
+    """One sequence: the library's parsers, which are immutable, after each of its text tokens."""
+
+    def __init__(self, tokens: _Tokens, states: list[CharacterLevelParser], terminated: bool = False) -> None:
+        super().__init__(tokens.vocabulary, terminated)
+        self._tokens = tokens
+        self._states = states
+
+    def accept_text(self, token_ids: list[int]) -> None:
+        vocabulary = self._tokens.vocabulary
+        for token in token_ids:
+            content = vocabulary.token_bytes[token] if 0 <= token < vocabulary.vocab_size else b""
+            state = self._states[-1]
+            with _native:
+                for character in content.decode("latin-1"):
+                    if character not in state.get_allowed_characters():
+                        content = b""
+                        break
+                    state = state.add_character(character)
+            if not content:
+                raise TokenRejected(f"token {token} is not allowed here")
+            self._states.append(state)
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+        state, tokens = self._states[-1], self._tokens
+        with _native:
+            if (free := state.shortcut_key()) is not None:
+                row[:] = tokens.free(*free[1:]) | tokens.pack(tokens.following(state, '"\\'))
+            else:
+                row[:] = tokens.pack(tokens.following(state))
+        return self.is_accepting()
+
+    def rollback_text(self, count: int) -> None:
+        if count >= len(self._states):
+            raise BackendError(f"can't take back {count} of {len(self._states) - 1} tokens")
+        del self._states[-count:]
+
+    def fork(self) -> LMFormatEnforcerMatcher:
+        return LMFormatEnforcerMatcher(self._tokens, list(self._states), self._terminated)
+
+    def is_accepting(self) -> bool:
+        with _native:
+            return bool(self._states[-1].can_end())

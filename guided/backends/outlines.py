@@ -10,15 +10,13 @@ Properties of the library that the adapter compensates:
 - It knows one end-of-sequence token only, so the adapter handles stop tokens.
 - A regex can't count levels. So `json_object` allows three: the object, and objects and arrays within values of it.
 - It reads a subschema by its first keyword of `properties`, `allOf`, `anyOf`, `oneOf`, `prefixItems`, `enum`, `const`,
-  `$ref`, `type`, ignores others, and puts patterns between quotes unchanged. So it gets one of them at a time.
-- An `Index` lists a state's tokens only as a Python list: milliseconds where much is allowed. A `Guide` writes them as
-  bits, ten to twenty times faster, but only for its current state: it repeats the tokens that lead there.
+  `$ref`, `type`, ignores others, and puts patterns between quotes unchanged. So it gets one of them at a time, each
+  document is validated before it may end, and a schema with `strict_schema` is refused.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -28,13 +26,13 @@ from numpy.typing import NDArray
 from outlines_core.json_schema import build_regex_from_schema
 
 from guided import regex
-from guided.backends.base import Backend
+from guided.backends.base import Backend, CompiledGrammar
 from guided.backends.few_keywords import FewKeywords
-from guided.backends.matchers import StateGrammar
+from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
-from guided.bitmask import words
+from guided.backends.schema_lowering import ArrayShape, refuse_strict
 from guided.constraint import Constraint
-from guided.errors import UnsupportedConstraint, bounded
+from guided.errors import BackendError, TokenRejected, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.keywords import Schema
 from guided.vocabulary import Vocabulary
@@ -57,14 +55,7 @@ class OutlinesBackend(Backend):
             self._tokens = outlines_core.Vocabulary(vocabulary.stop_token_ids[0], tokens)
 
     def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> OutlinesGrammar:
-        checked: tuple[str, ...] = ()
-        if constraint.kind in ("json_schema", "json_object"):
-            document = json.loads(constraint.source or '{"type": "object"}')
-            lowering = _Lowering(document, leave_out=leave_out, strict=constraint.strict)
-            pattern, empty = _json(lowering.document(), constraint.whitespace), False
-            checked = tuple(lowering.checked)
-        else:
-            pattern, empty = self._pattern(constraint)
+        pattern, empty = self._pattern(constraint, leave_out)
         try:
             index = outlines_core.Index(f"(?:{pattern})$", self._tokens)
         except ValueError as error:
@@ -72,7 +63,7 @@ class OutlinesBackend(Backend):
                 f"outlines refuses the {constraint.kind}: {bounded(error)}", param=constraint.kind
             ) from None
         grammar = OutlinesGrammar(self._vocabulary, index, empty)
-        grammar.checked = checked
+        grammar.checked = ("",) if constraint.kind == "json_schema" else ()
         return grammar
 
     def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> OutlinesGrammar:
@@ -80,9 +71,13 @@ class OutlinesBackend(Backend):
             index = outlines_core.Index.from_binary(dumped[1:])
         return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01")
 
-    def _pattern(self, constraint: Constraint) -> tuple[str, bool]:
+    def _pattern(self, constraint: Constraint, leave_out: Collection[str]) -> tuple[str, bool]:
         """Return the constraint as one regex without the empty text, and whether it allows the empty text."""
         match constraint.kind:
+            case "json_schema" | "json_object":
+                refuse_strict(constraint, "outlines")
+                lowering = _Lowering(json.loads(constraint.source or '{"type": "object"}'), leave_out=leave_out)
+                return _json(lowering.document(), constraint.whitespace), False
             case "regex":
                 node = regex.parse(constraint.source)
                 rest = regex.nonempty(node)
@@ -93,9 +88,7 @@ class OutlinesBackend(Backend):
                 return regex.render(rest), regex.nullable(node)
             case "choice":
                 return regex.render(regex.choice(map(regex.literal, constraint.choices))), False
-        raise UnsupportedConstraint(
-            f"backend 'outlines' does not support {constraint.kind!r} constraints", param=constraint.kind
-        )
+        raise AssertionError(constraint.kind)
 
 
 def _json(schema: dict[str, Any], whitespace: str | None) -> str:
@@ -115,14 +108,9 @@ class _Lowering(FewKeywords):
     """
 
     library = "outlines"
-    enforced: ClassVar[dict[str, tuple[str, ...]]] = {
-        "string": ("minLength", "maxLength", "pattern", "format"),
-        "array": ("items", "prefixItems", "minItems", "maxItems"),
-        "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
-    }
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
-        super().__init__(schema, leave_out=leave_out, strict=strict)
+    def __init__(self, schema: Schema, *, leave_out: Collection[str]) -> None:
+        super().__init__(schema, leave_out=leave_out)
         self._open: list[str] = []
         """The references that are being expanded."""
 
@@ -138,85 +126,83 @@ class _Lowering(FewKeywords):
         return expanded
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
-        for value in values:
-            text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-            if not re.fullmatch(build_regex_from_schema(json.dumps({"const": value}), ""), text):
-                raise self.refusal(schema, keyword, f" with {bounded(text, 60)}")  # some numbers are rounded
         return {"enum": values}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        conditions = [name for name in ("format", "pattern", "minLength", "maxLength") if name in schema]
-        if not conditions:
-            return {"type": "string"}
-        if conditions[0].endswith("Length"):
-            most = schema.get("maxLength")
-            return self._matching(
-                regex.repeat(_PLAIN, int(schema.get("minLength", 0)), None if most is None else int(most))
-            )
-        if len(conditions) > 1:
-            raise self.refusal(schema, conditions[1], f" next to {conditions[0]!r}")
-        if "format" in schema:
-            if schema["format"] != "uuid":
-                raise self.refusal(schema, "format", f" {schema['format']}")
+        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+        if schema.get("format") == "uuid":
             return {"type": "string", "format": "uuid"}
-        plain = regex.within(self.parse_pattern(schema), string_pattern.PLAIN)
-        if plain is None:
-            raise self.refusal(schema, "pattern", " that only text with escaped characters matches")
-        return self._matching(plain)
+        if "pattern" in schema:
+            plain = regex.within(self.parse_pattern(schema), string_pattern.PLAIN)
+        else:
+            plain = regex.repeat(_PLAIN, least, None if most is None else int(most)) if least or most else None
+        return {"type": "string", **({} if plain is None else {"pattern": f"^(?:{regex.render(plain)})$"})}
 
-    def _matching(self, pattern: regex.Node) -> dict[str, Any]:
-        return {"type": "string", "pattern": f"^(?:{regex.render(pattern)})$"}
+    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
+        number = len(shape.prefix)
+        if number and shape.least <= number and (shape.most is None or number <= shape.most):
+            return {"prefixItems": [self.lower(part) for part in shape.prefix]}
+        return super().array(schema, shape)
 
     def name(self, text: str) -> str:
         return json.dumps(text, ensure_ascii=False)[1:-1]  # outlines does not escape names
 
 
-class OutlinesGrammar(StateGrammar):
-    """An automaton over tokens, and the masks of its states."""
+class OutlinesGrammar(CompiledGrammar):
+    """An automaton over tokens. `accepts_empty`: the empty output is complete, which the automaton does not know."""
 
     def __init__(self, vocabulary: Vocabulary, index: Any, accepts_empty: bool) -> None:
         self.vocabulary = vocabulary
+        self.index = index
         self.accepts_empty = accepts_empty
-        self.start = int(index.get_initial_state())
-        self._words = words(vocabulary.padded_vocab_size)
-        self._index = index
-        self._guide = outlines_core.Guide(index)
-        self._reached: dict[int, tuple[int, int]] = {}
-        """State -> the state and the token from which it was first reached."""
         with _native:
             _, (binary,) = index.__reduce__()
         self._dumped = bytes([accepts_empty]) + bytes(binary)
+
+    def matcher(self) -> OutlinesMatcher:
+        return OutlinesMatcher(self, [])
 
     def dump(self) -> bytes:
         """Return one byte (whether the empty text matches), then the automaton in outlines' own serialisation."""
         return self._dumped
 
-    def next_state(self, state: int, token: int) -> int | None:
-        if not 0 <= token < self.vocabulary.padded_vocab_size:
-            return None
-        with _native:
-            reached: int | None = self._index.get_next_state(state, token)
-        if reached is not None and reached not in self._reached:
-            self._reached[reached] = state, token
-        return reached
 
-    def is_final(self, state: int) -> bool:
-        with _native:
-            return bool(self._index.is_final_state(state))
+class OutlinesMatcher(TextMatcher):
+    """One sequence: the library's guide, and the tokens, which are read again after a rollback."""
 
-    def mask(self, state: int) -> NDArray[np.int32]:
-        row = np.empty(self._words, dtype=np.int32)
+    def __init__(self, grammar: OutlinesGrammar, tokens: list[int], terminated: bool = False) -> None:
+        super().__init__(grammar.vocabulary, terminated)
+        self._grammar = grammar
+        with _native:
+            self._guide = outlines_core.Guide(grammar.index)
+        self._tokens: list[int] = []
+        self.accept_text(tokens)
+
+    def accept_text(self, token_ids: list[int]) -> None:
+        for token in token_ids:
+            try:
+                with _native:
+                    self._guide.advance(token, return_tokens=False)
+            except BackendError:
+                raise TokenRejected(f"token {token} is not allowed here") from None
+            self._tokens.append(token)
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+        with _native:
+            self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
+        return self.is_accepting()
+
+    def rollback_text(self, count: int) -> None:
+        if count > len(self._tokens):
+            raise BackendError(f"can't take back {count} of {len(self._tokens)} tokens")
+        kept, self._tokens = self._tokens[:-count], []
         with _native:
             self._guide.reset()
-            for token in self.path(state):
-                self._guide.advance(token, return_tokens=False)
-            self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
-        return row
+        self.accept_text(kept)
 
-    def path(self, state: int) -> list[int]:
-        """Return the tokens that lead from the start to `state`, which was reached before, without a loop."""
-        path: list[int] = []
-        while state != self.start:
-            state, token = self._reached[state]
-            path.append(token)
-        return path[::-1]
+    def fork(self) -> OutlinesMatcher:
+        return OutlinesMatcher(self._grammar, self._tokens, self._terminated)
+
+    def is_accepting(self) -> bool:
+        with _native:
+            return bool(self._guide.is_finished()) or (self._grammar.accepts_empty and not self._tokens)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from jsonschema_rs import Draft202012Validator
 
 from guided import regex
+from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import string_pattern
 from guided.schema.canonical import canonical
@@ -54,6 +55,17 @@ def any_of(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def counts(lower: str, least: int, upper: str, most: int | None) -> dict[str, int]:
     """Return the keywords for `least` (0: no bound) and `most` (None: no bound)."""
     return {**({lower: least} if least else {}), **({} if most is None else {upper: most})}
+
+
+def refuse_strict(constraint: Constraint, library: str) -> None:
+    """Refuse `strict_schema` for a library whose outputs are always checked.
+
+    Raises:
+        UnsupportedConstraint: the constraint is strict.
+    """
+    if constraint.strict:
+        message = f"{library} enforces no schema completely: choose llguidance or xgrammar"
+        raise UnsupportedConstraint(message, param="json_schema", pointer="")
 
 
 class SchemaLowering(ABC):

@@ -21,37 +21,26 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import xgrammar
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
 from guided.backends.native import guard
-from guided.backends.xgrammar_ebnf import ebnf, quoted
-from guided.backends.xgrammar_schema import Lowered, lower
-from guided.backends.xgrammar_tags import TagFormat
+from guided.backends.without_torch import import_xgrammar
+from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
+from guided.backends.xgrammar_schema import XGrammarLowering
 from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
-from guided.grammar import parse_gbnf, syntax
+from guided.grammar import syntax
 from guided.schema import string_pattern
+from guided.tags.xgrammar import TagFormat
 from guided.vocabulary import Vocabulary
+
+xgrammar = import_xgrammar()
 
 _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
 """First byte of a character -> range of second bytes that are invalid after it in UTF-8 (RFC 3629, section 4)."""
 _NOT_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
-_ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
-"""Matches xgrammar's rule for the characters after a backslash."""
-_PLAIN_ESCAPES = r"basic_escape ::= ([\"\\bfnrt])"
-"""The correct rule, without `u0061` and `/`, which would be a second way to write a character."""
-_CHARACTERS = re.compile(re.escape(r"[^\"\\\r\n]"))
-"""Matches one character of a string with a length, in any rule (no literal of JSON text looks like it)."""
-_ONE_CHARACTER = r"[^\0-\x1f\"\\]"
-"""The correct class, as in JSON. No escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s."""
-_PATTERNS = re.compile(r'Regex\("\^pattern(\d+)\$", json_string=true\)')
-"""The placeholder of a pattern (no literal of JSON text looks like it)."""
-_SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
-
-
 QUICK_SECONDS = 1.0
 """A grammar that compiles in less time is compiled again instead of serialised. For an ordinary schema, writing and
 reading xgrammar's JSON takes longer (0.46 s instead of 0.27 s with 131,072 tokens), and reading holds the GIL."""
@@ -60,7 +49,7 @@ reading xgrammar's JSON takes longer (0.46 s instead of 0.27 s with 131,072 toke
 def _message(error: BaseException) -> str:
     # xgrammar may cut its quotations within a character.
     text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
-    return bounded(_SOURCE_LINE.sub("", text).strip())
+    return bounded(re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", text).strip())  # without the place in its sources
 
 
 _native = guard("xgrammar", _message)
@@ -92,9 +81,8 @@ class XGrammarBackend(Backend):
             grammar.checked = checked
             return grammar
         except (RuntimeError, UnicodeDecodeError) as error:
-            # Malformed schemas, regexes and GBNF were refused before: xgrammar can't enforce the others.
-            malformed = constraint.kind == "grammar" and syntax(constraint.source) == "lark"
-            refusal = InvalidConstraint if malformed else UnsupportedConstraint
+            # Malformed schemas and regexes were refused before: xgrammar can't enforce the others.
+            refusal = InvalidConstraint if constraint.kind == "grammar" else UnsupportedConstraint
             raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
 
     def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> XGrammarGrammar:
@@ -107,8 +95,9 @@ class XGrammarBackend(Backend):
     def _grammar(self, constraint: Constraint, leave_out: Collection[str] = ()) -> tuple[Any, tuple[str, ...]]:
         """Return a constraint as a text in xgrammar's notation, and the pointers of the keywords that are left out."""
         if constraint.kind == "json_schema":
-            lowered = lower(json.loads(constraint.source), leave_out, strict=constraint.strict)
-            return self._schema_ebnf(lowered, constraint.whitespace), lowered.checked
+            schema = json.loads(constraint.source)
+            lowering = XGrammarLowering(schema, leave_out=leave_out, strict=constraint.strict)
+            return self._schema_ebnf(lowering, constraint.whitespace), tuple(lowering.checked)
         if constraint.kind == "structural_tag":
             tag = TagFormat(constraint, self._tokens.special_names, partial(self._content, leave_out))
             return json.dumps(tag.source()), tuple(tag.checked)
@@ -123,7 +112,7 @@ class XGrammarBackend(Backend):
         """Return a constraint without schemas as an `xgrammar.Grammar`, or as a text in xgrammar's notation."""
         match constraint.kind:
             case "json_object":
-                return self._schema_ebnf(lower({"type": "object"}), constraint.whitespace)
+                return self._schema_ebnf(XGrammarLowering({"type": "object"}), constraint.whitespace)
             case "regex":
                 return f"root ::= {ebnf(string_pattern.whole(constraint.source))}"
             case "choice":
@@ -131,8 +120,7 @@ class XGrammarBackend(Backend):
         if syntax(constraint.source) == "lark":
             grammar = xgrammar.Grammar.from_lark(constraint.source, tokenizer_info=self._tokenizer)
         else:
-            rules = parse_gbnf(constraint.source)
-            grammar = xgrammar.Grammar.from_ebnf("\n".join(f"{name} ::= {ebnf(body)}" for name, body in rules.items()))
+            grammar = xgrammar.Grammar.from_ebnf(gbnf(constraint.source))
         for name in _rules_without_text(str(grammar)):
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce rule {bounded(name, 60)!r}: it derives nothing but itself and the empty text",
@@ -140,7 +128,7 @@ class XGrammarBackend(Backend):
             )
         return grammar
 
-    def _schema_ebnf(self, schema: Lowered, whitespace: str | None) -> str:
+    def _schema_ebnf(self, schema: XGrammarLowering, whitespace: str | None) -> str:
         if whitespace:
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only no whitespace, or the"
@@ -151,39 +139,41 @@ class XGrammarBackend(Backend):
         style: dict[str, Any] = {"any_whitespace": True, "strict_mode": False}
         if whitespace is not None:
             style |= {"any_whitespace": False, "separators": (",", ":")}
-        grammar = _corrected(str(xgrammar.Grammar.from_json_schema(schema.text, **style)), schema)
+        text = json.dumps(schema.document(), ensure_ascii=False)
+        grammar = _corrected(str(xgrammar.Grammar.from_json_schema(text, **style)), schema)
         if whitespace is None:
             # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
             grammar = grammar.replace(_ANY_WHITESPACE, "usual_whitespace") + _USUAL_WHITESPACE
         return grammar
 
 
-def _corrected(grammar: str, schema: Lowered) -> str:
-    """Correct the three mistakes in xgrammar's grammar of a schema (see `Lowered`)."""
-    mistakes = [(_ESCAPES, _PLAIN_ESCAPES)] if schema.open_names else []
-    mistakes += [(_CHARACTERS, _ONE_CHARACTER)] if schema.lengths else []
+def _corrected(grammar: str, schema: XGrammarLowering) -> str:
+    """Correct the three mistakes in xgrammar's grammar of a schema (see `XGrammarLowering`)."""
+    # No literal of JSON text looks like these rules, nor like the placeholder of a pattern.
+    mistakes = []
+    if schema.open_names:  # without `u0061` and `/`, which would be a second way to write a character
+        mistakes.append((r"(?m)^basic_escape ::= .*$", r"basic_escape ::= ([\"\\bfnrt])"))
+    if schema.lengths:  # no escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s
+        mistakes.append((re.escape(r"[^\"\\\r\n]"), r"[^\0-\x1f\"\\]"))
     for rule, right in mistakes:
-        if not rule.search(grammar):
+        if not re.search(rule, grammar):
             raise UnsupportedConstraint("xgrammar writes this schema in a form that is not known", param="json_schema")
-        grammar = right.join(rule.split(grammar))
+        grammar = right.join(re.split(rule, grammar))
     for number, node in enumerate(schema.patterns):
         grammar += f"\npattern_{number} ::= {ebnf(node)}"
-    return _PATTERNS.sub(r"(pattern_\1)", grammar)
+    return re.sub(r'Regex\("\^pattern(\d+)\$", json_string=true\)', r"(pattern_\1)", grammar)
 
 
 def _rules_without_text(grammar: str) -> list[str]:
     """Return the rules that derive no text, in xgrammar's own notation: they crash it (a segfault)."""
-    bodies = dict(_RULE.findall(grammar))
-    with_text = {name for name, body in bodies.items() if _TEXT.search(body)}
-    names = {name: set(_NAME.findall(body)) for name, body in bodies.items() if name not in with_text}
+    bodies: dict[str, str] = dict(re.findall(r"(?m)^(\S+) ::= (.*)$", grammar))
+    text = re.compile(r'["\[]|\b(?:Regex|TagDispatch|Token|TokenTagDispatch)\(')
+    with_text = {name for name, body in bodies.items() if text.search(body)}
+    names = {name: set(re.findall(r"[^\s(){}|,]+", body)) for name, body in bodies.items() if name not in with_text}
     while grown := {name for name, used in names.items() if name not in with_text and used & with_text}:
         with_text |= grown
     return [name for name in bodies if name not in with_text]
 
-
-_RULE = re.compile(r"^(\S+) ::= (.*)$", re.MULTILINE)
-_TEXT = re.compile(r'["\[]|\b(?:Regex|TagDispatch|Token|TokenTagDispatch)\(')
-_NAME = re.compile(r"[^\s(){}|,]+")
 
 _ANY_WHITESPACE = r"[ \n\r\t]*"
 _USUAL_WHITESPACE = '\nusual_whitespace ::= "" | " " | "\\r"? "\\n" [ \\t]{0,40}\n'

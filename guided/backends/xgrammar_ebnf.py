@@ -1,10 +1,13 @@
-"""Texts, regexes and GBNF in xgrammar's notation for grammars."""
+"""Texts, regexes and GBNF in xgrammar's notation for grammars (EBNF)."""
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
-from guided.regex import Chars, Choice, Node, Ranges, Reference, Repeat, Sequence
+from guided import regex
+from guided.errors import InvalidConstraint, bounded
+from guided.regex import Chars, Choice, Node, Ranges, Repeat, Sequence
 
 
 def quoted(text: str) -> str:
@@ -33,8 +36,6 @@ def ebnf(node: Node) -> str:
             if high is None:
                 return repeated + {0: "*", 1: "+"}.get(low, f"{{{low},}}")
             return f"{repeated}{{{low},{high}}}"
-        case Reference(name):
-            return name
 
 
 def _class(ranges: Ranges | list[tuple[int, int]]) -> str:
@@ -51,3 +52,38 @@ def _with_surrogates(ranges: Ranges) -> Ranges:
 
 def _range(low: int, high: int) -> str:
     return f"\\U{low:08x}" + (f"-\\U{high:08x}" if high > low else "")
+
+
+_GBNF_TOKEN = re.compile(
+    r'(?P<skip>#[^\n]*|"(?:\\.|[^"\\\n])*"?)'
+    r"|(?P<chars>\[(?:\\.|[^\]\\\n])*\]|\.)(?P<repeated>\s*[*+?{])?"
+    r"|(?P<before>::=|\()(?=\s*\|)"
+)
+
+
+def gbnf(text: str) -> str:
+    """Return GBNF in xgrammar's notation: without `.` and empty alternatives, and with classes that it reads correctly.
+
+    Its other mistakes are for xgrammar to find.
+
+    Raises:
+        InvalidConstraint: a class is malformed or empty.
+    """
+
+    def rewritten(found: re.Match[str]) -> str:
+        if found["before"]:
+            return f'{found[0]} ""'
+        if not found["chars"]:
+            return found[0]
+        if found["chars"] == ".":
+            return ebnf(Chars(regex.UNIVERSE)) + (found["repeated"] or "")
+        try:
+            node = regex.parse(found["chars"], param="grammar")
+        except InvalidConstraint:
+            what = (
+                f"the character class {bounded(found['chars'], 60)} of the grammar is malformed, empty or out of order"
+            )
+            raise InvalidConstraint(what, param="grammar") from None
+        return found[0] if found["repeated"] else ebnf(node)
+
+    return _GBNF_TOKEN.sub(rewritten, text)

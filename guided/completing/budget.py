@@ -120,7 +120,6 @@ def _text(node: regex.Node) -> str:
             return _text(min(options, key=lambda option: _rest(option)[0]))
         case regex.Repeat(item, low, _):
             return _text(item) * low
-    return ""
 
 
 def _rest(node: regex.Node) -> tuple[int, int]:
@@ -142,7 +141,6 @@ def _rest(node: regex.Node) -> tuple[int, int]:
         case regex.Repeat(item, low, _):
             least, worst = _rest(item)
             return least * low, worst + least * max(0, low - 1)
-    return 0, 0
 
 
 def _subschemas(schema: Any) -> Iterator[Any]:

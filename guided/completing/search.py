@@ -7,7 +7,7 @@ completion.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,10 +27,6 @@ _SKIPS = 6
 """Maximum number of bytes at the beginning of the known completion that a new token may make superfluous."""
 _JOINTS = (b",", b'",')
 """Texts that may be missing between a new token and the known completion."""
-_ALTERNATIVES = 6
-"""Maximum number of other tokens tried at each position of a completion, to find a shorter one."""
-_ENDINGS = 40
-"""Maximum number of other tokens tried at each position, to see whether one of them ends the output."""
 _PATIENCE = (64, 2)
 """Number of uses of a byte after which other bytes are preferred: in the first attempt, and in all later ones."""
 _CLOSING = b"}])>\"'"
@@ -47,10 +43,6 @@ class Steps:
     """How many tokens a search may still try."""
 
     left: int
-
-
-_Path = list[tuple[int, list[int]]]
-"""The tokens of an attempt, each with the alternatives at its position."""
 
 
 class Completion(NamedTuple):
@@ -112,90 +104,47 @@ class Completions:
         hinted = self.checked(matcher, hint.encode()) if hint else None
         return hinted or self.find(matcher, Steps(_FIRST_STEPS))
 
-    def find(self, matcher: Matcher, steps: Steps, enough: int = 0) -> Completion | None:
-        """Search for a short completion of `matcher`'s state, which does not change.
-
-        Args:
-            enough: a completion with fewer tokens is returned without a search for a shorter one.
-        """
+    def find(self, matcher: Matcher, steps: Steps) -> Completion | None:
+        """Search for a short completion of `matcher`'s state, which does not change."""
         for patience in _PATIENCE:
-            path: _Path = []
-            found = self._roll_out(matcher, (), steps.left // 2, patience, path, steps)
+            found = self._roll_out(matcher, steps.left // 2, patience, steps)
             if found is not None:
-                return self._shorten(matcher, found, path, steps, enough)
+                return found
         return None
 
-    def _shorten(self, matcher: Matcher, best: Completion, path: _Path, steps: Steps, enough: int) -> Completion:
-        """Try other tokens at each position of the path that led to `best`."""
-        tokens = [token for token, _ in path]
-        for index, (_, others) in enumerate(path):
-            ending = self._ending(matcher, tokens[:index], others, steps)
-            if ending is not None:  # later positions are no better
-                return ending if ending.is_shorter(best) else best
-            for other in others[:_ALTERNATIVES]:
-                tried: _Path = []
-                prefix = [*tokens[:index], other]
-                if steps.left <= 0 or len(best.tokens) < enough:
-                    return best
-                found = self._roll_out(matcher, prefix, min(steps.left, len(path)), _PATIENCE[1], tried, steps)
-                if found is not None and found.is_shorter(best):
-                    best = found
-        return best
-
-    def _ending(
-        self, matcher: Matcher, prefix: Sequence[int], others: Sequence[int], steps: Steps
-    ) -> Completion | None:
-        """Return `prefix` and the first of `others` that satisfies the constraint."""
-        for other in others:
-            steps.left -= 1
-            trial = matcher.fork()
-            try:
-                trial.accept_tokens([*prefix, other])
-            except GuidedError:
-                continue
-            if steps.left > 0 and trial.is_accepting():
-                return Completion(b"".join(map(self.text_of, [*prefix, other])), (*prefix, other))
-        return None
-
-    def _roll_out(
-        self, matcher: Matcher, prefix: Sequence[int], most: int, patience: int, path: _Path, steps: Steps
-    ) -> Completion | None:
-        """Follow the preferred bytes until the constraint is satisfied. `path` gets tokens and their alternatives."""
+    def _roll_out(self, matcher: Matcher, most: int, patience: int, steps: Steps) -> Completion | None:
+        """Follow the preferred bytes until the constraint is satisfied, for at most `most` tokens."""
         uses = np.zeros(len(self._singles), np.int64)
+        tokens: list[int] = []
         try:
             trial = matcher.fork()
-            if prefix:
-                trial.accept_tokens(prefix)
             while not trial.is_accepting():
                 steps.left -= 1
-                forced = trial.forced_tokens()
-                choices = [] if forced else self._choose(trial, uses, patience)
-                if len(path) + len(forced) >= most or not (forced or choices):
+                following = trial.forced_tokens() or self._choose(trial, uses, patience)
+                if len(tokens) + len(following) > most or not following:
                     return None
-                trial.accept_tokens(forced or choices[:1])
-                path.extend([(token, []) for token in forced] or [(choices[0], choices[1:])])
+                trial.accept_tokens(following)
+                tokens += following
         except GuidedError:
             return None
-        tokens = (*prefix, *(token for token, _ in path))
         text = b"".join(map(self.text_of, tokens))
-        return self.checked(matcher, text) or Completion(text, tokens)
+        return self.checked(matcher, text) or Completion(text, tuple(tokens))
 
     def _choose(self, trial: Matcher, uses: NDArray[np.int64], patience: int) -> list[int]:
-        """Return the preferred next token and alternatives; nothing at a dead end."""
+        """Return the preferred next token; nothing at a dead end."""
         row = self._row
         trial.fill_bitmask(row)
         np.bitwise_and(row, self._permitted, out=row)
         allowed = np.flatnonzero((row[self._words] >> self._bits) & 1)
         if not len(allowed):
             ids = allowed_ids(row)
-            by_length: list[int] = ids[np.argsort(self.lengths[ids], kind="stable")[: 1 + _ENDINGS]].tolist()
-            return by_length
+            shortest: list[int] = ids[np.argsort(self.lengths[ids], kind="stable")[:1]].tolist()
+            return shortest
         ranks = self._ranks[1 if self._mark in allowed else 0]
         worn = np.where(self._closing, 0, uses // patience * 1000)
-        allowed = allowed[np.argsort((ranks + worn)[allowed], kind="stable")]
-        uses[allowed[0]] += 1
-        chosen: list[int] = self._singles[allowed[: 1 + _ENDINGS]].tolist()
-        return chosen
+        best = allowed[np.argmin((ranks + worn)[allowed])]
+        uses[best] += 1
+        return [int(self._singles[best])]
 
     def checked(self, matcher: Matcher, text: bytes) -> Completion | None:
         """Return `text` as a completion if `matcher` accepts it, in as few tokens as the tokenizer spells it."""

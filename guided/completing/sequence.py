@@ -141,7 +141,7 @@ class BudgetedSequence:
             found = completions.inherited(trial, known, token)
             found = found or next(filter(None, (completions.checked(trial, text) for text in texts)), None)
             if found is None and steps.left > 0:
-                found = completions.find(trial, steps, enough=left)
+                found = completions.find(trial, steps)
                 texts += [] if found is None or len(texts) >= _SHARED else [found.text]
             if found is not None and len(found.tokens) < left:
                 yield token

@@ -10,8 +10,6 @@ from guided.errors import MaskTimeout
 from guided.post_processor import ApplyReport, LogitPostProcessor
 from guided.sequence import GuidedSequence
 
-_POLL_SECONDS = 0.001
-
 
 def finish_step(
     processor: LogitPostProcessor,
@@ -36,7 +34,7 @@ def finish_step(
     while late and time.monotonic() < deadline:
         decided = late.intersection(processor.decided())
         if not decided:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.001)
             continue
         again = [place for place, sequence in enumerate(sequences) if sequence.sequence_id in decided]
         processor.prepare([sequences[place] for place in again], [logits_rows[place] for place in again])

@@ -19,7 +19,6 @@ from guided.pools.protocol import Grammar, MaskPool
 from guided.vocabulary import Vocabulary
 
 DEFAULT_POOL = "ray"
-_GROUP = "guided.pools"
 _RETRY_SECONDS = 30.0
 """Seconds after a failed attempt to open a pool until the next one. Until then, requests fail immediately."""
 _log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], M
         PoolUnavailable: there is no such pool, or its dependencies are not installed.
         ValueError: the pool does not take these options.
     """
-    found = {entry.name: entry for entry in entry_points(group=_GROUP)}
+    found = {entry.name: entry for entry in entry_points(group="guided.pools")}
     if name not in found:
         raise PoolUnavailable(f"there is no pool {bounded(name, 60)!r}: there are {', '.join(sorted(found)) or 'none'}")
     try:

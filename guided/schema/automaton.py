@@ -30,7 +30,7 @@ def of(node: Node) -> Any:
     Raises:
         UnsupportedConstraint: a class has so many characters that the automaton would take seconds.
     """
-    if regex.with_small_classes(node) != node:
+    if regex.has_large_class(node):
         raise UnsupportedConstraint("a class has too many characters to be combined with another pattern")
     return interegular.parse_pattern(regex.render(node)).to_fsm().reduce()
 

@@ -26,6 +26,7 @@ from jsonschema_rs.canonical import Satisfiability
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.drafts import Draft
+from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import COMPOUND, Schema, listed
 from guided.schema.origin import Origin
@@ -141,7 +142,7 @@ class CanonicalForm:
                 read |= self._keyword(schema, keyword, value, origin)
         if read.keys() == {"anyOf"} and len(read["anyOf"]) < 2:
             return read["anyOf"][0] if read["anyOf"] else False
-        if read.get("format", "date") not in string_pattern.FORMATS:
+        if read.get("format", "date") not in FORMATS:
             del read["format"]  # an annotation
         result = _apart(_in_order(_closed(read), origin))
         for part in (result, *result.get("allOf", ())):

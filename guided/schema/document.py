@@ -1,6 +1,6 @@
 """JSON Schema documents, checked before any grammar library gets them.
 
-Nothing here recurses (the nesting of a document is limited, but so is the interpreter's stack), and nothing is fetched.
+Nothing here recurses in Python (the nesting is limited, but so is the stack), and nothing is fetched.
 Regular expressions are only measured: their syntax is checked where they are compiled, in a process that may be killed.
 """
 
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
-from guided.json_text import MAX_NUMBER_LENGTH, JsonError, JsonTooLarge, loads
+from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.drafts import Draft
+from guided.schema.formats import FORMATS
 from guided.schema.graph import Position, SchemaGraph
-from guided.schema.keywords import OF_TYPE, is_number, types_of
-from guided.schema.pointer import Place, pointer, shortened
-from guided.schema.string_pattern import FORMATS
+from guided.schema.keywords import is_number, types_of
+from guided.schema.pointer import Place, shortened
 
 _BOUNDS = (
     ("minLength", "maxLength"),
@@ -31,7 +31,8 @@ _BOUNDS = (
     ("minContains", "maxContains"),
     ("minimum", "maximum"),
 )
-_MAX_INTEGER = 10**MAX_NUMBER_LENGTH
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+"""Matches an escaped NUL character in a JSON text."""
 _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
 
 
@@ -101,20 +102,13 @@ class _Checker:
     def _too_large(self, message: str, pointer: str | None = None) -> ConstraintTooLarge:
         return ConstraintTooLarge(message, param=self._param, pointer=pointer)
 
-    def _too_deep(self, pointer: str | None) -> ConstraintTooLarge:
-        return self._too_large(f"the JSON schema is nested deeper than {self._limits.max_nesting} levels", pointer)
-
     def parse(self, schema: Mapping[str, Any] | bool | str, notes: list[Note]) -> dict[str, Any] | bool:
-        document = self._loads(schema) if isinstance(schema, str) else schema
-        if isinstance(document, Mapping) and not isinstance(document, dict):
-            document = dict(document)
+        document = self._read(schema)
         self._check_kind(document, "a JSON schema", Place())
-        self._check_values(document)
         if document is False:
             raise self._invalid("the schema is false: no value satisfies it", "")
         if document is True:
             return True
-        document = json.loads(json.dumps(document))
         assert isinstance(document, dict)
         self._draft = self._read_draft(document)
         graph = SchemaGraph.build(document, self._check_subschema, self._param)
@@ -145,6 +139,27 @@ class _Checker:
             found = _TYPE_NAMES.get(type(schema), "an unknown value")
             raise self._invalid(f"{what} is an object or a boolean, not {found}", place.pointer())
 
+    def _read(self, schema: Mapping[str, Any] | bool | str) -> Any:
+        """Return a schema, or its JSON text, as new objects."""
+        try:
+            plain = dict(schema) if isinstance(schema, Mapping) else schema
+            text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise self._invalid(f"the JSON schema is not JSON: {bounded(error)}") from None
+        except RecursionError:
+            raise self._too_large("the JSON schema is nested too deep") from None
+        document = self._loads(text)
+        try:
+            written = json.dumps(document, ensure_ascii=False, allow_nan=False)
+            written.encode()
+        except UnicodeEncodeError:
+            raise self._invalid("a lone surrogate is not valid Unicode") from None
+        except ValueError as error:
+            raise self._invalid(f"the JSON schema is not JSON: {bounded(error)}") from None
+        if _NUL.search(written):
+            raise self._invalid("a NUL character, which no backend can take")
+        return document
+
     def _loads(self, text: str) -> Any:
         limit = self._limits.max_constraint_bytes
         if len(text) > limit:
@@ -155,63 +170,6 @@ class _Checker:
             raise self._too_large(f"the JSON schema is too large: {error}") from None
         except JsonError as error:
             raise self._invalid(f"the JSON schema is not valid JSON: {error}") from None
-
-    def _check_values(self, document: Any) -> None:
-        """Check that every value is JSON and none is nested too deep. Visits children in document order."""
-        self._size = self._count = 0
-        self._check_value(document, ())
-        path: list[str | int] = []
-        levels = [_members(document)]
-        """For each open container, from the outside in: the members that were not visited yet."""
-        while levels:
-            name, value = next(levels[-1], _NO_MEMBER)
-            if name is None:
-                levels.pop()
-                del path[-1:]
-                continue
-            path.append(name)
-            self._check_value(value, path)
-            if isinstance(value, dict | list | tuple):
-                if len(levels) >= self._limits.max_nesting:
-                    raise self._too_deep(pointer(path))
-                levels.append(_members(value))
-            else:
-                path.pop()
-
-    def _check_value(self, value: Any, path: Sequence[str | int]) -> None:
-        """Check one value without its members, and count it: shared objects may stand for any number of bytes."""
-        self._count += 1
-        if self._count > self._limits.max_values:
-            raise self._too_large(f"the JSON schema has more than {self._limits.max_values} values")
-        self._size += 2 + (len(value) if isinstance(value, str) else 0)  # a digit or a bracket, and a comma
-        if isinstance(value, str):
-            self._check_string(value, path)
-        elif isinstance(value, dict):
-            for key in value:
-                if not isinstance(key, str):
-                    raise self._invalid(f"the key {bounded(key)} is not a string", pointer(path))
-                self._size += len(key) + 3
-                self._check_string(key, path)
-        elif isinstance(value, float):
-            if not math.isfinite(value):
-                raise self._invalid(f"{value} is not a JSON number", pointer(path))
-        elif isinstance(value, int):
-            if abs(value) >= _MAX_INTEGER:
-                raise self._too_large(f"a number has more than {MAX_NUMBER_LENGTH} digits", pointer(path))
-        elif value is not None and not isinstance(value, list | tuple):
-            raise self._invalid(f"{type(value).__name__} is not a JSON value", pointer(path))
-        if self._size > self._limits.max_constraint_bytes:
-            limit = self._limits.max_constraint_bytes
-            raise self._too_large(f"the JSON schema is longer than the limit of {limit} bytes")
-
-    def _check_string(self, text: str, path: Sequence[str | int]) -> None:
-        if "\x00" in text:
-            raise self._invalid("a NUL character, which no backend can take", pointer(path))
-        if not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:
-                raise self._invalid("a lone surrogate is not valid Unicode", pointer(path)) from None
 
     def _check_subschema(self, position: Position) -> None:
         """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
@@ -303,7 +261,13 @@ MAX_NOTES = 50
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
 """Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""
-_MEANT = ("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", *chain(*OF_TYPE.values()))
+_MEANT = (
+    *("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems", "minItems"),
+    *("maxItems", "uniqueItems", "unevaluatedItems", "contains", "minContains", "maxContains", "properties"),
+    *("patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties", "required"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
+)
 """Keywords of which a misspelling is noted."""
 
 
@@ -313,13 +277,3 @@ def _meant(keyword: str) -> str:
     if len(keyword) > 30 or keyword.startswith(("_", "x-")) or keyword in _MEANT:
         return ""
     return next(iter(difflib.get_close_matches(keyword, _MEANT, n=1, cutoff=0.85)), "")
-
-
-_NO_MEMBER = (None, None)
-
-
-def _members(container: Any) -> Iterator[tuple[str | int | None, Any]]:
-    """Iterate over the members of an object or array; nothing for another value."""
-    if isinstance(container, dict):
-        return iter(container.items())
-    return enumerate(container) if isinstance(container, list | tuple) else iter(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil, floor
 from typing import Any, TypeGuard
@@ -9,18 +10,7 @@ from typing import Any, TypeGuard
 Schema = dict[str, Any] | bool
 
 ALL_TYPES = ("null", "boolean", "object", "array", "number", "string")
-_STRING = ("minLength", "maxLength", "pattern", "format")
 NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_NUMBER = (*NUMBER_BOUNDS, "multipleOf")
-_ARRAY = (
-    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems"),
-    *("contains", "minContains", "maxContains"),
-)
-_OBJECT = (
-    *("properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties"),
-    *("required", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
-)
-OF_TYPE = {"string": _STRING, "number": _NUMBER, "array": _ARRAY, "object": _OBJECT}
 COMPOUND = {"$ref", "anyOf", "oneOf", "allOf", "if", "enum", "const"}
 """Keywords that have no siblings in canonical form."""
 
@@ -61,3 +51,11 @@ def divides_integers(multiple: int | float) -> bool:
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Return whether a JSON value is a number: Python's booleans are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def numbers_in(value: Any) -> Iterator[int | float]:
+    """Yield the numbers in a JSON value."""
+    if is_number(value):
+        yield value
+    for member in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from numbers_in(member)

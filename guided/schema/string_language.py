@@ -9,6 +9,7 @@ from guided import regex
 from guided.errors import UnsupportedConstraint
 from guided.regex import UNIVERSE, Chars, Node
 from guided.schema import automaton, string_pattern
+from guided.schema.formats import FORMATS, NECESSARY
 from guided.schema.keywords import Schema, listed, types_of
 
 _ANY = regex.repeat(Chars(UNIVERSE), 0, None)
@@ -52,7 +53,7 @@ def _strings(schema: Schema, *, exact: bool = False) -> Node:
             return regex.choice(literals)
         if schema.keys() == {"anyOf"}:
             return regex.choice(_strings(part, exact=exact) for part in schema["anyOf"])
-        formats = string_pattern.NECESSARY if exact else string_pattern.FORMATS
+        formats = NECESSARY if exact else FORMATS
         if schema.keys() <= {"type", "pattern", "minLength", "maxLength", "format"}:
             pattern = schema.get("pattern", formats.get(schema.get("format", "")))
             if not {"pattern", "format"} <= schema.keys() and ("format" not in schema or pattern is not None):

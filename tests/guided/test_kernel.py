@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from guided import kernel
 from guided.bitmask import pack, words
 from guided.kernel import apply_bitmask
-from guided.pools.protocol import ReadyMasks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 """The last one is masked by torch."""
@@ -55,24 +54,6 @@ def test_forbidden_logits_become_minus_infinity(data: st.DataObject) -> None:
     assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_masks_are_read_from_scattered_slots(dtype: torch.dtype) -> None:
-    size = 4090
-    allowed = [{0, size - 1}, set(range(size)) - {7}, set(), set(range(0, size, 2))]
-    tables = np.zeros((2, 9, words(size)), np.int32)[:, ::2]  # each line is contiguous, the tables are not
-    for table, slot, ids in zip((0, 0, 1, 1), (4, 1, 0, 3), allowed, strict=True):
-        tables[table, slot] = pack(ids, size)
-    seconds, rows = np.zeros(5, np.float32), np.array([0, 1])
-    ready = [
-        ReadyMasks(tables[0], np.array([4, 1]), rows, seconds),
-        ReadyMasks(tables[1], np.array([0, 3]), rows, seconds),
-    ]
-    logits = noise(6, size, dtype)
-    expected = masked(logits, allowed, [5, 0, 3, 1])
-    apply_bitmask(logits, ready, np.array([5, 0, 3, 1]))
-    assert torch.equal(logits, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_columns_beyond_the_bitmask_are_forbidden(dtype: torch.dtype) -> None:
     logits = torch.zeros(2, 4096 + 6, dtype=dtype)
@@ -80,15 +61,6 @@ def test_columns_beyond_the_bitmask_are_forbidden(dtype: torch.dtype) -> None:
     assert torch.isfinite(logits[0]).all()
     assert torch.isfinite(logits[1, :4096]).all()
     assert torch.isneginf(logits[1, 4096:]).all()
-
-
-def test_logits_with_rows_or_columns_that_lie_apart() -> None:
-    size = 4096
-    allowed = [{3, 40}, set(range(size)) - {7}]
-    for strided in (torch.zeros(4, 2 * size)[::2, :size], torch.zeros(size, 2).t()):
-        expected = masked(strided, allowed, [1, 0])
-        apply_bitmask(strided, [pack(ids, size) for ids in allowed], [1, 0])
-        assert torch.equal(strided, expected)
 
 
 @pytest.fixture
@@ -119,12 +91,6 @@ def test_the_cuda_way_masks_the_right_rows(monkeypatch: pytest.MonkeyPatch, rows
     expected = masked(logits, allowed, rows)
     kernel._apply_on_cuda(logits, [pack(ids, size) for ids in allowed], rows)
     assert torch.equal(logits, expected)
-
-
-def test_cuda_refuses_logits_that_its_kernel_would_misread() -> None:
-    for logits in (torch.zeros(2, 64, dtype=torch.float64), torch.zeros(64, 2).t()):
-        with pytest.raises(ValueError, match="contiguous rows"):
-            kernel._apply_on_cuda(logits, [np.zeros(2, np.int32)], [0])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

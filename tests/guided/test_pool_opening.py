@@ -19,19 +19,6 @@ from guided.vocabulary import Vocabulary
 VOCABULARY = Vocabulary((b"</s>", b"a"), (0,), frozenset({0}), 2)
 
 
-def test_this_package_has_two_pools() -> None:
-    from importlib.metadata import entry_points
-
-    found = {entry.name: entry.value for entry in entry_points(group="guided.pools")}
-    assert found == {"inline": "guided.pools.inline:InlinePool", "ray": "actors:RayPool"}
-
-
-def test_a_pool_is_opened_with_its_options() -> None:
-    pool = find_pool("inline", {"max_cache_bytes": 5})(VOCABULARY)
-    assert isinstance(pool, InlinePool)
-    assert pool.vocabulary is VOCABULARY
-
-
 def test_unknown_options_are_rejected_at_once() -> None:
     with pytest.raises(ValueError, match="num_actors"):
         find_pool("inline", {"num_actors": 2})

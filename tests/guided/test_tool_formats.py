@@ -18,7 +18,7 @@ from guided.backends.base import Matcher
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import TokenRejected
-from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Calls, Function, answer_format, as_format, detect
+from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Calls, Function, answer_format, detect
 from guided.tools.parser import OutputParser, Piece
 from guided.vocabulary import Vocabulary
 
@@ -217,13 +217,6 @@ def test_an_output_that_was_cut() -> None:
     )
 
 
-@pytest.mark.parametrize("cut", range(1, len("</tool_call>")))
-def test_an_output_that_was_cut_in_the_mark_behind_a_call(cut: int) -> None:
-    output = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    pieces = OutputParser(tools=TOOL_FORMATS["hermes"], names=["f"]).feed(output[:-cut], True)
-    assert joined(pieces) == ("", "", [("f", '{"a": 1}')])
-
-
 def test_thoughts() -> None:
     think = REASONING_FORMATS["think"]
     assert joined(OutputParser(think).feed("<think>a</think>\n\nb", finished=True)) == ("a", "b", [])
@@ -250,31 +243,3 @@ def test_thoughts() -> None:
 def test_formats_are_chosen_from_the_template(template: str, tools: str | None, reasoning: str | None) -> None:
     assert detect(deepseek(template), TOOL_FORMATS) == tools
     assert detect(template, REASONING_FORMATS) == reasoning
-
-
-@pytest.mark.parametrize(
-    ("constraint", "answer"),
-    [
-        (Constraint.json_schema({"type": "integer"}), "12"),
-        (Constraint.json_object(), '{"a": 1}'),
-        (Constraint.regex("a+"), "aa"),
-        (Constraint.choice(["x", "y"]), "y"),
-        (Constraint.grammar('start: "(" start? ")"'), "(())"),
-        (
-            Constraint.structural_tag(
-                {"structures": [{"begin": "<a>", "schema": {"type": "null"}, "end": "</a>"}], "triggers": ["<a"]}
-            ),
-            "b<a>null</a>",
-        ),
-    ],
-)
-def test_constraints_after_the_thinking_phase(
-    backends: Backends, vocabulary: Vocabulary, constraint: Constraint, answer: str
-) -> None:
-    format_ = answer_format(as_format(constraint), REASONING_FORMATS["think"], "open")
-    whole = Constraint.structural_tag({"type": "structural_tag", "format": format_})
-    grammar = backends["llguidance"].compile(whole)
-    for gap in ("", "\n", "\n\n"):
-        matcher = grammar.matcher()
-        matcher.accept_tokens(vocabulary.encode(f"I think {answer} ?</think>{gap}{answer}"))
-        assert matcher.is_accepting()

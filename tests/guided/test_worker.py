@@ -38,13 +38,13 @@ class Filled:
         return allowed
 
 
-def test_the_stop_token_is_allowed_exactly_where_the_constraint_is_satisfied() -> None:
+def test_the_stop_token_is_allowed_where_the_matcher_accepts() -> None:
     filled = Filled()
     assert filled.mask(1, 2, 5) == [STOP]
     assert filled.mask(STOP) == [STOP]
 
 
-def test_special_and_padding_tokens_are_never_allowed_whatever_the_backend_says() -> None:
+def test_special_and_padding_tokens_are_never_allowed() -> None:
     assert Filled(ScriptedGrammar([[1, token] for token in (2, 21, 25, 39)])).mask(1) == [2]
 
 
@@ -132,7 +132,7 @@ def ahead(filled: Filled, *tokens: int) -> tuple[list[int], list[int]]:
     return allowed, run[run >= 0].tolist()
 
 
-def test_looking_ahead_finds_the_tokens_without_an_alternative_and_changes_nothing() -> None:
+def test_looking_ahead_finds_the_forced_tokens() -> None:
     filled = Filled()
     assert ahead(filled) == ([1, 6], [])
     assert ahead(filled, 6) == ([6], [6, 6, STOP])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import re
 from typing import Any
 
 import numpy as np
@@ -12,14 +10,12 @@ import pytest
 
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
-from guided.backends.content_reader import ContentReader
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.errors import ConstraintNotMet, TokenRejected, UnsupportedConstraint
 from guided.schema.validation import Validator
 from guided.structural_tag import Content
-from guided.tools.formats import TOOL_FORMATS, Calls, Function, answer_format
-from guided.tools.parser import OutputParser
+from guided.tags.content_reader import ContentReader
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -98,11 +94,6 @@ def test_an_output_ends_only_if_it_is_valid(
     assert refused.value.pointer is not None
 
 
-def test_what_the_library_enforces_is_not_checked(backends: Backends) -> None:
-    grammar = backends["llguidance"].compile(Constraint.json_schema({"type": "object", "required": ["a"]}))
-    assert grammar.checked == ()
-
-
 def test_forks_and_rollbacks_keep_what_was_written(backends: Backends, vocabulary: Vocabulary) -> None:
     matcher = backends["llguidance"].compile(Constraint.json_schema({**NUMBERS, "uniqueItems": True})).matcher()
     matcher.accept_tokens(vocabulary.encode("[1,"))
@@ -118,12 +109,6 @@ def test_forks_and_rollbacks_keep_what_was_written(backends: Backends, vocabular
     matcher.rollback(len(ends["1]"]))
     matcher.accept_tokens([*ends["2]"], vocabulary.stop_token_ids[0]])
     assert matcher.is_terminated()
-
-
-def test_a_schema_without_a_value_is_refused(backends: Backends) -> None:
-    schema = {"allOf": [{"type": "integer", "minimum": 5}, {"type": "integer", "maximum": 3}], "uniqueItems": True}
-    with pytest.raises(InvalidConstraint):
-        backends["lm-format-enforcer"].compile(Constraint.json_schema(schema))
 
 
 @pytest.mark.parametrize(
@@ -242,72 +227,3 @@ def test_a_number_is_checked_only_where_it_ends(backends: Backends, vocabulary: 
         error, _ = row.write_text(f"{begin}33{end}")
         assert isinstance(error, ConstraintNotMet) is bool(end)
         assert not row.may_end
-
-
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-@pytest.mark.parametrize(
-    "other", [{"type": "regex", "pattern": "[a-z]+"}, {"type": "grammar", "grammar": 'start: "a"'}]
-)
-def test_nothing_is_checked_beside_a_regex_or_a_grammar(backends: Backends, backend: str, other: Any) -> None:
-    constraint = tag(other, {"type": "const_string", "value": "-"}, part(SCHEMA))
-    with pytest.raises(UnsupportedConstraint) as refused:
-        backends[backend].compile(constraint)
-    assert refused.value.pointer == "/format/elements/2/content/json_schema/uniqueItems"
-
-
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-@pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_arguments_that_end_are_valid_as_the_parser_reads_them(
-    backends: Backends, vocabulary: Vocabulary, backend: str, name: str
-) -> None:
-    parameters = {"type": "object", "properties": {"t": SCHEMA}, "required": ["t"], "additionalProperties": False}
-    form = TOOL_FORMATS[name]
-    functions = [Function("f", parameters), Function("g", {"type": "object"})]
-    calls = Calls(form, functions, required=True, parallel=False)
-    constraint = Constraint.structural_tag({"type": "structural_tag", "format": answer_format(calls, None)})
-    try:
-        grammar = backends[backend].compile(constraint)
-    except UnsupportedConstraint as error:
-        assert "special token" in str(error)  # noqa: PT017
-        return
-    assert grammar.checked
-    for arguments, fine in (('{"t": [1, 2]}', True), ('{"t": [1, 1]}', False)):
-        text = f"{form.opening}{form.begin('f')}{arguments}{form.call[1]}{form.closing}"
-        row = Row(vocabulary, grammar)
-        error, written = row.write_text(text)
-        assert (error is None) is fine
-        parser = OutputParser(tools=form, names=["f", "g"], anywhere=False)
-        pieces = parser.feed(written, finished=True)
-        read = "".join(piece.text for piece in pieces if piece.kind == "arguments")
-        if fine:
-            assert row.may_end
-            assert json.loads(read) == {"t": [1, 2]}
-        else:
-            assert not parser.complete
-
-
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_random_outputs_of_a_structural_tag(backends: Backends, vocabulary: Vocabulary, backend: str) -> None:
-    form = {"type": "triggered_tags", "triggers": ["<"], "tags": [part(SCHEMA)]}
-    grammar = backends[backend].compile(tag(form))
-    generator = random.Random(1)
-    single = {vocabulary.token_bytes[token]: token for token in vocabulary.text_token_ids}
-    ended = violated = 0
-    for _ in range(150):
-        row, output = Row(vocabulary, grammar), ""
-        error = row.worker.fill(0, (), row.mask)
-        while error is None and len(output) < 40:
-            written = [json.loads(content) for content in re.findall(r"<(\[.*?\])>", output)]
-            if row.may_end:
-                ended += bool(written)
-                assert all(len(set(content)) == len(content) for content in written), output
-            options = [each for each in "<<[[112,,]]>" if row.allows(single[each.encode()])]
-            output += generator.choice(options)
-            error = row.worker.fill(0, [single[output[-1].encode()]], row.mask)
-        if error is not None:
-            content = json.loads(output.rpartition("<")[2])
-            violated += 1
-            assert isinstance(error, ConstraintNotMet)
-            assert len(set(content)) < len(content)
-    assert ended > 20
-    assert violated > 20

@@ -53,27 +53,14 @@ def backends(vocabulary: Vocabulary) -> Backends:
     return Backends(vocabulary)
 
 
-DRAFT3 = "http://json-schema.org/draft-03/schema#"
 DRAFT7 = "http://json-schema.org/draft-07/schema#"
-LISTS_OF_SCALARS = {
-    "list": {
-        "$id": "http://x/list",
-        "type": "array",
-        "items": {"$dynamicRef": "#T"},
-        "minItems": 1,
-        "$defs": {"any": {"$dynamicAnchor": "T", "type": ["null", "boolean", "integer"]}},
-    }
-}
 NULL, BOOLEAN, INTEGER = {"type": "null"}, {"type": "boolean"}, {"type": "integer"}
-NULL_ANCHOR = {"null": {"$dynamicAnchor": "T", **NULL}}
-LISTS_OF_NULLS = {"$id": "http://x/", "$ref": "list", "$defs": {**LISTS_OF_SCALARS, **NULL_ANCHOR}}
 EMPTY_OBJECT = {"type": "object", "required": ["zz"], "additionalProperties": False}
 KNOWN: list[Any] = [
     {"type": "number", "exclusiveMinimum": 0, "maximum": 0.25},
     {"type": "number", "minimum": -0.25, "exclusiveMaximum": 0},
     {"type": "number", "exclusiveMinimum": 3, "maximum": 3.5},
     {"type": "number", "minimum": 2147483649, "exclusiveMaximum": 2147483651},
-    {"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.25}]},
     *(
         {"type": "integer", side: sign * 2**power + step}
         for side in ("minimum", "maximum")
@@ -81,64 +68,36 @@ KNOWN: list[Any] = [
         for power in (53, 63, 70)
         for step in (-1, 0, 1)
     ),
+    {"type": "integer", "minimum": -(2**70), "maximum": -(2**70) + 1},
     {"type": "integer", "minimum": 2**53, "exclusiveMaximum": 2**53 + 2},
     {"type": "number", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
-    {"const": 2**53 + 1},
     {"enum": [-(2**63), 2**64 - 1, 1e300]},
     {"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]},
     {"type": "integer", "multipleOf": 65539, "minimum": 1, "maximum": 10**15},
     {"type": "string", "pattern": "^[\\x00-\\x1f]$"},
     {"type": "string", "pattern": "^[^\\x20-\\uffff]$"},
     {"type": "string", "pattern": "^\\p{Lu}[é-ÿ]+$"},
-    {"type": "string", "pattern": "^[a&&b]$"},
-    {"type": "string", "pattern": "^\\d.\\S$"},
     {"type": "string", "pattern": "^[]a]$"},
     {"type": "string", "pattern": "^ab|ab$"},
-    {"enum": ["2020-02-29", "2020-02-30", "x"], "format": "date"},
     {"enum": ["a\n", "a", "٣"], "pattern": "^(a|\\d)$"},
     {"type": "object", "required": ["a"], "properties": {"a": {"type": "string", "pattern": "^[\\x01-\\x07]z$"}}},
     {"type": "object", "minProperties": 2},
     {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": NULL}},
-    {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": False}, "required": ["a"]},
     {"type": "object", "minProperties": 3, "properties": {"a": NULL}, "required": ["a"]},
-    LISTS_OF_NULLS,
-    {"$id": "http://x/", "$ref": "list", "$defs": LISTS_OF_SCALARS},
-    {
-        "$ref": "#/$defs/a",
-        "unevaluatedProperties": False,
-        "$defs": {"a": {"type": "object", "properties": {"a": NULL}}},
-    },
-    {"anyOf": [{}, NULL], "unevaluatedItems": False, "unevaluatedProperties": False},
-    {"anyOf": [{"enum": [[1], "a", {"b": 1}]}], "unevaluatedItems": False, "unevaluatedProperties": False},
-    {"type": "array", "prefixItems": [NULL], "additionalItems": True, "minItems": 1},
     {"$schema": DRAFT7, "type": "array", "items": {"$ref": "#/definitions/a", **NULL}, "definitions": {"a": BOOLEAN}},
-    {"$schema": DRAFT3, "type": "integer", "divisibleBy": 7},
-    {"$schema": DRAFT3, "type": "object", "properties": {"a": {**NULL, "required": True}, "b": NULL}},
-    {"$schema": DRAFT3, "type": ["null", {"type": "boolean"}]},
-    {"$schema": DRAFT3, "extends": {"type": "boolean"}},
-    {"$schema": DRAFT3, "disallow": ["string", {"type": "null"}], "type": "any"},
     {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": False, "minItems": 2},
-    {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": INTEGER, "minItems": 1},
     {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": INTEGER, "minItems": 2, "maxItems": 3},
-    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [NULL, BOOLEAN], "minItems": 2},
-    {"type": "array", "items": NULL, "minItems": 3, "maxItems": 4},
     {"type": "array", "items": {"type": "array", "items": NULL, "minItems": 1, "maxItems": 2}, "minItems": 2},
     {"type": "array", "items": {"anyOf": [NULL, {"type": "array", "items": NULL, "minItems": 2}]}, "maxItems": 2},
     {"anyOf": [{"type": "array", "items": NULL, "minItems": 2}, {"type": "array", "items": BOOLEAN, "maxItems": 1}]},
-    {"type": "object", "properties": {"a": NULL, "b": NULL}, "maxProperties": 0},
     {"type": "object", "properties": {"a": NULL, "b": NULL}, "maxProperties": 1},
     {"type": "object", "properties": {"a": NULL, "b": NULL}, "minProperties": 1, "additionalProperties": False},
-    {"type": "string", "maxLength": 0},
     {"type": "string", "maxLength": 1},
-    {"type": "string", "minLength": 1, "maxLength": 1},
     {"type": "string", "pattern": "^(a+b)?$"},
-    {"type": "string", "pattern": "^\\n\\t$"},
     {"type": "string", "pattern": '^["\\\\]$'},
-    {"type": "string", "pattern": "^$"},
     {"type": "array", "maxItems": 0, "items": EMPTY_OBJECT},
     {"type": "array", "items": {"type": "integer", "minimum": 1.2, "maximum": 1.8}},
     {"type": "array", "items": {"type": "string", "pattern": "^a$", "minLength": 2}},
-    {"type": "integer", "minimum": 1e20},
     {"type": "string", "minLength": 40, "maxLength": 60},
     *({"type": "string", "format": name} for name in FORMATS),
 ]
@@ -170,52 +129,6 @@ def hold(backends: Backends, vocabulary: Vocabulary, schema: Any, seed: int, wal
 @pytest.mark.parametrize("schema", KNOWN, ids=lambda schema: json.dumps(schema)[:60])
 def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema: Any) -> None:
     hold(backends, vocabulary, schema, 5, 12)
-
-
-@pytest.mark.parametrize(
-    ("schema", "text"),
-    [
-        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.25}, "0"),
-        ({"type": "number", "minimum": -0.25, "exclusiveMaximum": 0}, "-0"),
-        ({"type": "integer", "minimum": 2**63}, "9223372036854775807"),
-        ({"type": "number", "exclusiveMinimum": 1}, "1.00000000000000000001"),
-        ({"type": "number", "minimum": 1, "exclusiveMaximum": 3}, "2.99999999999999999999"),
-        ({"type": "number", "minimum": 0, "exclusiveMaximum": 0.25}, "0.24999999999999999999"),
-        ({"type": "number", "multipleOf": 0.1}, "0.35"),
-        ({"pattern": "^[\\x00-\\x1f]$"}, '"\\""'),
-        ({"pattern": "^\\p{Lu}+$"}, '"abc"'),
-        ({"pattern": "^\\d$"}, '"٣"'),
-        ({"minProperties": 2}, '{"": 121, "" : 2 }'),
-        ({"properties": {"a": NULL}}, '{"a": 1, "a": null}'),
-        (
-            {
-                "$id": "http://x/",
-                "$ref": "list",
-                "$defs": {**LISTS_OF_SCALARS, "null": {"$dynamicAnchor": "T", **NULL}},
-            },
-            "[1]",
-        ),
-        ({"enum": ["x"], "format": "date"}, '"x"'),
-        ({"$schema": DRAFT3, "divisibleBy": 7}, "8"),
-        ({"$schema": DRAFT3, "properties": {"a": {"required": True}}}, "{}"),
-    ],
-)
-def test_the_validation_sees_what_is_wrong(schema: Any, text: str) -> None:
-    assert problem(text, schema) is not None
-
-
-def test_the_validation_reads_listed_numbers_as_doubles() -> None:
-    assert problem("4.9406564584124654e-324", {"anyOf": [{"enum": [5e-324]}]}) is None
-    assert problem("4.9406564584124654e-324", {"anyOf": [{"maximum": 0}]}) is not None
-
-
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_a_regex_may_match_nothing_but_the_empty_text(backends: Backends, backend: str) -> None:
-    matcher = backends[backend].compile(Constraint.regex("(?:a|b){0}")).matcher()
-    row = np.empty(words(backends.vocabulary.padded_vocab_size), dtype=np.int32)
-    matcher.fill_bitmask(row)
-    assert matcher.is_accepting()
-    assert not len(np.intersect1d(allowed_ids(row), backends.vocabulary.text_token_ids))
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "outlines"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import string_pattern
+from guided.schema.formats import FORMATS, NECESSARY
 
 SEARCHED = [
     "a",
@@ -40,13 +41,6 @@ def found(pattern: str, text: str) -> bool:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(SEARCHED), st.text('ab"\\\n é', max_size=5))
-def test_searching_is_matching_the_whole(pattern: str, text: str) -> None:
-    node = string_pattern.read(pattern)
-    assert (re.fullmatch(regex.render(node), text) is not None) == found(pattern, text)
-
-
-@settings(deadline=None)
 @given(st.sampled_from(SEARCHED), st.text('ab"\\\n\té', max_size=5))
 def test_json_text_of_exactly_the_strings_that_match(pattern: str, text: str) -> None:
     node = string_pattern.in_json(string_pattern.read(pattern), escapes=True)
@@ -62,14 +56,6 @@ def test_lookaheads_after_the_beginning(pattern: str) -> None:
     for text in map("".join, (letters for size in range(5) for letters in itertools.product("abc", repeat=size))):
         matching = re.search(pattern, text) is not None
         assert string_pattern.matches(pattern, text) == matching, text
-
-
-@pytest.mark.parametrize("pattern", [".*", r"^\S+$", "[^a]", r"\W", '^["a]+$', r"^[\s\S]$"])
-def test_no_match_ends_the_string_that_it_is_in(pattern: str) -> None:
-    compiled = re.compile(regex.render(string_pattern.in_json(string_pattern.read(pattern), escapes=False)))
-    for character in '"\\\n\x00\x1f\x7f':
-        assert not compiled.fullmatch(character)
-        assert not compiled.fullmatch(f"b{character}b")
 
 
 def test_what_has_to_be_escaped_and_may_not_be_is_refused() -> None:
@@ -134,21 +120,6 @@ def test_lengths_are_fitted_in(pattern: str, least: int, most: int) -> None:
             assert (fitted.fullmatch(text) is not None) == matches, text
 
 
-def test_lengths_that_can_not_be_fitted_in() -> None:
-    with pytest.raises(UnsupportedConstraint):
-        string_pattern.fit(string_pattern.read("^[a-z]+-[a-z]+$"), 0, 10)
-    with pytest.raises(InvalidConstraint, match="has a length"):
-        string_pattern.fit(string_pattern.read("^[a-z]{3}$"), 4, None)
-    with pytest.raises(InvalidConstraint, match="has a length"):
-        string_pattern.fit(string_pattern.read("^[a-z]{3}$"), 0, 2)
-
-
-@settings(deadline=None)
-@given(st.dates())
-def test_every_date_is_one(date: datetime.date) -> None:
-    assert re.search(string_pattern.FORMATS["date"], date.isoformat())
-
-
 @settings(deadline=None)
 @given(st.integers(0, 9999), st.integers(0, 99), st.integers(0, 99))
 def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
@@ -156,7 +127,7 @@ def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
     try:
         datetime.date.fromisoformat(text)
     except ValueError:
-        assert not re.search(string_pattern.FORMATS["date"], text)
+        assert not re.search(FORMATS["date"], text)
 
 
 @pytest.mark.parametrize(
@@ -173,19 +144,10 @@ def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
     ],
 )
 def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
-    for pattern in (string_pattern.FORMATS[name], string_pattern.NECESSARY.get(name, "")):
+    for pattern in (FORMATS[name], NECESSARY.get(name, "")):
         assert all(re.search(pattern, text) for text in valid)
-    assert not any(re.search(string_pattern.FORMATS[name], text) for text in invalid)
-    string_pattern.in_json(string_pattern.read(string_pattern.FORMATS[name]), escapes=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "longest"), [("hostname", 253), ("idn-hostname", 253), ("email", 254), ("idn-email", 254)]
-)
-def test_limits_of_the_whole_length(name: str, longest: int) -> None:
-    _, most = string_pattern.width(string_pattern.read(string_pattern.FORMATS[name]))
-    assert most is not None
-    assert most <= longest
+    assert not any(re.search(FORMATS[name], text) for text in invalid)
+    string_pattern.in_json(string_pattern.read(FORMATS[name]), escapes=False)
 
 
 _NODES = ["a", "a*", "(a|b*)c?", "(a?b?){2}", "(a*)+", "a{0,2}b{0,2}", "", "(|a)(|b)", "(a|ab)(c|bcd)?"]
@@ -202,6 +164,13 @@ def test_less_the_empty_text(pattern: str, text: str) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.from_regex(string_pattern.FORMATS["regex"]))
+@given(st.from_regex(FORMATS["regex"]))
 def test_the_format_regex_matches_regular_expressions(text: str) -> None:
     re.compile(text)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(SEARCHED), st.text('ab"\\\n é', max_size=5))
+def test_searching_is_matching_the_whole(pattern: str, text: str) -> None:
+    node = string_pattern.read(pattern)
+    assert (re.fullmatch(regex.render(node), text) is not None) == found(pattern, text)

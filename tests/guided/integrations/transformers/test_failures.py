@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from faulty_pool import FaultyPool, without_rows
-from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
-from transformers_generation import DATE, PROMPTS, SUM, TOKENS, WORDS, check, inputs, outputs
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers_generation import DATE, PROMPTS, SUM, TOKENS, check, inputs, outputs
 
 from guided.constraint import Constraint
-from guided.errors import BackendError, InvalidRequest, PoolUnavailable, TokenRejected, UnsupportedConstraint
+from guided.errors import BackendError, InvalidRequest, UnsupportedConstraint
 from guided.integrations.transformers import GuidedLogitsProcessor
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import StepMasks
@@ -60,35 +60,6 @@ class TestFailures:
             assert not subject.failed
             for text, _ in outputs(vocabulary, sequences, length):
                 check(1, text)
-
-    def test_a_forbidden_token_is_an_error(
-        self, model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
-    ) -> None:
-        class Liar(LogitsProcessor):
-            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-                return torch.where(torch.arange(scores.shape[1]) == vocabulary.encode("x")[0], 1e9, scores)
-
-        batch = inputs(tiny_tokenizer, PROMPTS[:1])
-        with (
-            GuidedLogitsProcessor(vocabulary, Constraint.regex(DATE)) as subject,
-            pytest.raises(TokenRejected, match="row 0 of 1"),
-        ):
-            model.generate(**batch, logits_processor=[subject, Liar()], max_new_tokens=TOKENS)
-
-    def test_beam_sampling_draws_forbidden_tokens_only_for_beams_that_lose(
-        self, model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
-    ) -> None:
-        batch = inputs(tiny_tokenizer, PROMPTS[:2])
-        constraint = Constraint.choice(WORDS)
-        with GuidedLogitsProcessor(vocabulary, constraint, failed_rows="end") as subject:
-            for seed in range(3):
-                torch.manual_seed(seed)
-                sequences = model.generate(
-                    **batch, num_beams=4, do_sample=True, logits_processor=[subject], max_new_tokens=TOKENS
-                )
-                for text, end in outputs(vocabulary, sequences, batch["input_ids"].shape[1]):
-                    assert end
-                    check(3, text)
 
     def test_waits_for_a_worker(self, vocabulary: Vocabulary) -> None:
         class Empty(FaultyPool):
@@ -138,10 +109,6 @@ class TestRejections:
             pytest.raises(InvalidRequest, match="3 rows and 2 constraints"),
         ):
             subject(torch.tensor([[1]] * 3), torch.zeros(3, vocabulary.padded_vocab_size))
-
-    def test_an_unknown_pool(self, vocabulary: Vocabulary) -> None:
-        with pytest.raises(PoolUnavailable, match="no pool 'rey': there are inline, ray"):
-            GuidedLogitsProcessor(vocabulary, Constraint.regex("a+"), pool="rey")
 
     def test_a_pool_over_other_tokens(self, vocabulary: Vocabulary, pool: InlinePool) -> None:
         other = Vocabulary(vocabulary.token_bytes[:300], (1,), frozenset({1}), 300)

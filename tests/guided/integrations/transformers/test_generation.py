@@ -25,7 +25,7 @@ MODES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(f"{key}={value}" for key, value in mode.items()))
-def test_a_batch_of_different_constraints_is_valid_and_equal_to_the_reference(
+def test_a_batch_of_different_constraints(
     model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, mode: dict[str, Any]
 ) -> None:
     batch = inputs(tiny_tokenizer, PROMPTS)
@@ -84,7 +84,7 @@ def test_one_processor_serves_many_generations(
             check(1, text)
 
 
-def test_a_generation_that_was_cut_short_continues_or_starts_again_after_reset(
+def test_a_cut_generation_continues_or_starts_again(
     model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     batch = inputs(tiny_tokenizer, PROMPTS[:1])

@@ -13,11 +13,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers_generation import CONSTRAINTS, PROMPTS, inputs
 
-from guided.constraint import Constraint
-from guided.errors import InvalidRequest
 from guided.integrations import transformers
 from guided.integrations.transformers import GuidedLogitsProcessor
-from guided.pools.inline import InlinePool
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
 
@@ -47,21 +44,6 @@ class TestPools:
             assert pid is not None
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).wait(120)  # raises if the actor is still there
-
-    def test_the_pool_is_shut_down_if_a_constraint_cant_be_compiled(
-        self, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        closed = []
-
-        class Noting(InlinePool):
-            def shutdown(self) -> None:
-                closed.append(self)
-                super().shutdown()
-
-        monkeypatch.setattr(transformers, "find_pool", lambda name, options: Noting)
-        with pytest.raises(InvalidRequest, match="constraint 0: "):
-            GuidedLogitsProcessor(vocabulary, Constraint.regex(r"a(?=b)c"), pool="noting")
-        assert len(closed) == 1
 
     @pytest.fixture
     def opened(self, monkeypatch: pytest.MonkeyPatch) -> list[MaskPool]:

@@ -60,9 +60,7 @@ class TagFormat:
                     grammar, checked = self._grammar_of(self._constraint.inner(first))
                 self.checked |= dict.fromkeys(first.pointer + place for place in checked)
                 return [{"type": "grammar", "grammar": grammar}, *self._series(rest)]
-            case FreeText(excludes, limit):
-                if limit is not None:
-                    raise self._refusal("max_tokens")
+            case FreeText(excludes):
                 return self._until({"type": "any_text", "excludes": [*excludes]}, rest)
             case Dispatch(rules, loop, excludes):
                 written = [[self._plain(trigger), self._one(node)] for trigger, node in rules]

@@ -53,14 +53,8 @@ class ContentReader:
         self.reads_tag = not isinstance(node, Content)
         """Other text may follow a content. If not, the content ends with the output."""
         self.vocabulary = vocabulary
-        self._names = {token: name.encode() for name, token in vocabulary.special_names.items()}
         self.start = Reading(-1, ((0, (node,)),))
         """Before the empty output."""
-
-    def spelled(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of tokens, with the names of special tokens."""
-        contents, names = self.vocabulary.token_bytes, self._names
-        return b"".join(names.get(token) or contents[token] for token in tokens)
 
     def read(self, before: Reading, output: bytes, length: int) -> Reading:
         """Read an output, the text of `length` tokens, that begins with the one that was read `before`."""
@@ -145,7 +139,7 @@ class ContentReader:
         """Return a literal as it stands in the text of an output."""
         if isinstance(node, Text):
             return node.text
-        return node.token if isinstance(node.token, str) else self._names[node.token].decode()
+        return node.token if isinstance(node.token, str) else self.vocabulary.spelled([node.token]).decode()
 
     def _value(self, content: Content, text: str, position: int) -> tuple[int | None, bool, ConstraintNotMet | None]:
         """Return where the JSON value at `position` ends, whether it can go on, and why it is invalid."""

@@ -1,0 +1,94 @@
+"""A limit on the tokens of free text at the beginning of an output: the thinking phase.
+
+Once the text has reached the limit and ends with a whole character, the mask allows only the tokens of the literal that
+ends the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided.bitmask import pack
+from guided.errors import UnsupportedConstraint
+from guided.structural_tag import FreeText, Node, Series, Text, Times, has_limit
+from guided.vocabulary import Vocabulary, valid_utf8
+
+_REST_OF_CHARACTER = 3
+"""Maximum number of tokens that complete a character. A text can exceed its limit by this many tokens."""
+
+
+def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
+    """Return the limit on the free text of a structural tag; None if it has none.
+
+    Raises:
+        UnsupportedConstraint: the limit is not at the beginning of the output, or no literal ends the text.
+    """
+    if not has_limit(node):
+        return None
+    items = _flat(node)
+    begin = ""
+    while items and isinstance(items[0], Text):
+        begin, items = begin + items[0].text, items[1:]
+    match items:
+        case [FreeText(_, int(limit)), Text(end), *rest] if end and not any(map(has_limit, rest)):
+            return TokenLimit(vocabulary, begin, limit, end)
+    raise UnsupportedConstraint(
+        "max_tokens can be enforced on the text at the beginning of an output only, and if literal text ends it",
+        param="structural_tag",
+    )
+
+
+def _flat(node: Node) -> list[Node]:
+    """Return the items of a series. A first item that is optional counts as present."""
+    match node:
+        case Series(items):
+            return [inner for item in items for inner in _flat(item)]
+        case Times(item, _, 1):
+            return _flat(item)
+    return [node]
+
+
+class TokenLimit:
+    """Restricts the masks of one structural tag.
+
+    Args:
+        begin: the literal before the text; an output that begins otherwise has no limit.
+        limit: maximum number of tokens of the text.
+        end: the literal after it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, begin: str, limit: int, end: str) -> None:
+        self._vocabulary = vocabulary
+        self._begin, self._end = begin.encode(), end.encode()
+        self._end_token = vocabulary.special_names.get(end)
+        self._limit = limit
+
+    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+        """See `OutputRule.restrict`."""
+        start = self._start(output)
+        text = len(output) - start
+        if not self._limit <= text <= self._limit + _REST_OF_CHARACTER + len(self._end):
+            return  # there is no limit, or it is not reached, or the text is over
+        for cut in range(start + self._limit, min(len(output), start + self._limit + _REST_OF_CHARACTER) + 1):
+            free = self._vocabulary.spelled(output[start:cut])
+            if valid_utf8(free) == len(free):
+                break
+        else:
+            return
+        spelled = self._vocabulary.spelled(output[cut:])
+        if self._end in free or not self._end.startswith(spelled) or spelled == self._end:
+            return
+        token = (
+            self._end_token if self._end_token is not None else self._vocabulary.encode(self._end[len(spelled) :])[0]
+        )
+        np.bitwise_and(row, pack([token], self._vocabulary.padded_vocab_size), out=row)
+
+    def _start(self, output: Sequence[int]) -> int:
+        """Return the number of tokens of the literal before the text; more than all if the output begins otherwise."""
+        for count in range(min(len(output), len(self._begin)) + 1):
+            if self._vocabulary.spelled(output[:count]).startswith(self._begin):
+                return count
+        return len(output) + 1
