@@ -448,6 +448,7 @@ class LLMEngine:
         """Append a token to each sequence but beams. Returns whether a sequence has ended."""
         changed, now, running = self._changed, time.monotonic(), SequenceStatus.RUNNING
         logprobs, allowed = sampled.logprobs, sampled.allowed
+        plain = not logprobs and not allowed
         any_ended = False
         for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
             if row in skipped or sequence.status is not running:
@@ -457,7 +458,10 @@ class LLMEngine:
             if group.beams is None:
                 if group.first_token_time is None:
                     group.first_token_time = now
-                any_ended |= sequence.append(token, logprobs.get(row), allowed.get(row))
+                if plain:
+                    any_ended |= sequence.append(token)
+                else:
+                    any_ended |= sequence.append(token, logprobs.get(row), allowed.get(row))
         return any_ended
 
     def _accept(self, sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> bool:

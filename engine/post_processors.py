@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from importlib.metadata import EntryPoint
 from typing import Any
 
 from engine.logits_processors.interface import VllmConfig
+from engine.logits_processors.loading import import_named
 from guided.errors import bounded
 from guided.post_processor import LogitPostProcessor
-
-
-def find_post_processor(name: str) -> Any:
-    """Import what `module:Class` names. The `ValueError` of one that cannot be imported names it."""
-    try:
-        if not all(name.partition(":")):
-            raise ValueError("give it as module:Class")
-        return EntryPoint(name, name, "").load()
-    except Exception as error:
-        raise ValueError(f"the post-processor {bounded(name)} can't be loaded: {bounded(repr(error))}") from error
 
 
 def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConfig) -> LogitPostProcessor:
@@ -27,7 +17,7 @@ def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConf
     Raises:
         ValueError: it cannot be imported or made, or is no `LogitPostProcessor`. It is named.
     """
-    found: Any = find_post_processor(given) if isinstance(given, str) else given
+    found: Any = import_named("post-processor", given) if isinstance(given, str) else given
     name = getattr(found, "__name__", type(found).__name__)
     try:
         if inspect.isclass(found) and issubclass(found, LogitPostProcessor):

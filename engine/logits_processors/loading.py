@@ -42,6 +42,23 @@ def load_classes(config: EngineConfig) -> list[type[LogitsProcessor]]:
     return [*map(_load_plugin, foreign), *map(_load, config.logits_processors)]
 
 
+def import_named(what: str, name: str | EntryPoint) -> Any:
+    """Import what `module:Class` names. The `ValueError` of one that cannot be imported names it.
+
+    Args:
+        what: what it should be, for the message.
+    """
+    try:
+        if isinstance(name, str):
+            if not all(name.partition(":")):
+                raise ValueError("give it as module:Class")
+            name = EntryPoint(name, name, GROUP)
+        return name.load()
+    except Exception as error:
+        value = bounded(getattr(name, "value", name))
+        raise ValueError(f"the {what} {value} can't be loaded: {bounded(repr(error))}") from error
+
+
 def _load_plugin(point: EntryPoint) -> type[LogitsProcessor]:
     try:
         return _load(point)
@@ -53,18 +70,7 @@ def _load_plugin(point: EntryPoint) -> type[LogitsProcessor]:
 
 
 def _load(one: EntryPoint | str | type) -> type[LogitsProcessor]:
-    found: Any = one
-    if isinstance(one, str):
-        if not all(one.partition(":")):
-            raise ValueError(f"{bounded(one)!r} is not a logits processor: give it as module:Class")
-        one = EntryPoint(one, one, GROUP)
-    if isinstance(one, EntryPoint):
-        try:
-            found = one.load()
-        except Exception as error:
-            raise ValueError(
-                f"the logits processor {bounded(one.value)} can't be loaded: {bounded(repr(error))}"
-            ) from error
+    found: Any = one if isinstance(one, type) else import_named("logits processor", one)
     if not isinstance(found, type) or not issubclass(found, LogitsProcessor):
         name = bounded(getattr(one, "value", one))
         raise ValueError(f"{name} is not a subclass of engine.logits_processors.LogitsProcessor")

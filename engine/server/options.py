@@ -153,12 +153,11 @@ def check_names(options: ServeOptions) -> None:
         raise OSError(f"there is no model directory {model}")
     if options.load.chat_template is not None and not Path(options.load.chat_template).is_file():
         raise OSError(f"there is no chat template {options.load.chat_template}")
-    from engine.logits_processors.loading import load_classes  # slow: torch
-    from engine.post_processors import find_post_processor
+    from engine.logits_processors.loading import import_named, load_classes  # slow: torch
 
     load_classes(options.engine)
     if options.post_processor is not None:
-        find_post_processor(options.post_processor)
+        import_named("post-processor", options.post_processor)
 
 
 def _with(base: Any, path: Sequence[str], value: Any) -> Any:

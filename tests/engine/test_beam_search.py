@@ -84,9 +84,7 @@ def test_it_equals_transformers(
         assert {one.finish_reason for one in outputs} <= {"stop", "length"}
 
 
-def test_guided_beams_equal_transformers_and_satisfy_the_constraint(
-    make_engine: MakeEngine, run: Run, reference: Any
-) -> None:
+def test_guided_beams_equal_those_of_transformers(make_engine: MakeEngine, run: Run, reference: Any) -> None:
     constraint = Constraint.json_schema(SCHEMA, whitespace="")
     params = beams(3, constraint=constraint, max_tokens=60)
     engine = make_engine()

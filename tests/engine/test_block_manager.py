@@ -15,7 +15,7 @@ def manager(num_blocks: int = 8, max_seqs: int = 8, max_blocks: int = 8) -> Bloc
     return BlockManager(num_blocks, BLOCK, max_seqs=max_seqs, max_blocks=max_blocks)
 
 
-def test_sequences_of_one_prompt_share_its_blocks_until_one_writes() -> None:
+def test_sequences_of_a_prompt_share_blocks_until_a_write() -> None:
     blocks = manager()
     blocks.allocate([1, 2, 3], 6)
     assert blocks.num_free == 6
@@ -109,7 +109,7 @@ def cached(num_blocks: int) -> BlockManager:
     return BlockManager(num_blocks, 4, max_seqs=8, max_blocks=16, prefix_cache=True)
 
 
-def test_full_blocks_are_found_by_their_content_and_what_came_before() -> None:
+def test_full_blocks_are_found_by_their_prefix() -> None:
     it = cached(16)
     first = list(range(10))
     assert it.allocate([1], 10, first) == 0
@@ -126,7 +126,7 @@ def test_full_blocks_are_found_by_their_content_and_what_came_before() -> None:
     assert it.allocate([6], 9, list(range(9))) == 8, "blocks keep their content after their sequences"
 
 
-def test_the_least_recently_used_block_is_evicted_first_and_ends_before_beginnings() -> None:
+def test_the_least_recently_used_block_is_evicted_first() -> None:
     it = cached(6)
     for seq_id, start in ((1, 0), (2, 100)):
         tokens = list(range(start, start + 9))

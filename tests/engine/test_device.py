@@ -40,7 +40,7 @@ def requests() -> dict[str, tuple[Any, SamplingParams]]:
 
 @pytest.mark.parametrize("step", [0, 1, 6])
 @pytest.mark.parametrize("where", ["execute", "compute_logits"])
-def test_out_of_memory_fails_the_newest_group_and_changes_no_other(
+def test_out_of_memory_fails_the_newest_group_only(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, run: Run, where: str, step: int
 ) -> None:
     expected = run(make_engine(), requests())

@@ -34,7 +34,7 @@ def test_many_prompts_in_order(llm: LLM) -> None:
         assert output.outputs[0].token_ids == alone.outputs[0].token_ids == by_ids.outputs[0].token_ids
 
 
-def test_each_its_own_parameters_and_errors_stay_with_their_prompt(llm: LLM) -> None:
+def test_parameters_and_errors_belong_to_their_prompt(llm: LLM) -> None:
     params = [
         SamplingParams(json_object=True, max_tokens=60, whitespace_pattern="", seed=1),
         SamplingParams(grammar="start: (", max_tokens=5),

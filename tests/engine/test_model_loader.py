@@ -48,7 +48,7 @@ def test_the_dtype_is_as_asked(tiny_llama_dir: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
-def test_half_precision_is_loaded_as_float32_on_a_cpu_that_is_slow_with_it(
+def test_half_precision_is_float32_on_a_cpu_without_it(
     tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fast: bool
 ) -> None:
     checkpoint = tmp_path / "half"
@@ -83,7 +83,7 @@ def test_what_cannot_be_served_is_refused_by_name(config: Any, reason: str, tmp_
         load_model(str(tmp_path))
 
 
-def test_what_a_model_passes_to_its_attention_is_known_or_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_unknown_arguments_of_the_attention_are_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     model = AutoModelForCausalLM.from_config(GptOssConfig(**TINY, num_local_experts=2, num_experts_per_tok=1))
     with pytest.raises(UnsupportedModelError, match="s_aux"):
         prepare_model(model.float(), tiny_tokenizer)

@@ -97,7 +97,7 @@ def test_penalties_count_what_comes_while_the_batch_stays() -> None:
     assert found == [[0.0] * 5, [0.0, 0.0, 0.0, -2.0, -1.0]], "a new batch is counted anew"
 
 
-def test_min_tokens_suppresses_stop_tokens_until_there_are_enough() -> None:
+def test_min_tokens_suppresses_stop_tokens() -> None:
     assert adjusted(sequence(min_tokens=2, output=(3,)), [9.0, 1.0]) == [pytest.approx(SUPPRESSED), 1.0]
     assert adjusted(sequence(min_tokens=2, output=(3, 3)), [9.0, 1.0]) == [9.0, 1.0]
 

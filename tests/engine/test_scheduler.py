@@ -62,7 +62,7 @@ def test_prompts_first_then_one_token_each_and_newcomers_join() -> None:
     assert all(s.status is SequenceStatus.RUNNING for s in it.running)
 
 
-def test_sequences_and_tokens_of_a_step_are_limited_and_the_order_is_kept() -> None:
+def test_sequences_and_tokens_of_a_step_are_limited() -> None:
     it = scheduler(max_num_seqs=2, max_num_batched_tokens=12)
     for name, tokens in (("a", 6), ("b", 9), ("c", 1)):
         it.add(group(name, tokens))
@@ -75,7 +75,7 @@ def test_sequences_and_tokens_of_a_step_are_limited_and_the_order_is_kept() -> N
     assert spans(batch) == [(3, 9)]
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_and_delays_neither_tokens_nor_short_prompts() -> None:
+def test_a_long_prompt_in_chunks_delays_no_short_prompt() -> None:
     it = scheduler(num_blocks=64, max_num_batched_tokens=20)
     it.add(group("running", 4))
     sample(it.schedule())
@@ -112,7 +112,7 @@ def test_a_preempted_part_of_a_prefill_starts_again() -> None:
     assert it.blocks.num_free == it.blocks.num_blocks
 
 
-def test_a_group_that_waits_for_its_grammar_is_skipped_and_keeps_its_turn() -> None:
+def test_a_group_that_waits_for_its_grammar_keeps_its_place() -> None:
     it = scheduler(max_num_seqs=2)
     waiting, second, third = group("waiting", 4), group("second", 4), group("third", 4)
     waiting.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
@@ -146,7 +146,7 @@ def run_out_of_blocks() -> tuple[Scheduler, list[SequenceGroup]]:
     return it, groups
 
 
-def test_the_newest_is_preempted_and_comes_back_before_new_groups() -> None:
+def test_the_newest_is_preempted_and_started_before_new_ones() -> None:
     it, (old, new) = run_out_of_blocks()
     it.add(group("newest", 1))
     preempted_at: int | None = None
@@ -176,7 +176,7 @@ def test_every_order_of_ends_gives_all_blocks_back() -> None:
     assert not it.has_work
 
 
-def test_a_group_of_n_is_prefilled_once_and_copies_what_it_shares() -> None:
+def test_a_group_of_n_is_prefilled_once() -> None:
     it = scheduler()
     it.add(group("many", 6, n=3))
     batch = it.schedule()

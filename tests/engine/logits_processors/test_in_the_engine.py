@@ -36,7 +36,7 @@ TARGETED = [sample.DummyLogitsProcessor, sample.DictUpdatesLogitsProcessor, samp
 
 
 @pytest.mark.parametrize(("seed", "processor"), [*enumerate([*TARGETED, sample.RevisedBias])])
-def test_whoever_comes_and_goes_at_random_keeps_to_his_token(
+def test_requests_that_come_and_go_keep_their_token(
     make_engine: MakeEngine, tiny_model: LoadedModel, processor: type, seed: int
 ) -> None:
     """Arrivals and aborts between steps, groups of up to three, late masks, preemptions: rows are never mixed up."""
@@ -89,7 +89,7 @@ def requests(bias: str, min_p: str) -> dict[str, tuple[Any, SamplingParams]]:
 @pytest.mark.parametrize("model", [(sample.MyBias, sample.MyMinP), (sample.RevisedBias, sample.RevisedMinP)])
 @pytest.mark.parametrize("config", [{}, TIGHT])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_a_processor_does_is_what_the_engine_s_own_does(
+def test_custom_bias_and_min_p_equal_the_engines_own(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, model: Any, config: dict[str, Any], late: bool
 ) -> None:
     """Before the penalties and after the mask, preempted or not, and with late rows: the same tokens."""
@@ -146,9 +146,7 @@ def test_a_late_row_stays_in_the_batch(make_engine: MakeEngine, tiny_model: Load
     assert all(lengths == list(range(20)) for lengths in seen.values())
 
 
-def test_the_order_is_min_tokens_bias_processors_penalties_mask_temperature_invariant_ones(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
-) -> None:
+def test_the_order_in_which_logits_are_changed(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
     eos = next(iter(tiny_model.vocabulary.stop_token_ids))
     seen: list[torch.Tensor] = []
 
@@ -192,7 +190,7 @@ def poisoned(where: str, **params: Any) -> SamplingParams:
 @pytest.mark.parametrize("where", ["apply", "update_state", "None", "shape"])
 @pytest.mark.parametrize("processor", [sample.Poisonable, sample.PoisonableLate])
 @pytest.mark.parametrize("constrained", [False, True])
-def test_a_request_that_a_processor_raises_on_fails_and_no_other(
+def test_a_processor_that_raises_fails_one_request(
     make_engine: MakeEngine, run: Run, processor: type[sample.Poisonable], where: str, constrained: bool
 ) -> None:
     """Although it has spoilt all logits by then. The engine goes on, with a processor that was made anew."""
@@ -218,9 +216,7 @@ def test_a_request_that_a_processor_raises_on_fails_and_no_other(
 
 
 @pytest.mark.parametrize("where", ["add_request", "update_state", "apply"])
-def test_a_request_that_a_revised_one_raises_on_fails_and_no_other(
-    make_engine: MakeEngine, run: Run, where: str
-) -> None:
+def test_a_revised_processor_that_raises_fails_one_request(make_engine: MakeEngine, run: Run, where: str) -> None:
     others = requests("logit_bias", "min_p")
     expected = run(make_engine(), others)
     engine = make_engine(logits_processors=(sample.RevisedPoisonable,))
@@ -229,7 +225,7 @@ def test_a_request_that_a_revised_one_raises_on_fails_and_no_other(
     assert tokens(found) == tokens(expected)
 
 
-def test_a_second_processor_does_its_work_once_where_the_first_raises(make_engine: MakeEngine, run: Run) -> None:
+def test_a_second_processor_runs_once_if_the_first_raises(make_engine: MakeEngine, run: Run) -> None:
     others = requests("logit_bias", "min_p")
     expected = run(make_engine(), others)
     for order in ([sample.MyBias, sample.Poisonable], [sample.Poisonable, sample.MyBias]):
@@ -239,7 +235,7 @@ def test_a_second_processor_does_its_work_once_where_the_first_raises(make_engin
         assert tokens(found) == tokens(expected)
 
 
-def test_a_processor_that_can_t_be_made_again_fails_all_requests_and_says_so(make_engine: MakeEngine, run: Run) -> None:
+def test_a_processor_that_cannot_be_made_again_fails_all(make_engine: MakeEngine, run: Run) -> None:
     class Once(sample.Poisonable):
         made = 0
 
