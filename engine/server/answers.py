@@ -129,7 +129,7 @@ class ChoicesAnswer(Answer):
         """Build a choice's chunk before its first token, if it has one."""
 
     def mask_details(self, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
-        """Build `TokenMasks` of some tokens; None if the request did not ask for it."""
+        """Build `masks` of some tokens, what was allowed for each. None if the request did not ask for it."""
         details = output.mask_details
         if details is None:
             return None

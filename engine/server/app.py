@@ -54,14 +54,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | No
             allow_origins=settings.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[
-                "x-request-id",
-                "x-guided-backend",
-                "x-guided-checked",
-                "x-guided-ignored",
-                "x-should-retry",
-                "retry-after",
-            ],
+            expose_headers=["x-request-id", "x-should-retry", "retry-after"],
         )
     install_handlers(app)
     for routes in (chat, responses, check, completions, tokenization, models, health, metrics, playground):

@@ -3,7 +3,7 @@
 1. Size: the middleware counts the bytes (`middleware.py`).
 2. JSON within limits: number of values, nesting, length of numbers, duplicate keys (`guided.json_text`).
 3. Counts: messages, prompts, prompts times `n`.
-4. Shape (`protocol.py`). A body has at most ten errors.
+4. Shape (`protocol.py`).
 5. Meaning: the constraint, the sampling parameters, the prompt's tokens (`chat.py`, `completions.py`).
 
 Stages 2 to 5 take time linear in the body's size, and run in a worker thread, never on the event loop. The last stage,
@@ -16,20 +16,16 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, get_type_hints
 
 from fastapi import Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from engine.sampling_params import MAX_BIASES
 from engine.server.context import ServerContext
-from engine.server.errors import BodyTooComplex, InvalidJson, ShuttingDown
+from engine.server.errors import BodyTooComplex, InvalidJson, ShuttingDown, shape_error
 from engine.server.protocol import WITHOUT_EFFECT
 from guided.errors import InvalidRequest, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
-
-MAX_REPORTED = 10
-"""Maximum number of errors of one body that are kept. One of them is reported."""
 
 _NESTING = 256
 """Maximum nesting of a body: less than Python's stack, and more than a schema's, which has an error of its own."""
@@ -113,8 +109,7 @@ def parse(
     try:
         return body_type.model_validate(data, context={"ignored": ignored})
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=True, include_input=False)[:MAX_REPORTED]
-        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in found]) from None
+        raise shape_error(error.errors(include_url=False, include_input=False)) from None
 
 
 def _check_counts(data: Mapping[str, Any], context: ServerContext) -> None:

@@ -18,7 +18,7 @@ from engine.server.generation import Job
 from engine.server.logprobs import chat_logprobs
 from engine.server.output_form import output_form
 from engine.server.prompts import encode_chat
-from engine.server.protocol import ChatRequest, ChatResponse, GuidedInfo, Message
+from engine.server.protocol import ChatRequest, GuidedInfo, Message
 from engine.server.sampling import sampling_params, wants_usage
 from engine.server.tools import requested_calls
 from guided.errors import InvalidRequest
@@ -30,7 +30,7 @@ router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 _FIELD_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse, responses=RESPONSES)
+@router.post("/v1/chat/completions", response_model=None, responses=RESPONSES)
 def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat, constrained or not. With `stream`, the status is sent once the constraint is compiled."""
     names = dict(_FIELD_NAMES)
@@ -57,7 +57,7 @@ def build_job(
         continue_final_message=body.continue_final_message,
         variables={**effort, **(body.chat_template_kwargs or {})},
         tools=body.tools or () if calls is not None else (),
-        max_tokens=context.engine.max_model_len,
+        limit=context.text_limit,
     )
     form = output_form(body, context, wanted, calls, prompt)
     params = sampling_params(body, form.wanted, max_tokens=limit, logprobs=logprobs, context=context)

@@ -18,7 +18,7 @@ from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared, field_n
 from engine.server.generation import Job
 from engine.server.logprobs import TextOffsets, completion_logprobs
 from engine.server.prompts import text_prompts
-from engine.server.protocol import Completion, CompletionRequest, GuidedInfo
+from engine.server.protocol import CompletionRequest, GuidedInfo
 from engine.server.sampling import sampling_params, wants_usage
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
@@ -30,7 +30,7 @@ OPENAI_MAX_TOKENS = 16
 _FIELD_NAMES = {"extra_args": "vllm_xargs"}
 
 
-@router.post("/v1/completions", response_model=Completion, responses=RESPONSES)
+@router.post("/v1/completions", response_model=None, responses=RESPONSES)
 def create_completion(body: CompletionRequest, request: Request, context: Context) -> Prepared:
     """Continue one or several prompts, constrained or not."""
     with field_names(_FIELD_NAMES):
@@ -44,9 +44,8 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         max_tokens = OPENAI_MAX_TOKENS
     choices = num_prompts(body.prompt) * (body.n or 1)
     context.check_logprobs(choices, choices * (max_tokens or length), body.logprobs, "logprobs")
-    prompts = text_prompts(
-        context.engine.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens, max_tokens=length
-    )
+    special, limit = body.add_special_tokens, context.text_limit
+    prompts = text_prompts(context.engine.tokenizer, body.prompt, add_special_tokens=special, limit=limit)
     if body.max_tokens is None and max_tokens is not None:
         max_tokens = max(1, min(max_tokens, length - max(map(len, prompts))))
     if body.echo and body.logprobs is not None:

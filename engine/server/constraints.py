@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.server.protocol import GenerationRequest, ResponseFormat
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint, ConstraintKind
-from guided.errors import InvalidConstraint, InvalidRequest, bounded
+from guided.errors import InvalidConstraint, InvalidRequest
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
@@ -58,18 +58,17 @@ def requested_constraint(
 ) -> RequestedConstraint:
     """Read the request's constraint, check it against `limits`, and read its backend. `param` of an error is the
     field."""
-    backend, backend_field, backend_whitespace = _backend(request, default_backend)
+    backend, backend_field = _backend(request, default_backend)
     found = [
         *_fields(request, {kind: kind for kind in KINDS}),
         *_response_format(request),
         *_structured_outputs(request),
         *_fields(request, _OLDER),
     ]
-    whitespace = [*_whitespace(request), *backend_whitespace]
     if len(found) == 2 and len({_build(each, None, request, limits) for each in found}) == 1:
         found = found[:1]  # guidance's client sends its schema in two fields
     one = take_one(found)
-    spaces = take_whitespace(one, whitespace)
+    spaces = take_whitespace(one, list(_whitespace(request)))
     if one is None:
         return RequestedConstraint(backend=backend)
     constraint = _build(one, spaces, request, limits)
@@ -144,26 +143,16 @@ def _whitespace(request: GenerationRequest) -> Iterator[GivenWhitespace]:
         yield GivenWhitespace("structured_outputs.disable_any_whitespace", "")
 
 
-def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[GivenWhitespace]]:
-    """Return the backend, the field that names it, and the whitespace of vLLM's backend options."""
+def _backend(request: GenerationRequest, default: str) -> tuple[str, str]:
+    """Return the backend, and the field that names it."""
     if request.backend is not None and request.guided_decoding_backend is not None:
         raise InvalidRequest(
             "backend and guided_decoding_backend are given: choose one", param="guided_decoding_backend"
         )
     if request.guided_decoding_backend is None:
-        return resolve(request.backend or default), "backend", []
+        return resolve(request.backend or default), "backend"
     field = "guided_decoding_backend"
-    name, _, options = request.guided_decoding_backend.partition(":")
-    whitespace = []
-    for option in filter(None, options.split(",")):
-        if option == "disable-any-whitespace":
-            whitespace.append(GivenWhitespace(field, ""))
-        elif option != "no-fallback":  # without effect: a named backend is never replaced
-            raise InvalidRequest(
-                f"{field}: no option {bounded(option, 60)!r}; there are no-fallback and disable-any-whitespace",
-                param=field,
-            )
-    return resolve(name, param=field), field, whitespace
+    return resolve(request.guided_decoding_backend, param=field), field
 
 
 def _build(

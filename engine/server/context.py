@@ -18,6 +18,7 @@ from engine.detokenizer import TokenTexts
 from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
+from engine.server.prompts import TextLimit
 from engine.server.tracing import Tracing
 from guided.backends import AUTO
 from guided.errors import InvalidRequest, bounded
@@ -72,6 +73,11 @@ class ServerContext:
     @property
     def vocabulary(self) -> Vocabulary:
         return self.engine.model.vocabulary
+
+    @cached_property
+    def text_limit(self) -> TextLimit:
+        """The longest text of a request that is tokenized."""
+        return TextLimit.of(self.vocabulary, self.engine.max_model_len)
 
     @property
     def model_name(self) -> str:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
@@ -19,7 +18,7 @@ from engine.server.context import ServerContext
 from engine.server.generation import Job, Outputs, cancel, running
 from engine.server.protocol import GuidedInfo
 from engine.server.streaming import AnswerStream, events, pieces
-from guided.errors import GuidedError, bounded
+from guided.errors import GuidedError
 
 logger = logging.getLogger("guided.server")
 
@@ -29,7 +28,11 @@ Prepared = tuple[Callable[[ServerContext, Job, GuidedInfo | None], Answer], Job]
 """What an endpoint returns: how to make the answer, and the job."""
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "An answer, or with `stream` its chunks.", "content": {"text/event-stream": {}}}
+    200: {
+        "description": "An answer as OpenAI's API describes it, or with `stream` its chunks, plus `guided`: how the "
+        "output was constrained.",
+        "content": {"text/event-stream": {}},
+    }
 }
 """The routes' `responses`, for the documentation page."""
 
@@ -59,8 +62,7 @@ class GenerationRoute(BodyRoute):
                 text = "request %s (x-request-id %s): the client went away"
                 logger.info(text, job.request_id, job.http_id, extra=job.log_ids)
                 return Response(status_code=499)
-            headers = {} if guided is None else _headers(guided)
-            return AnswerStream(content, stack.pop_all(), headers, context, job)
+            return AnswerStream(content, stack.pop_all(), context, job)
 
     async def content(self, outputs: Outputs, answer: Answer, context: ServerContext) -> AsyncIterator[bytes]:
         """Return the answer's body in pieces."""
@@ -94,16 +96,6 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
     except GuidedError as error:
         error.param = names.get(error.param or "", error.param)
         raise
-
-
-def _headers(guided: GuidedInfo) -> dict[str, str]:
-    """Return the parts of `guided` that are sent as headers too, for clients that do not parse the body."""
-    headers = {} if guided.backend is None else {"x-guided-backend": guided.backend}
-    lists = {"not-enforced": guided.not_enforced, "checked": guided.checked, "ignored": guided.ignored}
-    for name, listed in lists.items():
-        if listed:
-            headers[f"x-guided-{name}"] = bounded(", ".join(map(quote, listed)), 1000).rstrip("…")
-    return headers
 
 
 async def _finished(outputs: Outputs) -> list[RequestOutput]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -20,6 +19,9 @@ from starlette.types import Scope
 from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
 from guided.error_body import envelope, error_body, error_headers
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded
+
+if TYPE_CHECKING:
+    from engine.server.context import ServerContext
 
 logger = logging.getLogger("guided.server")
 
@@ -93,47 +95,38 @@ class ReplicaDied(InternalError):
 def install_handlers(app: FastAPI) -> None:
     """Answer every error of the application in this shape."""
     app.add_exception_handler(GuidedError, _on_guided_error)
-    app.add_exception_handler(RequestValidationError, _on_shape_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)
 
 
+def refuse(context: ServerContext, scope: Scope, error: GuidedError, **headers: str) -> JSONResponse:
+    """Count and log an error, and return the answer. `headers` are further ones of the answer."""
+    context.metrics.failed(error.code, error.status)
+    if error.status < 500 and not isinstance(error, CompileTimeout):  # those are logged where they happen
+        _log(scope, error)
+    return JSONResponse(error_body(error), error.status, error_headers(error) | headers)
+
+
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
-    request.app.state.context.metrics.failed(error.code, error.status)
-    if error.status < 500 and not isinstance(error, CompileTimeout):  # those are logged where they happen
-        log_refusal(request.scope, error.code, error.message, error.param)
-    return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
+    return refuse(request.app.state.context, request.scope, error)
 
 
-async def _on_shape_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    message, param, code = _describe(error.errors())
-    request.app.state.context.metrics.failed(code, 400)
-    log_refusal(request.scope, code, message, param)
-    return JSONResponse(envelope(400, message, param, code), 400, headers={"x-should-retry": "false"})
+async def _on_http_exception(request: Request, raised: Exception) -> JSONResponse:
+    assert isinstance(raised, HTTPException)
+    codes = {404: "not_found", 405: "method_not_allowed", 413: BodyTooLarge.code}
+    error = InvalidRequest(_hint(request) if raised.status_code == 404 else bounded(raised.detail))
+    error.status, error.code = raised.status_code, codes.get(raised.status_code, InvalidRequest.code)
+    return refuse(request.app.state.context, request.scope, error, **(raised.headers or {}))
 
 
-async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    headers = {"x-should-retry": "false", **(error.headers or {})}
-    code = {404: "not_found", 405: "method_not_allowed", 413: BodyTooLarge.code}.get(
-        error.status_code, "invalid_request"
-    )
-    message = _hint(request) if code == "not_found" else bounded(error.detail)
-    body = envelope(error.status_code, message, None, code)
-    request.app.state.context.metrics.failed(code, error.status_code)
-    log_refusal(request.scope, code, message, None)
-    return JSONResponse(body, error.status_code, headers=headers)
-
-
-def log_refusal(scope: Scope, code: str, message: str, param: str | None) -> None:
+def _log(scope: Scope, error: GuidedError) -> None:
     """Log why a request is refused."""
     request_id = scope.get("state", {}).get("request_id", "-")
-    text = " ".join(f"{'' if param is None else f'{param}: '}{message}".split())
+    text = " ".join(f"{'' if error.param is None else f'{error.param}: '}{error.message}".split())
     where = f"{scope['method']} {bounded(scope['path'], 100)!r}"
-    extra = {"x_request_id": request_id, "code": code}
-    logger.info("x-request-id %s: %s refused: %s: %s", request_id, where, code, bounded(text), extra=extra)
+    extra = {"x_request_id": request_id, "code": error.code}
+    logger.info("x-request-id %s: %s refused: %s: %s", request_id, where, error.code, bounded(text), extra=extra)
 
 
 def _hint(request: Request) -> str:
@@ -156,35 +149,38 @@ async def _on_unexpected_error(request: Request, error: Exception) -> JSONRespon
     return JSONResponse(body, 500, headers=headers)
 
 
-def _describe(errors: Sequence[Any]) -> tuple[str, str | None, str]:
-    """Return message, param and code for a body of the wrong shape.
+def shape_error(errors: Sequence[Any]) -> InvalidRequest:
+    """Return the error for a body of the wrong shape.
 
     An unknown field is reported first, then an error of our own validators, then any other error.
     """
     telling = ({"extra_forbidden"}, {MISPLACED, UNSUPPORTED})
     first = next((each for types in telling for each in errors if each["type"] in types), errors[0])
-    param = _path(first["loc"])
-    if first["type"] in (MISPLACED, UNSUPPORTED):
-        return bounded(first["msg"]), param or None, first["type"]
-    if first["type"] == "extra_forbidden":
-        name = str(first["loc"][-1])
-        if name in REFUSED:
-            return f"{bounded(param)}: {REFUSED[name][0]}", bounded(param), "unsupported_parameter"
-        return f"Unknown parameter: '{bounded(param)}'", bounded(param), "unknown_parameter"
-    if first["type"] == "missing" and param:
-        return f"Missing required parameter: '{param}'", param, "missing_required_parameter"
-    if not param:
-        return "the body must be a JSON object (content-type: application/json)", None, "invalid_request"
-    return f"Invalid '{param}': {bounded(first['msg'])}", param, "invalid_type"
+    param, kind = _path(first["loc"]), first["type"]
+    if kind in (MISPLACED, UNSUPPORTED):
+        code, message = kind, bounded(first["msg"])
+    elif kind == "extra_forbidden" and (name := str(first["loc"][-1])) in REFUSED:
+        code, message = "unsupported_parameter", f"{bounded(param)}: {REFUSED[name][0]}"
+    elif kind == "extra_forbidden":
+        code, message = "unknown_parameter", f"Unknown parameter: '{bounded(param)}'"
+    elif kind == "missing" and param:
+        code, message = "missing_required_parameter", f"Missing required parameter: '{param}'"
+    elif not param:
+        code, message = InvalidRequest.code, "the body must be a JSON object (content-type: application/json)"
+    else:
+        code, message = "invalid_type", f"Invalid '{param}': {bounded(first['msg'])}"
+    error = InvalidRequest(message, param=bounded(param) or None)
+    error.code = code
+    return error
 
 
 _TAGS = {"str", "int", "float", "bool", "dict", "list", "none", "any"}
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """Write `("body", "messages", 0, "content", "str")` as OpenAI does: `messages[0].content`."""
+    """Write `("messages", 0, "content", "str")` as OpenAI does: `messages[0].content`."""
     path = ""
-    for part in location[1:]:
+    for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part not in _TAGS and "[" not in part:  # pydantic inserts the type that it tried

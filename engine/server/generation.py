@@ -143,17 +143,15 @@ async def running(context: ServerContext, job: Job, headers: Mapping[str, str]) 
     guided = failure = None
     try:
         with context.admit(len(job.prompts) * job.params.width):
-            streams = [context.metrics.observed(context.engine.run(group), job.params) for group in job.groups]
+            streams = [_stream(context, job, number) for number in range(len(job.groups))]
             try:
-                first = await _all_first(streams, job)
-                constraint, backend = job.params.constraint, first[0].backend
-                if constraint is not None and backend is not None:
-                    unknown = [_not_enforced(each, job.places) for each in constraint.not_enforced]
-                    at_end = [_not_enforced(each, job.places) for each in first[0].checked] or None
-                    kind = job.kind or constraint.kind
-                    guided = GuidedInfo(kind=kind, backend=backend, not_enforced=unknown, checked=at_end)
-                async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
-                    yield Outputs(job, guided, checked)
+                async with aclosing(_merged(streams)) as merged:
+                    first: dict[int, RequestOutput] = {}
+                    while len(first) < len(streams):
+                        number, output = await anext(merged)
+                        first[number] = output
+                    guided = _guided_info(job, first[0])
+                    yield Outputs(job, guided, _chained(first, merged))
             finally:
                 for stream in streams:
                     await stream.aclose()  # aborts what still runs
@@ -165,6 +163,16 @@ async def running(context: ServerContext, job: Job, headers: Mapping[str, str]) 
         if context.tracing is not None:
             for group in job.groups:
                 context.tracing.record(group, headers, failure)
+
+
+def _guided_info(job: Job, first: RequestOutput) -> GuidedInfo | None:
+    """Describe how a job is constrained."""
+    constraint, backend = job.params.constraint, first.backend
+    if constraint is None or backend is None:
+        return None
+    unknown = [_not_enforced(each, job.places) for each in constraint.not_enforced]
+    at_end = [_not_enforced(each, job.places) for each in first.checked] or None
+    return GuidedInfo(kind=job.kind or constraint.kind, backend=backend, not_enforced=unknown, checked=at_end)
 
 
 def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
@@ -182,15 +190,6 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
     )
 
 
-async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:
-    """Wait until all streams are admitted. If one is rejected, stop waiting for the others."""
-    tasks = [asyncio.create_task(_first(stream, job, number)) for number, stream in enumerate(streams)]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await cancel(tasks)
-
-
 async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they have ended."""
     for task in tasks:
@@ -198,20 +197,39 @@ async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _first(stream: AsyncIterator[RequestOutput], job: Job, number: int) -> RequestOutput:
+async def _stream(context: ServerContext, job: Job, number: int) -> AsyncGenerator[RequestOutput, None]:
+    """Run one prompt of a job. Yields snapshots of its output, and raises the error that ends it.
+
+    The server's shutdown becomes a 503: a retry elsewhere, or later, would succeed.
+    """
     try:
-        return await anext(stream)
+        async with aclosing(context.metrics.observed(context.engine.run(job.groups[number]), job.params)) as outputs:
+            async for output in outputs:
+                for completion in output.outputs:
+                    if (error := completion.error or output.error) is not None:
+                        raise error
+                    if completion.finish_reason == "abort":
+                        raise InternalError("the generation was aborted")
+                _number_choices(output, job)
+                yield output
     except GuidedError as error:
+        if context.shutting_down and isinstance(error, InternalError):
+            raise ShuttingDown("the server is shutting down") from error
         raise job.respell(error, number) from None
-    except StopAsyncIteration:
-        raise InternalError("the engine ended the request before it began") from None
+
+
+def _number_choices(output: RequestOutput, job: Job) -> None:
+    """Put the outputs in the order of their choices: that of the sequences, or of their ranks with `best_of`."""
+    if job.params.width == job.params.n:
+        output.outputs.sort(key=lambda completion: completion.index)
+    for number, completion in enumerate(output.outputs):
+        completion.index = number
 
 
 async def _merged(
-    first: Sequence[RequestOutput], streams: Sequence[AsyncIterator[RequestOutput]]
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    for number, output in enumerate(first):
-        yield number, output
+    """Yield the number of a stream and its output, of all streams as they come."""
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output
@@ -243,33 +261,10 @@ async def _merged(
         await cancel(pumps)
 
 
-def _number_choices(output: RequestOutput, job: Job) -> None:
-    """Put the outputs in the order of their choices: that of the sequences, or of their ranks with `best_of`."""
-    if job.params.width == job.params.n:
-        output.outputs.sort(key=lambda completion: completion.index)
-    for number, completion in enumerate(output.outputs):
-        completion.index = number
-
-
-async def _checked(
-    context: ServerContext, outputs: AsyncGenerator[tuple[int, RequestOutput], None], job: Job
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Pass the outputs on, and raise the error of one that failed.
-
-    The server's shutdown becomes a 503: a retry elsewhere, or later, would succeed.
-    """
-    try:
-        async with aclosing(outputs):
-            async for number, output in outputs:
-                for completion in output.outputs:
-                    error = completion.error or output.error
-                    if error is not None:
-                        raise job.respell(error, number)
-                    if completion.finish_reason == "abort":
-                        raise InternalError("the generation was aborted")
-                _number_choices(output, job)
-                yield number, output
-    except InternalError as error:
-        if context.shutting_down:
-            raise ShuttingDown("the server is shutting down") from error
-        raise
+async def _chained(
+    first: Mapping[int, RequestOutput], others: AsyncIterator[tuple[int, RequestOutput]]
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    for each in first.items():
+        yield each
+    async for each in others:
+        yield each

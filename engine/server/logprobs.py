@@ -13,7 +13,7 @@ FLOOR = -9999.0
 
 
 def chat_logprobs(output: CompletionOutput, texts: TokenTexts, top: int, which: slice) -> dict[str, Any] | None:
-    """Build `ChatLogprobs` of some tokens, each with its `top` most likely alternatives.
+    """Build a chat's `logprobs` of some tokens, each with its `top` most likely alternatives.
 
     Returns None if the request asked for none. The `bytes` of a token may be only a part of a character.
     """
@@ -56,8 +56,11 @@ class TextOffsets:
 def completion_logprobs(
     output: CompletionOutput, texts: TokenTexts, place: TextOffsets, which: slice
 ) -> dict[str, Any] | None:
-    """Build `CompletionLogprobs` of some tokens. `top_logprobs` includes the sampled token. The first token of an
-    echoed prompt has none. `place` has computed the offsets of the tokens before."""
+    """Build a text completion's `logprobs` of some tokens, in OpenAI's older shape.
+
+    `top_logprobs` includes the sampled token. The first token of an echoed prompt has none. `place` has computed the
+    offsets of the tokens before.
+    """
     if output.logprobs is None:
         return None
     tokens: list[str] = []

@@ -7,13 +7,11 @@ import string
 import uuid
 
 from fastapi import HTTPException
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.context import ServerContext
-from engine.server.errors import BodyTooLarge, HostNotAllowed, Unauthorized, log_refusal
-from guided.error_body import error_body, error_headers
+from engine.server.errors import BodyTooLarge, HostNotAllowed, Unauthorized, refuse
 from guided.errors import GuidedError, bounded
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
@@ -55,10 +53,7 @@ class RequestChecks:
             self._check_key(scope, headers)
             self._check_length(headers)
         except GuidedError as error:
-            self.context.metrics.failed(error.code, error.status)
-            log_refusal(scope, error.code, error.message, error.param)
-            answer = JSONResponse(error_body(error), error.status, headers=error_headers(error))
-            await answer(scope, receive, send_with_id)
+            await refuse(self.context, scope, error)(scope, receive, send_with_id)
             return
         await self.app(scope, self._limited(receive), send_with_id)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -15,11 +15,38 @@ from jinja2 import TemplateError
 
 from engine.server.protocol import Message, Tool
 from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest, bounded
+from guided.vocabulary import Vocabulary
 
-_CHARACTERS_PER_TOKEN = 8
-"""Few texts have more. A text longer than this times the maximum number of tokens is checked by its beginnings."""
-_SURE = 2
-"""If a part of a text has this multiple of the maximum number of tokens, the whole text is too long."""
+
+@dataclass(frozen=True)
+class TextLimit:
+    """The longest text that is tokenized: `tokens` tokens of `token_characters` characters. The engine checks the
+    number of tokens."""
+
+    tokens: int
+    token_characters: int
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, tokens: int) -> TextLimit:
+        """Return the limit for a maximum number of tokens."""
+        return cls(tokens, max(map(len, vocabulary.token_bytes)))
+
+    def check(self, text: str, param: str) -> None:
+        """Refuse a text that is too long whatever its tokens are.
+
+        Raises:
+            ContextLengthExceeded: with `param`.
+        """
+        if len(text) > self.tokens * self.token_characters:
+            raise self.exceeded(param)
+
+    def exceeded(self, param: str) -> InvalidRequest:
+        """Return the error for a text that is too long."""
+        return ContextLengthExceeded(
+            f"This model's maximum context length is {self.tokens} tokens. However, '{param}' resulted in more. Please"
+            " reduce the length of the messages.",
+            param=param,
+        )
 
 
 def encode_chat(
@@ -31,12 +58,12 @@ def encode_chat(
     variables: Mapping[str, Any] | None = None,
     tools: Sequence[Tool] = (),
     add_special_tokens: bool = False,
-    max_tokens: int = sys.maxsize,
+    limit: TextLimit,
 ) -> list[int]:
     """Render the messages with the tokenizer's chat template and tokenize them.
 
     Only the template produces special tokens. Text of a message that looks like one ("<|end|>") stays text.
-    `add_special_tokens` adds the tokenizer's own to those of the template; `max_tokens` as in `encode`.
+    `add_special_tokens` adds the tokenizer's own to those of the template.
     """
     _check_template(tokenizer, variables or {})
     if continue_final_message and (add_generation_prompt or messages[-1].role != "assistant"):
@@ -52,8 +79,8 @@ def encode_chat(
         ("tools", json.dumps(functions)),
     ]
     for param, part in written:
-        _check_length(tokenizer, part, param, max_tokens)
-    escaped = _EscapedSpecialTokens(tokenizer, max_tokens)
+        limit.check(part, param)
+    escaped = _EscapedSpecialTokens(tokenizer, limit)
     try:
         text: str = tokenizer.apply_chat_template(
             escaped.escape(rendered),
@@ -70,9 +97,7 @@ def encode_chat(
     for piece in escaped.pieces(text):
         # The tokenizer adds its own special tokens to the first piece only.
         special = add_special_tokens and not ids
-        ids += encode(tokenizer, piece, add_special_tokens=special, param="messages", max_tokens=max_tokens)
-        if len(ids) > _SURE * max_tokens:
-            raise _too_long("messages", max_tokens)
+        ids += encode(tokenizer, piece, add_special_tokens=special, param="messages", limit=limit)
     return ids
 
 
@@ -93,23 +118,24 @@ class _EscapedSpecialTokens:
     are tokenized separately. (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
     """
 
-    def __init__(self, tokenizer: Any, most: int) -> None:
+    def __init__(self, tokenizer: Any, limit: TextLimit) -> None:
         self._begins = _special_begins(tokenizer)
-        self._most = most
+        self._limit = limit
+        self._left = limit.tokens
         self._mark = f"<{uuid.uuid4().hex}>"  # unpredictable
 
     def escape(self, value: Any) -> Any:
-        """Return a copy of `value` with marks in the special tokens of its strings. Refuse more than `most` of them."""
+        """Return a copy of `value` with marks in the special tokens of its strings. Refuse too many."""
         if isinstance(value, Mapping):
             return {self.escape(name): self.escape(inner) for name, inner in value.items()}
         if isinstance(value, list):
             return [self.escape(inner) for inner in value]
         if not isinstance(value, str):
             return value
-        marked, count = self._begins.subn(lambda first: first[0] + self._mark, value, self._most)
-        self._most -= count
-        if self._most <= 0:
-            raise _too_long("messages", count)
+        marked, count = self._begins.subn(lambda first: first[0] + self._mark, value, self._left)
+        self._left -= count
+        if self._left <= 0:
+            raise self._limit.exceeded("messages")
         return marked
 
     def pieces(self, rendered: str) -> list[str]:
@@ -127,39 +153,15 @@ def _special_begins(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in ends.items()) or r"(?!)")
 
 
-def encode(
-    tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, max_tokens: int = sys.maxsize
-) -> list[int]:
-    """Tokenize a text, unless its beginning shows that it is far too long, or it has lone surrogates, which JSON can
-    spell.
-
-    A text with more than twice `max_tokens` tokens may be rejected here. The caller checks shorter ones.
-    """
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, limit: TextLimit) -> list[int]:
+    """Tokenize a text, unless it is far too long, or has lone surrogates, which JSON can spell."""
+    limit.check(text, param)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{param} is not valid Unicode: {bounded(error)}", param=param) from None
-    _check_length(tokenizer, text, param, max_tokens)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return ids
-
-
-def _check_length(tokenizer: Any, text: str, param: str, max_tokens: int) -> None:
-    """Refuse a text if one of its beginnings, each twice as long as the one before, has far too many tokens."""
-    length = _CHARACTERS_PER_TOKEN * max_tokens
-    while length < len(text):
-        # Near the cut, tokens may differ from those of the whole text, but by far fewer than `max_tokens`.
-        if len(tokenizer.encode(text[:length], add_special_tokens=False)) > _SURE * max_tokens:
-            raise _too_long(param, max_tokens)
-        length *= 2
-
-
-def _too_long(param: str, max_tokens: int) -> InvalidRequest:
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {max_tokens} tokens. However, '{param}' resulted in more. Please"
-        " reduce the length of the messages.",
-        param=param,
-    )
 
 
 def text_prompts(
@@ -167,10 +169,9 @@ def text_prompts(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
     *,
     add_special_tokens: bool,
-    max_tokens: int = sys.maxsize,
+    limit: TextLimit,
 ) -> list[list[int]]:
-    """Tokenize the prompts of a completion request: one or many, text or token ids. The engine checks the ids.
-    `max_tokens` as in `encode`."""
+    """Tokenize the prompts of a completion request: one or many, text or token ids. The engine checks the ids."""
     if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     many: Sequence[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
@@ -178,13 +179,11 @@ def text_prompts(
     for number, each in enumerate(many):
         try:
             if isinstance(each, str):
-                ids = encode(
-                    tokenizer, each, add_special_tokens=add_special_tokens, param="prompt", max_tokens=max_tokens
-                )
+                ids = encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt", limit=limit)
             else:
                 ids = list(each)
-            if len(many) > 1 and len(ids) > max_tokens:  # one is enough: skip the other prompts
-                raise _too_long("prompt", max_tokens)
+            if len(many) > 1 and len(ids) > limit.tokens:  # one is enough: skip the other prompts
+                raise limit.exceeded("prompt")
         except InvalidRequest as error:
             name_prompt(error, number, len(many))
             raise

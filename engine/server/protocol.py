@@ -433,14 +433,6 @@ class MaskTimes(BaseModel):
     total: float
 
 
-class TokenMasks(BaseModel):
-    """With `mask_details`: what was allowed for each token."""
-
-    tokens: list[str]
-    allowed: list[int | None] = Field(description="The number of tokens that could be sampled; null: any.")
-    forced: list[bool] = Field(description="Appended without a forward pass of its own.")
-
-
 class GuidedInfo(BaseModel):
     """How the output was constrained, and what of the request had no effect. Null if neither applies."""
 
@@ -461,89 +453,6 @@ class Usage(BaseModel):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
-
-
-class PromptLogprob(BaseModel):
-    """vLLM's `prompt_logprobs`: null for the first token, then one per token by id."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-class ChatTopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatLogprob(ChatTopLogprob):
-    top_logprobs: list[ChatTopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[ChatLogprob]
-    refusal: None = None
-
-
-class ResponseCall(BaseModel):
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ResponseMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ResponseCall] | None = None
-
-
-class Choice(BaseModel):
-    index: int
-    masks: TokenMasks | None = None
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-
-
-class ChatChoice(Choice):
-    message: ResponseMessage
-    logprobs: ChatLogprobs | None
-
-
-class WithChoices(BaseModel):
-    id: str
-    created: int
-    model: str
-    usage: Usage
-    system_fingerprint: str | None = None
-    guided: GuidedInfo | None = None
-
-
-class ChatResponse(WithChoices):
-    object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
-
-
-class CompletionLogprobs(BaseModel):
-    """OpenAI's older shape. `text_offset` counts characters from the start of the choice's text."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class CompletionChoice(Choice):
-    text: str
-    logprobs: CompletionLogprobs | None
-
-
-class Completion(WithChoices):
-    object: Literal["text_completion"] = "text_completion"
-    choices: list[CompletionChoice]
 
 
 class ModelCard(BaseModel):

@@ -19,7 +19,7 @@ from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared, field_n
 from engine.server.generation import Job
 from engine.server.protocol import GuidedInfo
 from engine.server.response_items import OutputItems
-from engine.server.responses_protocol import CHAT_FIELDS, ResponseObject, ResponsesRequest
+from engine.server.responses_protocol import CHAT_FIELDS, ResponsesRequest
 from guided.error_body import error_body
 from guided.errors import GuidedError
 from guided.tools.parser import OutputParser, Piece
@@ -27,7 +27,7 @@ from guided.tools.parser import OutputParser, Piece
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
 
-@router.post("/v1/responses", response_model=ResponseObject, responses=RESPONSES)
+@router.post("/v1/responses", response_model=None, responses=RESPONSES)
 def create_response(body: ResponsesRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
     names = dict(CHAT_FIELDS)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.server.protocol import (
@@ -18,7 +18,6 @@ from engine.server.protocol import (
     ChatRequest,
     FunctionDefinition,
     GenerationRequest,
-    GuidedInfo,
     Many,
     Message,
     ResponseFormat,
@@ -205,20 +204,3 @@ CHAT_FIELDS = {
     "extra_args": "vllm_xargs",
 }
 """Fields of a chat -> their names in this endpoint's errors."""
-
-
-class ResponseObject(BaseModel):
-    """An answer. It repeats the settings of the request (`extra`)."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    model: str
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: dict[str, Any] | None = None
-    incomplete_details: dict[str, str] | None = None
-    output: list[dict[str, Any]] = Field(description="Items of type message, function_call and reasoning.")
-    usage: dict[str, Any] | None = None
-    guided: GuidedInfo | None = None

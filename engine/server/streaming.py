@@ -36,14 +36,9 @@ class AnswerStream(StreamingResponse):
     """
 
     def __init__(
-        self,
-        content: AsyncIterator[bytes],
-        resources: AsyncExitStack,
-        headers: dict[str, str],
-        context: ServerContext,
-        job: Job,
+        self, content: AsyncIterator[bytes], resources: AsyncExitStack, context: ServerContext, job: Job
     ) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(content, media_type="text/event-stream" if job.stream else "application/json", headers=headers)
         self._resources = resources
         self._context = context

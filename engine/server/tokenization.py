@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 
 from engine.server.bodies import BodyRoute
 from engine.server.context import Context, ServerContext
-from engine.server.prompts import encode, encode_chat
+from engine.server.prompts import TextLimit, encode, encode_chat
 from engine.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from guided.errors import ContextLengthExceeded, InvalidRequest
 
@@ -43,14 +43,15 @@ def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> D
 
 
 def _tokens(body: TokenizeRequest, context: ServerContext) -> list[int]:
-    tokenizer, most = context.engine.tokenizer, _MAX_CONTEXTS * context.engine.max_model_len
+    tokenizer = context.engine.tokenizer
+    limit = TextLimit.of(context.vocabulary, _MAX_CONTEXTS * context.engine.max_model_len)
     if body.messages is None:
         special = body.add_special_tokens is not False
-        return encode(tokenizer, body.prompt or "", add_special_tokens=special, param="prompt", max_tokens=most)
+        return encode(tokenizer, body.prompt or "", add_special_tokens=special, param="prompt", limit=limit)
     return encode_chat(
         tokenizer,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens is True,
-        max_tokens=most,
+        limit=limit,
     )

@@ -6,9 +6,8 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 _SECONDS = 5.0
-_FAILURES_KEPT = 8
+"""Time limit of a reading."""
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and labels."""
@@ -53,10 +52,6 @@ class Reading:
         """Return the sum of a metric over all labels."""
         return sum(value for (each, _), value in self.samples.items() if each == f"guided_{name}")
 
-    def labelled(self, name: str) -> Iterator[tuple[Mapping[str, str], float]]:
-        """Yield the labels and values of a metric."""
-        return ((dict(labels), value) for (each, labels), value in self.samples.items() if each == f"guided_{name}")
-
 
 def _get(url: str) -> bytes:
     try:
@@ -71,92 +66,68 @@ def _get(url: str) -> bytes:
 
 @dataclass
 class View:
-    """Renders readings. Rates are between the last two."""
+    """Renders readings. Rates are between the last two, failures since the first."""
 
     url: str
-    now: Reading
+    first: Reading
     before: Reading
-    failures: deque[str] = field(default_factory=lambda: deque(maxlen=_FAILURES_KEPT))
-    """The latest failures, oldest first."""
+    now: Reading
 
     @classmethod
     def of(cls, url: str) -> View:
         """Take the first reading."""
         first = Reading.of(url.rstrip("/"))
-        return cls(url.rstrip("/"), first, first)
+        return cls(url.rstrip("/"), first, first, first)
 
     def update(self) -> None:
         """Take another reading."""
         self.before, self.now = self.now, Reading.of(self.url)
-        stamp = time.strftime("%H:%M:%S")
-        if not self.before.samples:
-            return
-        known = {labels["code"]: value for labels, value in self.before.labelled("request_failures_total")}
-        for labels, value in self.now.labelled("request_failures_total"):
-            if (new := value - known.get(labels["code"], 0)) > 0:
-                self.failures.append(f"{stamp}  {new:.0f} x {labels['code']}")
-        ends = {actor["index"]: actor["restarts"] for actor in self._actors(self.before)}
-        for actor in self._actors(self.now):
-            if actor["restarts"] > ends.get(actor["index"], 0):
-                self.failures.append(f"{stamp}  actor {actor['index']}: {actor['last_end']}")
 
     def render(self) -> RenderableType:
         """Return the view."""
         if self.now.problem is not None:
             return Text(f"{self.url} does not answer: {self.now.problem}", style="bold red")
-        parts: list[RenderableType] = [self._title(), self._numbers(), self._workers()]
-        if self.failures:
-            parts.append(Text("\n".join(("last failures", *reversed(self.failures))), style="yellow"))
-        return Group(*parts)
-
-    def _title(self) -> Text:
         health = self.now.health
         style = "bold green" if health["status"] == "ok" else "bold red"
         reason = f": {health['reason']}" if health["reason"] else ""
-        return Text(f"{self.url}  {time.strftime('%H:%M:%S')}  {health['status']}{reason}", style=style)
+        title = Text(f"{self.url}  {time.strftime('%H:%M:%S')}  {health['status']}{reason}", style=style)
+        parts: list[RenderableType] = [title, self._numbers(), self._actors()]
+        if failures := self._failures():
+            parts.append(Text(f"failures since the start: {failures}", style="yellow"))
+        return Group(*parts)
+
+    def _failures(self) -> str:
+        found = []
+        for (name, labels), value in self.now.samples.items():
+            new = value - self.first.samples.get((name, labels), 0)
+            if name == "guided_request_failures_total" and new > 0:
+                found.append(f"{new:.0f} x {dict(labels)['code']}")
+        return ", ".join(found)
 
     def _numbers(self) -> Table:
-        now, tokens = self.now, self._rate("generation_tokens_total")
-        steps, cores = self._rate("engine_steps_total"), self._rate("mask_seconds_total")
+        def count(name: str) -> str:
+            return f"{self.now.total(name):.0f}"
+
+        actors = f"{count('mask_actors_up')} of {count('mask_actors')} wanted"
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for cells in (
-            ("running", f"{now.total('num_requests_running'):.0f}", "tokens/s", f"{tokens:.0f}"),
-            ("waiting", f"{now.total('num_requests_waiting'):.0f}", "steps/s", f"{steps:.1f}"),
-            (
-                "for a grammar",
-                f"{now.total('num_requests_waiting_for_grammar'):.0f}",
-                "step",
-                self._per_step("engine_step"),
-            ),
-            ("compile queue", f"{now.total('grammar_compiling'):.0f}", "exposed masks", self._per_step("mask_exposed")),
-            ("late masks", f"{now.total('num_sequences_late'):.0f}", "hidden masks", self._per_step("mask_hidden")),
-            ("KV cache", f"{now.total('kv_cache_usage_perc'):.0%}", "mask cores", f"{cores:.2f}"),
-            ("mask actors", self._up(), "", ""),
-            ("first token", self._mean("time_to_first_token"), "between tokens", self._mean("inter_token_latency")),
+            ("running", count("num_requests_running"), "tokens/s", f"{self._rate('generation_tokens_total'):.0f}"),
+            ("waiting", count("num_requests_waiting"), "steps/s", f"{self._rate('engine_steps_total'):.1f}"),
+            ("for a grammar", count("num_requests_waiting_for_grammar"), "step", self._per_step("engine_step")),
+            ("compile queue", count("grammar_compiling"), "exposed masks", self._per_step("mask_exposed")),
+            ("late masks", count("num_sequences_late"), "hidden masks", self._per_step("mask_hidden")),
+            ("KV cache", f"{self.now.total('kv_cache_usage_perc'):.0%}", "mask actors", actors),
         ):
             table.add_row(*cells)
         return table
 
-    def _workers(self) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in ("actor", "node", "address", "pid", "state", "sequences", "restarts", "last end"):
-            table.add_column(name, justify="right" if name in ("pid", "sequences", "restarts") else "left")
-        by_node = sorted(self._actors(self.now), key=lambda each: (str(each["address"] or each["node"]), each["index"]))
-        for actor in by_node:
-            state = Text(actor["state"], style="" if actor["state"] == "up" else "red")
-            where = (actor["node"] or "-", actor["address"] or "-", str(actor["pid"] or "-"))
-            counts = (str(actor["open_sequences"]), str(actor["restarts"]))
-            table.add_row(str(actor["index"]), *where, state, *counts, (actor["last_end"] or "")[:80])
+    def _actors(self) -> Table:
+        columns = ("index", "node", "address", "pid", "state", "open_sequences", "restarts", "last_end")
+        table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for actor in self.now.health.get("pool", {}).get("actors", []):
+            cells = ["-" if actor[name] is None else str(actor[name])[:80] for name in columns]
+            table.add_row(*cells, style="" if actor["state"] == "up" else "red")
         return table
-
-    def _up(self) -> str:
-        up, wanted = self.now.total("mask_actors_up"), self.now.total("mask_actors")
-        return f"{up:.0f} of {wanted:.0f} wanted"
-
-    @staticmethod
-    def _actors(reading: Reading) -> list[dict[str, Any]]:
-        actors: list[dict[str, Any]] = reading.health.get("pool", {}).get("actors", [])
-        return actors
 
     def _growth(self, name: str) -> float:
         """Return by how much a counter has grown; 0 after a restart of the server."""
@@ -169,7 +140,3 @@ class View:
     def _per_step(self, name: str) -> str:
         steps = self._growth("engine_steps_total")
         return f"{1000 * self._growth(f'{name}_seconds_total') / steps:.2f} ms a step" if steps else "-"
-
-    def _mean(self, name: str) -> str:
-        count = self._growth(f"{name}_seconds_count")
-        return f"{1000 * self._growth(f'{name}_seconds_sum') / count:.0f} ms" if count else "-"

@@ -170,10 +170,6 @@ def test_hosts_are_checked_as_the_shipped_file_says(url: str) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
 
 
-def test_ready(url: str) -> None:
-    wait_until(lambda: httpx.get(f"{url}/health/ready", timeout=20).status_code == 200)
-
-
 def test_ray_exports_the_metrics_of_each_replica(url: str, ray_cluster: tuple[str, str]) -> None:
     guided = {sample.name for sample in samples(httpx.get(f"{url}/metrics", timeout=60).text)}
     assert "guided_engine_steps_total" in guided

@@ -149,7 +149,7 @@ class TestEveryError:
         failed.set_exception(kind("told to"))
         monkeypatch.setattr(server.pool, "compile", lambda constraint, backends: failed)
         status, code, retry = ERRORS[kind]
-        fault = "load" if status == 429 else "request" if status < 500 else "server"
+        fault = "load" if kind in (QueueFull, CompileQueueFull) else "request" if status < 500 else "server"
         counted = server.metric("guided_request_failures_total", code=code, fault=fault)
         not_compiled = server.metric("guided_grammar_failures_total", code=code, kind="regex")
         answer = server.post(regex="a", stream=stream)
@@ -167,11 +167,11 @@ class TestEveryError:
     def test_after_it_an_event_and_the_end(
         self, server: Hosted, kind: type[GuidedError], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        reported = threading.Event()
+        reported, before = threading.Event(), server.metric("guided_generation_tokens_total")
 
         def failures() -> dict[int, GuidedError]:
             open_now = [each for each in server.pool.opened if each not in server.pool.freed]
-            if reported.is_set() or not open_now or not server.metric("guided_generation_tokens_total"):
+            if reported.is_set() or not open_now or server.metric("guided_generation_tokens_total") == before:
                 return {}
             reported.set()
             return {open_now[0]: kind("told to")}

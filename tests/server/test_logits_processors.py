@@ -55,15 +55,3 @@ def test_without_a_processor_they_are_refused_and_not_ignored(client_with: Calla
     assert "--logits-processors" in answer.json()["error"]["message"]
     assert complete(client_with(), vllm_xargs={}).status_code == 200
     assert complete(client_with(), vllm_xargs=None).status_code == 200
-
-
-def test_a_name_that_leads_nowhere_is_one_line_at_the_start(tiny_llama_dir: Path) -> None:
-    from typer.testing import CliRunner
-
-    from engine.server.cli import app
-
-    result = CliRunner().invoke(
-        app, ["serve", str(tiny_llama_dir), "--port", "0", "--pool", "inline", "--logits-processors", "nowhere:It"]
-    )
-    assert result.exit_code == 1
-    assert "guided serve: the logits processor nowhere:It can't be loaded" in result.output

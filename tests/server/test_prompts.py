@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
-from engine.server.prompts import encode_chat, text_prompts
+from engine.server.prompts import TextLimit, encode_chat, text_prompts
 from engine.server.protocol import Message
 from guided.errors import ContextLengthExceeded
 
@@ -18,7 +18,8 @@ SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast, *contents: str) -> list[int]:
-    return encode_chat(tokenizer, [Message(role="user", content=content) for content in contents])
+    messages = [Message(role="user", content=content) for content in contents]
+    return encode_chat(tokenizer, messages, limit=TextLimit(512, 8))
 
 
 @given(words=st.lists(st.sampled_from([*SPECIAL, "a", " b", "<|", "|>", "end", "\n", "狐", "<", ">"]), max_size=8))
@@ -33,7 +34,7 @@ def test_special_tokens_are_the_templates_alone(tiny_tokenizer: PreTrainedTokeni
 def test_prompts_after_one_that_is_too_long_are_not_looked_at(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = ["the", "the quick brown fox", "\ud800 is not valid Unicode"]
     with pytest.raises(ContextLengthExceeded, match=r"^prompt\[1\]: .*context length is 2 tokens"):
-        text_prompts(tiny_tokenizer, prompts, add_special_tokens=False, max_tokens=2)
+        text_prompts(tiny_tokenizer, prompts, add_special_tokens=False, limit=TextLimit(2, 20))
 
 
 def test_other_messages_are_tokenised_as_ever(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -19,19 +19,16 @@ def test_what_has_no_effect_is_named(client: TestClient) -> None:
         "not_enforced": [],
         "ignored": ["user", "ünknown", "annotated"],
     }
-    assert answer.headers["x-guided-ignored"] == "user, %C3%BCnknown, annotated"
     streamed = client.post(CHAT, json={**USER, "stream": True, "ünknown": 1})
     assert '"guided":{"not_enforced":[],"ignored":["ünknown","annotated"]}' in streamed.text.split("\n\n")[0]
     plain = client.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3})
     assert plain.json()["guided"] is None
-    assert "x-guided-ignored" not in plain.headers
 
 
 def test_a_name_that_is_not_unicode(client: TestClient) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "\\ud800\\u0000": 1}'
     answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.json()["guided"]["ignored"] == ["\\ud800\\x00"]
-    assert answer.headers["x-guided-ignored"] == "%5Cud800%5Cx00"
 
 
 def test_strict_fields(client_with: Callable[..., TestClient]) -> None:

@@ -210,7 +210,7 @@ def test_a_conversation_with_calls() -> None:
     from transformers import AutoTokenizer
 
     from engine.default_model import checkpoint_path
-    from engine.server.prompts import encode_chat
+    from engine.server.prompts import TextLimit, encode_chat
     from engine.server.protocol import Message, Tool
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_path())
@@ -221,7 +221,7 @@ def test_a_conversation_with_calls() -> None:
         Message.model_validate({"role": "tool", "tool_call_id": "call_1", "content": "3 <|end|>"}),
     ]
     tools = [Tool.model_validate(tool("f", CITY))]
-    ids = encode_chat(tokenizer, messages, tools=tools)
+    ids = encode_chat(tokenizer, messages, tools=tools, limit=TextLimit(512, 20))
     text = tokenizer.decode(ids)
     assert '<tool_call>\n{"name": "f", "arguments": {"a": "<|end|>"}}\n</tool_call><|end|>' in text
     assert "<|user|><tool_response>3 <|end|>" in text

@@ -3,21 +3,15 @@ variables."""
 
 from __future__ import annotations
 
-import gzip
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, ClassVar
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from serving import wait_until
 from starlette.testclient import TestClient
 
 from engine.async_llm import AsyncLLM
@@ -109,62 +103,6 @@ def test_the_variables_switch_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonesuch")
     with pytest.raises(ValueError, match="exporter nonesuch, which is not installed: pip install"):
         Tracing.from_environment()
-
-
-class Collector(BaseHTTPRequestHandler):
-    """Receives spans as an OpenTelemetry collector does: protobuf over HTTP."""
-
-    received: ClassVar[list[tuple[str, str, Any]]] = []
-    """Path, value of the header `x-tenant`, content."""
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if self.headers.get("content-encoding") == "gzip":
-            body = gzip.decompress(body)
-        self.received.append((self.path, self.headers["x-tenant"], ExportTraceServiceRequest.FromString(body)))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
-@pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(Collector, "received", [])
-    with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_a_collector_receives_the_spans(tiny_engine: AsyncLLM, collector: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")  # guided[otel]
-    variables = {"ENDPOINT": collector, "HEADERS": "x-tenant=me", "COMPRESSION": "gzip"}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", value)
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "replaced")  # so that it is restored afterwards
-    monkeypatch.delenv("OTEL_SERVICE_NAME")
-    app = create_app(tiny_engine, ServerSettings(model_names=("tiny",)), Tracing.from_environment())
-    with TestClient(app) as client:
-        body = {"model": "tiny", "prompt": "A", "regex": "[0-9]{12}", "max_tokens": 20}
-        assert client.post("/v1/completions", json=body).status_code == 200
-
-    def spans() -> list[Any]:
-        resources = (each for _, _, content in Collector.received for each in content.resource_spans)
-        return [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
-
-    wait_until(lambda: len(spans()) == 7)
-    assert [span.name for span in spans()] == ["compile", "queue", *STEPS, "llm_request"]
-    assert all(span.end_time_unix_nano >= span.start_time_unix_nano > 0 for span in spans())
-    path, tenant, content = Collector.received[0]
-    assert (path, tenant) == ("/v1/traces", "me")
-    found = {each.key: each.value.string_value for each in content.resource_spans[0].resource.attributes}
-    assert (found["service.name"], found["deployment.environment"]) == ("guided", "test")
 
 
 def test_it_costs_no_import_when_it_is_off() -> None:

@@ -30,15 +30,12 @@ def check(
     seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     canonical: Annotated[bool, typer.Option("--canonical", help="Print the constraint as it is compiled.")] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="What is not enforced, or hardly meant, is an error.")
-    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="A warning, or what is not enforced, is an error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each file.")] = False,
 ) -> None:
     """Check JSON schemas, regexes and grammars without a model: accepted or refused, by which backend, and why.
 
-    The exit status is 1 if a file is refused (or, with --strict, has parts that are not enforced, or allows anything), 2
-    for a wrong call.
+    The exit status is 1 if a file is refused, 2 for a wrong call.
     """
     missing = next((file for file in files if str(file) != "-" and not file.is_file()), None)
     if missing is not None:

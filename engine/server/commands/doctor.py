@@ -14,24 +14,21 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Literal
 
 import typer
 
 from engine.server.commands.parameters import SERVER_OPTIONS, options_of
-from engine.server.commands.serve import listener_on
 from engine.server.options import ServeOptions
 from guided.backends import BACKENDS
 from guided.cpus import available_cpus
 
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
-_PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "ray")
 _LIBRARIES = {"outlines": "outlines_core"}
 """Packages with another name than their backend."""
 _SECONDS = 120.0
-_LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
-_LEAST_BYTES = 2 << 30
+"""Time limit of a check in a process of its own."""
+_LEAST_FILES = 4096
 _LEAST_DISK_BYTES = 1 << 30
 _SOCKET_PATH_BYTES = 60
 """Longest temporary directory with which the paths of the actors' sockets are allowed."""
@@ -60,11 +57,12 @@ except PoolUnavailable as error:
 """
 _POOL_OPTIONS = ("address", "placement", "num_actors", "actor_cpus")
 """Those that say what a pool takes of a cluster."""
-_FIND_GPU = "import torch, sys; sys.exit(not torch.cuda.is_available() and 'no CUDA device')"
 _TRY_GPU = """
 import sys
 import numpy as np, torch
 from guided.kernel import apply_bitmask
+if not torch.cuda.is_available():
+    sys.exit("no CUDA device")
 logits = torch.zeros(2, 264, device=sys.argv[1])
 apply_bitmask(logits, np.zeros((2, 9), np.int32), [0, 1])
 assert torch.isinf(logits).all()
@@ -97,15 +95,15 @@ doctor.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
 def examine(options: ServeOptions) -> Iterator[Finding]:
     """Run all checks. Findings come as they are made; importing libraries takes seconds each."""
     checks: tuple[Callable[[ServeOptions], Iterator[Finding]], ...] = (
-        *(_system, _packages, _limits, _memory, _ports, _shared_memory, _ray, _backends, _device),
+        *(_system, _open_files, _shared_memory, _ray, _backends, _device),
     )
     for check in checks:
         yield from check(options)
 
 
 def _system(options: ServeOptions) -> Iterator[Finding]:
-    cpus, machine = available_cpus(), os.cpu_count() or 1
-    here = f"Python {platform.python_version()}, {platform.system()} {platform.release()}, {cpus} CPUs of {machine}"
+    cpus = available_cpus()
+    here = f"Python {platform.python_version()}, {platform.system()} {platform.release()}, {cpus} CPUs"
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         yield Finding("error", "system", f"{here}: the mask pool needs Linux 5.3; use --pool inline elsewhere")
     elif cpus < 2:
@@ -114,55 +112,24 @@ def _system(options: ServeOptions) -> Iterator[Finding]:
         yield Finding("ok", "system", here)
 
 
-def _packages(options: ServeOptions) -> Iterator[Finding]:
-    found = {name: _version(name) for name in _PACKAGES}
-    missing = [name for name, text in found.items() if text is None and (options.pool == "ray" or name != "ray")]
-    if missing:
-        yield Finding("error", "packages", f"{', '.join(missing)} missing: pip install 'guided[server,ray]'")
-    yield Finding("ok", "packages", ", ".join(f"{name} {text}" for name, text in found.items() if text is not None))
-
-
 def _version(package: str) -> str | None:
     with contextlib.suppress(PackageNotFoundError):
         return version(package)
     return None
 
 
-def _limits(options: ServeOptions) -> Iterator[Finding]:
-    for kind, letter, subject, least in (
-        (resource.RLIMIT_NOFILE, "n", "open files", max(_LEAST_FILES, 2 * options.connections.max_connections)),
-        (resource.RLIMIT_NPROC, "u", "processes and threads", _LEAST_PROCESSES),
-    ):
-        soft, hard = resource.getrlimit(kind)
-        if soft != resource.RLIM_INFINITY and soft < least:
-            as_root = "" if hard == resource.RLIM_INFINITY or hard >= least else ", as root"
-            yield Finding("warning", f"limit of {subject}", f"{soft}; set ulimit -{letter} {least}{as_root}")
-        else:
-            yield Finding("ok", f"limit of {subject}", "none" if soft == resource.RLIM_INFINITY else str(soft))
-
-
-def _memory(options: ServeOptions) -> Iterator[Finding]:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    text = f"{available >> 20} MiB available"
-    if available < _LEAST_BYTES:
-        text += f": the embedded model and two mask actors need about {_LEAST_BYTES >> 20} MiB"
-    yield Finding("warning" if available < _LEAST_BYTES else "ok", "memory", text)
-
-
-def _ports(options: ServeOptions) -> Iterator[Finding]:
-    try:
-        with listener_on(options.host, options.port, "--port"):
-            yield Finding("ok", "port", f"{options.host} port {options.port or 'any'} is free")
-    except OSError as error:
-        yield Finding("error", "port", str(error))
+def _open_files(options: ServeOptions) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = max(_LEAST_FILES, 2 * options.connections.max_connections)
+    if soft != resource.RLIM_INFINITY and soft < least:
+        as_root = "" if hard == resource.RLIM_INFINITY or hard >= least else ", as root"
+        yield Finding("warning", "limit of open files", f"{soft}; set ulimit -n {least}{as_root}")
 
 
 def _shared_memory(options: ServeOptions) -> Iterator[Finding]:
     try:
         fd = os.memfd_create("guided-doctor")
-        opened = os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDWR)
-        os.close(opened)
+        os.close(os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDWR))
         os.close(fd)
         yield Finding("ok", "shared memory", "memfds can be shared between processes; /dev/shm needs no size")
     except OSError as error:
@@ -173,14 +140,14 @@ def _shared_memory(options: ServeOptions) -> Iterator[Finding]:
         yield Finding("error", "temporary files", f"{directory} is too long for socket paths: set TMPDIR=/tmp")
     elif free < _LEAST_DISK_BYTES:
         yield Finding("warning", "temporary files", f"{directory} has {free >> 20} MiB free: Ray needs about 1 GiB")
-    else:
-        yield Finding("ok", "temporary files", f"{directory}, {free >> 30} GiB free")
 
 
 def _ray(options: ServeOptions) -> Iterator[Finding]:
     if options.pool != "ray":
         return
-    if options.ray.address is not None:
+    if _version("ray") is None:
+        yield Finding("error", "Ray", "not installed: pip install 'guided[server,ray]'")
+    elif options.ray.address is not None:
         given = {name: getattr(options.ray, name) for name in _POOL_OPTIONS}
         problem = _fails(_TRY_CLUSTER, json.dumps(given))
         text = f"the cluster at {options.ray.address} has room for the pool"
@@ -189,7 +156,7 @@ def _ray(options: ServeOptions) -> Iterator[Finding]:
         text = f"placement {options.ray.placement} needs a cluster: name it with --ray-address"
         yield Finding("error", "Ray", text)
     else:
-        yield Finding("ok", "Ray", "a local Ray is started")
+        yield Finding("ok", "Ray", f"{_version('ray')}; a local one is started")
 
 
 def _backends(options: ServeOptions) -> Iterator[Finding]:
@@ -206,19 +173,14 @@ def _device(options: ServeOptions) -> Iterator[Finding]:
     device = options.load.device
     if device == "cpu":
         return
-    if (problem := _fails(_FIND_GPU)) is not None:
-        advice = "torch may be a CPU build" if shutil.which("nvidia-smi") else "start containers with --gpus all"
-        if device.startswith("cuda"):
-            yield Finding("error", "GPU", f"{problem}: {advice}")
-        else:
-            yield Finding("ok", "GPU", f"{problem} ({advice}); the CPU is used")
-        return
-    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
-        yield Finding("error", "GPU", "Triton needs a C compiler: apt-get install gcc libc6-dev")
-    elif (problem := _fails(_TRY_GPU, "cuda" if device == "auto" else device)) is not None:
-        yield Finding("error", "GPU", f"the mask kernel does not run: {problem}")
+    problem = _fails(_TRY_GPU, "cuda" if device == "auto" else device)
+    if problem is None:
+        yield Finding("ok", "GPU", f"the mask kernel runs; torch {_version('torch')}, Triton {_version('triton')}")
+    elif device == "auto" and problem == "no CUDA device":
+        yield Finding("ok", "GPU", f"{problem}; the CPU is used")
     else:
-        yield Finding("ok", "GPU", f"the mask kernel runs; Triton {_version('triton')}")
+        advice = "torch may be a CPU build, a container needs --gpus all, and Triton a C compiler"
+        yield Finding("error", "GPU", f"the mask kernel does not run: {problem}: {advice}")
 
 
 def _fails(code: str, *arguments: str) -> str | None:

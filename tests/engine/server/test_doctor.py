@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,29 +18,15 @@ def one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "BACKENDS", {"llguidance": None})
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
 def found(options: ServeOptions) -> dict[str, Finding]:
     return {finding.subject.partition(" ")[0]: finding for finding in examine(options)}
 
 
 def test_this_machine_is_fine() -> None:
     findings = found(ServeOptions(port=0, load=LoadOptions(device="cpu")))
-    assert {"system", "packages", "port", "shared", "Ray", "backend"} <= findings.keys()
+    assert {"system", "shared", "Ray", "backend"} <= findings.keys()
     assert not [finding for finding in findings.values() if finding.level == "error"]
     assert findings["backend"].subject.startswith("backend llguidance 1.")
-
-
-def test_a_port_that_is_taken(taken: int) -> None:
-    findings = examine(ServeOptions(port=taken, load=LoadOptions(device="cpu")))
-    (error,) = [finding.text for finding in findings if finding.level == "error"]
-    assert f"port {taken}: Address already in use; choose another --port" in error
 
 
 @pytest.mark.parametrize(
@@ -67,7 +51,7 @@ def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
         for finding in examine(ServeOptions(port=0, load=LoadOptions(device="cpu")))
         if "limit" in finding.subject
     ]
-    assert [finding.level for finding in limits] == ["warning", "warning"]
+    assert [finding.level for finding in limits] == ["warning"]
     assert "set ulimit -n 4096, as root" in limits[0].text
 
 
