@@ -13,9 +13,8 @@ from collections.abc import Sequence as Rows
 import torch
 
 from engine.batch import Batch
-from engine.logits_processors.batch import RequestIndices
-from engine.logits_processors.host import Host, IndexHost, RowHost
-from engine.logits_processors.interface import LogitsProcessor, VllmConfig, is_revised
+from engine.logits_processors.host import Host
+from engine.logits_processors.interface import LogitsProcessor, VllmConfig
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
@@ -38,7 +37,6 @@ class LogitsProcessors:
         self.failed: dict[int, LogitsProcessorFailed] = {}
         """Rows of this step on which a custom processor has raised."""
         self._config, self._device = config, device
-        self._indices = RequestIndices(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)
         self._hosts = [self._host(one) for one in classes]
         self.before = [one for one in self._hosts if not one.argmax_invariant]
         """Those that run before the penalties."""
@@ -49,9 +47,7 @@ class LogitsProcessors:
 
     def _host(self, one: type[LogitsProcessor]) -> Host:
         try:
-            if is_revised(one):
-                return IndexHost(one, self._config, self._device, self._indices)
-            return RowHost(one, self._config, self._device)
+            return Host(one, self._config, self._device)
         except Exception as error:
             raise ValueError(f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}") from error
 
@@ -117,7 +113,7 @@ class LogitsProcessors:
                 if not is_new:
                     host.restart()
                     is_new = True
-                host.begin([sequence], alone=True)
+                host.begin([sequence])
                 logits[row] = host.apply(logits[row : row + 1])[0]
             except Exception as error:
                 self.failed[row] = _failure(host.name, error)

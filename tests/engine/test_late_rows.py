@@ -142,17 +142,6 @@ def test_the_others_go_on_while_one_is_late(make_engine: MakeEngine, tiny_model:
     finish(engine)
 
 
-def test_a_step_waits_where_no_mask_is_ready(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
-    pool = FaultyPool(tiny_model.vocabulary)
-    engine = make_engine(pool)
-    pool.delay = lambda sequence_id, position: 5
-    engine.add_request("r", PROMPT, SamplingParams(regex=REGEX, max_tokens=6))
-    (output,) = finish(engine)["r"].outputs
-    assert len(output.token_ids) == 6
-    assert engine.stats.late_rows == engine.stats.computed_again == 0
-    assert engine.stats.steps == 6
-
-
 def test_a_step_that_waits_ends_for_new_requests(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
     """With one sequence, whose mask does not come: a step takes 0.1 s, and the next one sees what is new."""
     pool = FaultyPool(tiny_model.vocabulary)

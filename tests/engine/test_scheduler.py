@@ -128,15 +128,6 @@ def test_a_group_that_waits_for_its_grammar_keeps_its_place() -> None:
     assert names(it.schedule()) == (["waiting"], ["third"])
 
 
-def test_alone_and_waiting_for_a_grammar_is_no_work() -> None:
-    it = scheduler()
-    waiting = group("waiting", 4)
-    waiting.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
-    it.add(waiting)
-    assert not it.has_work
-    assert it.schedule().is_empty
-
-
 def run_out_of_blocks() -> tuple[Scheduler, list[SequenceGroup]]:
     it = scheduler(num_blocks=6)
     groups = [group("old", 8), group("new", 7)]
@@ -164,16 +155,6 @@ def test_the_newest_is_preempted_and_started_before_new_ones() -> None:
     batch = it.schedule()
     assert names(batch)[0] == ["new", "newest"]
     assert batch.prefills[0].end == new.sequences[0].length, "prompt and output are prefilled again"
-
-
-def test_every_order_of_ends_gives_all_blocks_back() -> None:
-    it, groups = run_out_of_blocks()
-    for _ in range(6):
-        sample(it.schedule())
-    for one in reversed(groups):
-        it.remove(one)
-    assert it.blocks.num_free == it.blocks.num_blocks
-    assert not it.has_work
 
 
 def test_a_group_of_n_is_prefilled_once() -> None:

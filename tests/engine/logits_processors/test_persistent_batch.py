@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.detokenizer import Detokenizer, TokenTexts
-from engine.logits_processors import BatchUpdate, MoveDirectionality, process_dict_updates
-from engine.logits_processors.batch import PersistentBatch, RequestIndices
+from engine.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality, VllmConfig, process_dict_updates
+from engine.logits_processors.batch import PersistentBatch
+from engine.logits_processors.interface import ModelConfig, SchedulerConfig
+from engine.logits_processors.revised import RevisedAdapter
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import Sequence
 from guided.vocabulary import Vocabulary
 
 TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
@@ -101,44 +103,51 @@ def test_process_dict_updates_keeps_those_it_is_for(history: list[list[int]]) ->
     assert process_dict_updates(mine, None, lambda *_: 1) is False
 
 
-events = st.lists(
-    st.tuples(st.lists(st.integers(0, COUNT - 1), unique=True, max_size=4), st.sampled_from(SequenceStatus)), min_size=1
-)
+class Revised(LogitsProcessor):
+    """Keeps what it is told."""
+
+    newest: Revised
+
+    def __init__(self, *_: Any) -> None:
+        Revised.newest = self
+        self.held: dict[int, int] = {}
+        self.rows: list[int] = []
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def add_request(self, req_info: tuple[SamplingParams, int, int]) -> None:
+        params, _, index = req_info
+        assert index not in self.held
+        self.held[index] = id_of(params)
+
+    def remove_request(self, req_pdx: int) -> None:
+        del self.held[req_pdx]
+
+    def update_state(self, index_mapping: Any, token_ids: Any, seq_lens: Any) -> None:
+        if index_mapping is not None:
+            self.rows = index_mapping.tolist()
+        self.tokens = {index: token_ids[index, : seq_lens[index]].tolist() for index in range(len(seq_lens))}
 
 
-@given(events)
-def test_slots_are_a_sequence_s_own_and_show_its_tokens(history: list[tuple[list[int], SequenceStatus]]) -> None:
-    """Batches of up to four of nine in four slots; between batches a sequence changes its status."""
-    every, slots = sequences(), RequestIndices(4, 100)
-    places: dict[int, int] = {}
-    for rows, status in history:
-        batch = [every[number] for number in rows]
-        for one in batch:
-            one.status = SequenceStatus.RUNNING
-        others = [one for one in every if one.status is SequenceStatus.RUNNING and one not in batch]
-        for one in others[4 - len(batch) :]:
-            one.status = SequenceStatus.WAITING  # as the scheduler: at most four run
-        mapping = slots.assign(batch).tolist()
-        assert len({*mapping}) == len(mapping)
-        for number, index in zip(rows, mapping, strict=True):
-            one = every[number]
-            assert slots.holders[index] is one
-            assert slots.token_ids[index, : slots.seq_lens[index]].tolist() == one.data.token_ids
-        held = {number: index for index, one in slots.holders.items() for number in [every.index(one)]}
-        kept = {number for number in places if every[number].status is SequenceStatus.RUNNING}
-        assert all(held.get(number) == places[number] for number in kept), "a running sequence keeps its slot"
-        places = held
-        for place, one in enumerate(batch):
-            one.append(place + 10)
-        if batch:
-            batch[0].status = status
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
-def test_a_slot_that_is_given_out_again_starts_empty(order: list[int]) -> None:
-    every, slots = sequences(3), RequestIndices(1, 10)
-    for number in order:
-        every[number].status = SequenceStatus.RUNNING
-        assert slots.assign([every[number]]).tolist() == [0]
-        assert slots.token_ids[0, : slots.seq_lens[0]].tolist() == [number + 1, 7]
-        every[number].status = SequenceStatus.FINISHED_STOPPED
+@given(st.lists(st.lists(st.integers(0, COUNT - 1), unique=True, max_size=4), min_size=1), st.integers(0, 2))
+def test_indices_of_the_revised_model_show_their_tokens(history: list[list[int]], removed: int) -> None:
+    """Batches of up to four of nine sequences. Between them outputs grow, or their last tokens are replaced."""
+    every, batch = sequences(), PersistentBatch()
+    config = VllmConfig(ModelConfig(max_model_len=100), SchedulerConfig(max_num_seqs=4))
+    adapter = RevisedAdapter(Revised, config, torch.device("cpu"), False)
+    processor = Revised.newest
+    for step, rows in enumerate(history):
+        adapter.update_state(batch.update([every[number] for number in rows]))
+        assert [processor.held[index] for index in processor.rows] == rows
+        assert len(processor.held) == len(rows)
+        for index, tokens in processor.tokens.items():
+            expected = every[processor.held[index]].data.token_ids if index in processor.held else []
+            assert tokens == expected
+        for number in rows:
+            if every[number].num_output_tokens > removed > 0:
+                every[number].roll_back(removed)
+            every[number].append(step + 10)
