@@ -34,7 +34,7 @@ RUN_ELSEWHERE = ("benchmarks.md", "clients.md", "vllm.md")
 """Pages with code that takes long, or needs packages that exclude ours (`make test-clients`, `make test-vllm`)."""
 ADDRESS = "http://127.0.0.1:8000"
 """The server of the documentation."""
-OTHER_OPTIONS = {"--build-arg", "--start", "--batch-tokens", "--tool-share", "--lr", "--decay", "--help", "--config"}
+OTHER_OPTIONS = {"--build-arg", "--help"}
 """Options of other commands that the pages name."""
 
 
