@@ -122,7 +122,7 @@ class View:
         return table
 
     def _actors(self) -> Table:
-        columns = ("index", "node", "address", "pid", "state", "open_sequences", "restarts", "last_end")
+        columns = ("index", "node", "pid", "state", "open_sequences", "restarts", "last_end")
         table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
         for actor in self.now.health.get("pool", {}).get("actors", []):
             cells = ["-" if actor[name] is None else str(actor[name])[:80] for name in columns]
