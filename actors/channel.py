@@ -128,8 +128,10 @@ class WorkerEnd:
     @classmethod
     def connect(cls, path: str) -> WorkerEnd:
         """Connect to `Channel.path`."""
-        stream = socket.socket(socket.AF_UNIX)
-        stream.connect(path)
+        with contextlib.ExitStack() as undo:
+            stream = undo.enter_context(socket.socket(socket.AF_UNIX))
+            stream.connect(path)
+            undo.pop_all()
         return cls(stream)
 
     def receive(self, *, wait: bool = True) -> bytes | None:

@@ -154,7 +154,7 @@ class Cluster:
         self._thread.start()
 
     def _watch(self) -> None:
-        """Connect again whenever the driver ends: Ray ends it when this node's raylet or the head is gone."""
+        """Connect again whenever the driver ends, which it does when this node's raylet has ended."""
         pause = _FIRST_PAUSE_SECONDS
         while not self._leaving.is_set():
             if self.connected.is_set():

@@ -1,7 +1,7 @@
 """Driver: the engine's side of the process that is connected to Ray.
 
-Ray (2.60) ends its driver without a message as soon as the raylet is lost: when the raylet, one of its agents or the
-head of the cluster ends. So the driver is a process of its own, and the engine's process never loads Ray.
+Ray (2.60) may end its driver without a message when the raylet is lost: when the raylet, one of its agents or the head
+of the cluster ends. So the driver is a process of its own, and the engine's process never loads Ray.
 
 The engine sends (number, name, arguments): a request of `process.Requests`. The driver sends (number, result, error).
 Both are pickled, over a socket pair that only these two processes have.

@@ -1,6 +1,6 @@
 """The driver's process: connects to Ray, and starts and calls actors there as the engine's process asks for it.
 
-Ray ends its driver when the raylet is lost. The engine's process then starts another driver. A driver ends with the
+A driver ends when the raylet is lost; the engine's process then starts another one. A driver ends with the
 engine's process, and a Ray that the driver has started ends with the driver.
 """
 
@@ -10,8 +10,10 @@ import contextlib
 import os
 import pkgutil
 import shutil
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
@@ -34,6 +36,7 @@ from actors.steps.protocol import SegmentName, attach
 from guided.errors import PoolUnavailable, bounded
 
 _SHUTDOWN_SECONDS = 15.0
+_PROBE_SECONDS = 1.0
 # A result above this size would wait in the object store of the actor's node until this process asks for it. By default
 # it is 100 KB. The masks of 64 rows are 200 KB: a step takes 8 instead of 11 ms, of 256 rows 25 instead of 40.
 _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
@@ -53,6 +56,7 @@ def main() -> None:
             ray.init(**options)
         context = ray.get_runtime_context()
         node = RayNode(str(context.get_node_id()), str(context.gcs_address))
+        threading.Thread(target=_exit_with_raylet, args=(node.node_id, directory), daemon=True).start()
     except Exception as error:
         engine.send((0, None, _described(error)))
         return
@@ -75,6 +79,19 @@ def _exit_with_engine(engine: Connection[Any, Any], is_connected: threading.Even
     engine.poll(None)  # until it is connected, the engine sends nothing: the connection has ended
     if not is_connected.is_set():
         _exit(directory)
+
+
+def _exit_with_raylet(node_id: str, directory: str | None) -> None:
+    """Exit once this node's raylet has ended: then no actor can be started, and the actors here have ended too."""
+    (found,) = (each for each in ray.nodes() if each["NodeID"] == node_id)
+    while True:
+        time.sleep(_PROBE_SECONDS)
+        try:
+            socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), _PROBE_SECONDS).close()
+        except ConnectionRefusedError:
+            _exit(directory)
+        except OSError:
+            pass
 
 
 def _exit(directory: str | None) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import select
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from thread_actor import ConnectedPair
 
-from actors.channel import Channel
+from actors.channel import Channel, WorkerEnd
 
 
 def wait(channel: Channel, events: int) -> bool:
@@ -70,7 +69,8 @@ def test_a_worker_that_does_not_read_blocks_nothing() -> None:
 
 def test_nothing_can_connect_after_the_worker() -> None:
     pair = ConnectedPair()
-    assert not Path(pair.channel.path).exists()
+    with pytest.raises(ConnectionRefusedError):
+        WorkerEnd.connect(pair.channel.path)
     pair.end.close()
     pair.connection.close()
 

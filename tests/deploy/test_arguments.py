@@ -40,16 +40,16 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> Non
 @pytest.mark.parametrize(
     ("given", "bundles", "others"),
     [
-        ({"num_actors": 2}, [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}, {"CPU": 1}], {"strategy": "STRICT_PACK"}),
+        ({"num_actors": 2}, [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}], {"strategy": "STRICT_PACK"}),
         (
-            {"num_gpus": 1, "num_actors": 1, "placement": "guided_mask:2", "compile_cpus": 0, "actor_cpus": 0.5},
-            [{"CPU": 1, "GPU": 1}, {"CPU": 0.001}, {"CPU": 0.5, "guided_mask": 2}],
+            {"num_gpus": 1, "num_actors": 1, "placement": "guided_mask:2", "actor_cpus": 0},
+            [{"CPU": 1, "GPU": 1}, {"guided_mask": 2}],
             {"strategy": "PACK"},
         ),
         (
             {"num_actors": 1, "placement": "pool=masks"},
-            [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}],
-            {"strategy": "PACK", "bundle_label_selector": [{}, {"pool": "masks"}, {"pool": "masks"}]},
+            [{"CPU": 1}, {"CPU": 1}],
+            {"strategy": "PACK", "bundle_label_selector": [{}, {"pool": "masks"}]},
         ),
     ],
 )
