@@ -58,6 +58,8 @@ class Constraint:
     whitespace: str | None = None
     strict: bool = False
     """Refuse what the mask does not enforce of a schema, instead of validating the output at its end."""
+    leave_out: tuple[str, ...] = field(default=(), compare=False)
+    """Keywords that the mask leaves out everywhere in a schema. Set for a library that refuses the schema otherwise."""
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
     """JSON pointers to parts of a schema that are not enforced: unknown formats (annotations in JSON Schema), and
     probably misspelt keywords, with a remark in parentheses."""
@@ -112,7 +114,7 @@ class Constraint:
         if notes:
             logger.debug("not enforced in %s: %s", param, ", ".join(map(str, notes)))
         spaces = _whitespace(whitespace, limits, param)
-        return cls("json_schema", source, spaces, strict_schema, tuple(map(str, notes)))._checked(limits)
+        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(map(str, notes)))._checked(limits)
 
     @classmethod
     def json_object(
@@ -184,13 +186,13 @@ class Constraint:
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
         spaces = _whitespace(whitespace, limits, param)
-        return cls("structural_tag", source, spaces, strict_schema, tuple(notes))._checked(limits)
+        return cls("structural_tag", source, spaces, strict_schema, not_enforced=tuple(notes))._checked(limits)
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""
         value = content.value
         source = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return Constraint(content.kind, source, self.whitespace, self.strict)
+        return Constraint(content.kind, source, self.whitespace, self.strict, self.leave_out)
 
     def _checked(self, limits: Limits) -> Constraint:
         """Note that this constraint is within `limits`. (Not a field: it takes no part in equality and messages.)"""

@@ -468,12 +468,12 @@ def _render_chars(ranges: Ranges) -> str:
     if ranges == UNIVERSE:
         return r"(?:[^\n]|\n)"
     rest = complement(ranges)
-    inner, sign = (_across_surrogates(rest), "^") if _count(rest) < _count(ranges) else (ranges, "")
+    inner, sign = (across_surrogates(rest), "^") if _count(rest) < _count(ranges) else (ranges, "")
     return f"[{sign}{''.join(_render_range(low, high) for low, high in inner)}]"
 
 
-def _across_surrogates(ranges: Ranges) -> Ranges:
-    """Join the ranges before and after the surrogates: in Rust, the complement of the two contains their ends."""
+def across_surrogates(ranges: Ranges) -> Ranges:
+    """Join the ranges before and after the surrogates, which no token has. Libraries read one range rightly."""
     for index, (before, after) in enumerate(pairwise(ranges)):
         if (before[1], after[0]) == (0xD7FF, 0xE000):
             return (*ranges[:index], (before[0], after[1]), *ranges[index + 2 :])

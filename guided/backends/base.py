@@ -7,7 +7,7 @@ of `guided.errors` (`guided.backends.native.guard`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -109,14 +109,11 @@ class Backend(Protocol):
 
     def __init__(self, vocabulary: Vocabulary) -> None: ...
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
         """Compile. This may take arbitrarily long: call it in a process that may be killed.
 
         Of a schema that the library does not enforce completely, a superset is compiled: `CompiledGrammar.checked`
         names what is left out. A constraint that is `strict` is refused instead.
-
-        Args:
-            leave_out: keywords of a schema to leave out in any case.
 
         Raises:
             InvalidConstraint: the constraint is malformed; says what and where.
@@ -124,6 +121,6 @@ class Backend(Protocol):
             BackendError: the library failed.
         """
 
-    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """Load a grammar that `CompiledGrammar.dump` serialised. Never much slower than `compile`."""
-        return self.compile(constraint, leave_out)
+        return self.compile(constraint)

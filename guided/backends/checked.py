@@ -6,7 +6,7 @@ The same holds for the schemas of a structural tag: a content is validated where
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -38,7 +38,7 @@ class _Dumped(msgspec.Struct, array_like=True):
     """The library's serialisation."""
     checked: list[str]
     leave_out: tuple[str, ...]
-    """See `Backend.compile`."""
+    """See `Constraint.leave_out`."""
 
 
 _decode = Decoder(_Dumped).decode
@@ -58,32 +58,35 @@ class CheckedBackend(Backend):
         self._vocabulary = vocabulary
         self._numbers = NumberLimit(vocabulary)
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See `Backend.compile`. Leaves out more and more keywords of a schema that the library refuses."""
         tag = constraint.kind == "structural_tag"
         if tag and any(content.kind in ("regex", "grammar") for content in contents(constraint.tag)):
             constraint = replace(constraint, strict=True)  # where such a content ends is not known here
         refusal: UnsupportedConstraint | None = None
         for tier in TIERS:
-            leave_out = (*leave_out, *tier)
+            constraint = replace(constraint, leave_out=(*constraint.leave_out, *tier))
             try:
-                grammar = self._inner.compile(constraint, leave_out)
+                grammar = self._inner.compile(constraint)
             except UnsupportedConstraint as error:
                 refusal = refusal or error
                 if constraint.kind not in ("json_schema", "structural_tag") or constraint.strict:
                     break
             else:
-                dumped = _Dumped(grammar.dump(), list(grammar.checked), leave_out) if grammar.checked else None
+                dumped = (
+                    _Dumped(grammar.dump(), list(grammar.checked), constraint.leave_out) if grammar.checked else None
+                )
                 return self._whole(constraint, grammar, dumped)
         assert refusal is not None
         raise refusal
 
-    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """See `Backend.load`."""
         if not dumped.startswith(_CHECKED):
-            return self._whole(constraint, self._inner.load(constraint, dumped, leave_out), None)
+            return self._whole(constraint, self._inner.load(constraint, dumped), None)
         found = _decode(dumped.removeprefix(_CHECKED))
-        return self._whole(constraint, self._inner.load(constraint, found.grammar, found.leave_out), found)
+        inner = self._inner.load(replace(constraint, leave_out=found.leave_out), found.grammar)
+        return self._whole(constraint, inner, found)
 
     def _whole(self, constraint: Constraint, grammar: CompiledGrammar, dumped: _Dumped | None) -> CompiledGrammar:
         """Return a library's grammar with the final check, where something is checked, and the rules of the worker."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection
 from ctypes import addressof, c_char
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -63,19 +62,19 @@ class LLGuidanceBackend(Backend):
             _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
         special: set[int] = set()
         with _native:
             if constraint.kind == "structural_tag":
-                tag = TagGrammar(constraint, self._vocabulary.special_names, partial(self._inner, leave_out))
+                tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
                 source, special, checked = json.dumps(tag.source()), tag.special_token_ids, tag.checked
             else:
-                source, checked = self._source(constraint, leave_out)
+                source, checked = self._source(constraint)
         grammar = self._grammar(constraint, source, frozenset(special))
         grammar.checked = tuple(checked)
         return grammar
 
-    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> CompiledGrammar:
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         source, special = json.loads(dumped)
         return self._grammar(constraint, source, frozenset(special))
 
@@ -91,13 +90,13 @@ class LLGuidanceBackend(Backend):
                 raise _refusal(matcher.get_error(), constraint)
         return LLGuidanceGrammar(self._vocabulary, matcher, source, special)
 
-    def _source(self, constraint: Constraint, leave_out: Collection[str]) -> tuple[str, list[str]]:
+    def _source(self, constraint: Constraint) -> tuple[str, list[str]]:
         """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""
         make = llguidance.LLMatcher
         match constraint.kind:
             case "json_schema":
                 document = json.loads(constraint.source)
-                lowering = LLGuidanceLowering(document, leave_out=leave_out, strict=constraint.strict)
+                lowering = LLGuidanceLowering(document, leave_out=constraint.leave_out, strict=constraint.strict)
                 return _json_source(lowering, constraint.whitespace), list(lowering.checked)
             case "json_object":
                 return _json_source(LLGuidanceLowering({"type": "object"}), constraint.whitespace), []
@@ -110,11 +109,11 @@ class LLGuidanceBackend(Backend):
                 return str(make.grammar_from_lark(check_lark(constraint.source))), []
         raise AssertionError(constraint.kind)
 
-    def _inner(self, leave_out: Collection[str], content: Constraint) -> tuple[dict[str, Any], list[str]]:
+    def _inner(self, content: Constraint) -> tuple[dict[str, Any], list[str]]:
         """Return a content of a structural tag as an entry of llguidance's list of grammars; see `_source`."""
         if content.kind == "grammar":
             return {"lark_grammar": check_lark(content.source)}, []
-        source, checked = self._source(content, leave_out)
+        source, checked = self._source(content)
         return json.loads(source)["grammars"][0], checked
 
 

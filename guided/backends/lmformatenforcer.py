@@ -57,7 +57,7 @@ class LMFormatEnforcerBackend(Backend):
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokens = _Tokens(vocabulary)
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> LMFormatEnforcerGrammar:
+    def compile(self, constraint: Constraint) -> LMFormatEnforcerGrammar:
         if constraint.kind == "choice":
             options = [StringParser(choice.encode().decode("latin-1")) for choice in constraint.choices]
             return LMFormatEnforcerGrammar(UnionParser(options), self._tokens)
@@ -66,7 +66,7 @@ class LMFormatEnforcerBackend(Backend):
             raise UnsupportedConstraint(message, param="whitespace_pattern")
         refuse_strict(constraint, "lm-format-enforcer")
         document = json.loads(constraint.source or '{"type": "object"}')
-        schema = _Lowering(document, leave_out=leave_out).document()
+        schema = _Lowering(document, leave_out=constraint.leave_out).document()
         definitions = schema.pop("$defs", {})
         with _native:
             # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.

@@ -54,8 +54,8 @@ class OutlinesBackend(Backend):
         with _native:
             self._tokens = outlines_core.Vocabulary(vocabulary.stop_token_ids[0], tokens)
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> OutlinesGrammar:
-        pattern, empty = self._pattern(constraint, leave_out)
+    def compile(self, constraint: Constraint) -> OutlinesGrammar:
+        pattern, empty = self._pattern(constraint)
         try:
             index = outlines_core.Index(f"(?:{pattern})$", self._tokens)
         except ValueError as error:
@@ -66,18 +66,19 @@ class OutlinesBackend(Backend):
         grammar.checked = ("",) if constraint.kind == "json_schema" else ()
         return grammar
 
-    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> OutlinesGrammar:
+    def load(self, constraint: Constraint, dumped: bytes) -> OutlinesGrammar:
         with _native:
             index = outlines_core.Index.from_binary(dumped[1:])
         return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01")
 
-    def _pattern(self, constraint: Constraint, leave_out: Collection[str]) -> tuple[str, bool]:
+    def _pattern(self, constraint: Constraint) -> tuple[str, bool]:
         """Return the constraint as one regex without the empty text, and whether it allows the empty text."""
         match constraint.kind:
             case "json_schema" | "json_object":
                 refuse_strict(constraint, "outlines")
-                lowering = _Lowering(json.loads(constraint.source or '{"type": "object"}'), leave_out=leave_out)
-                return _json(lowering.document(), constraint.whitespace), False
+                schema = json.loads(constraint.source or '{"type": "object"}')
+                lowered = _Lowering(schema, leave_out=constraint.leave_out).document()
+                return _json(lowered, constraint.whitespace), False
             case "regex":
                 node = regex.parse(constraint.source)
                 rest = regex.nonempty(node)

@@ -16,8 +16,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -71,10 +70,10 @@ class XGrammarBackend(Backend):
             self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
         self._tokens = _Tokens(vocabulary)
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> XGrammarGrammar:
+    def compile(self, constraint: Constraint) -> XGrammarGrammar:
         started = time.thread_time()
         try:
-            source, checked = self._grammar(constraint, leave_out)
+            source, checked = self._grammar(constraint)
             tag = constraint.kind == "structural_tag"
             compiled = (self._compiler.compile_structural_tag if tag else self._compiler.compile_grammar)(source)
             grammar = XGrammarGrammar(self._tokens, compiled, time.thread_time() - started)
@@ -85,27 +84,27 @@ class XGrammarBackend(Backend):
             refusal = InvalidConstraint if constraint.kind == "grammar" else UnsupportedConstraint
             raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
 
-    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> XGrammarGrammar:
+    def load(self, constraint: Constraint, dumped: bytes) -> XGrammarGrammar:
         if not dumped:
-            return self.compile(constraint, leave_out)
+            return self.compile(constraint)
         with _native:
             compiled = xgrammar.CompiledGrammar.deserialize_json(dumped.decode("utf-8"), self._tokenizer)
         return XGrammarGrammar(self._tokens, compiled, math.inf)
 
-    def _grammar(self, constraint: Constraint, leave_out: Collection[str] = ()) -> tuple[Any, tuple[str, ...]]:
+    def _grammar(self, constraint: Constraint) -> tuple[Any, tuple[str, ...]]:
         """Return a constraint as a text in xgrammar's notation, and the pointers of the keywords that are left out."""
         if constraint.kind == "json_schema":
             schema = json.loads(constraint.source)
-            lowering = XGrammarLowering(schema, leave_out=leave_out, strict=constraint.strict)
+            lowering = XGrammarLowering(schema, leave_out=constraint.leave_out, strict=constraint.strict)
             return self._schema_ebnf(lowering, constraint.whitespace), tuple(lowering.checked)
         if constraint.kind == "structural_tag":
-            tag = TagFormat(constraint, self._tokens.special_names, partial(self._content, leave_out))
+            tag = TagFormat(constraint, self._tokens.special_names, self._content)
             return json.dumps(tag.source()), tuple(tag.checked)
         return self._source(constraint), ()
 
-    def _content(self, leave_out: Collection[str], content: Constraint) -> tuple[str, tuple[str, ...]]:
+    def _content(self, content: Constraint) -> tuple[str, tuple[str, ...]]:
         """Return a content of a structural tag as `_grammar` does, always as a text."""
-        grammar, checked = self._grammar(content, leave_out)
+        grammar, checked = self._grammar(content)
         return str(grammar), checked
 
     def _source(self, constraint: Constraint) -> Any:

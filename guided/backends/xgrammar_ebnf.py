@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 
 from guided import regex
 from guided.errors import InvalidConstraint, bounded
-from guided.regex import Chars, Choice, Node, Ranges, Repeat, Sequence
+from guided.regex import Chars, Choice, Node, Ranges, Repeat, Sequence, across_surrogates
 
 
 def quoted(text: str) -> str:
@@ -22,7 +21,7 @@ def ebnf(node: Node) -> str:
         case Chars(ranges):
             # xgrammar 0.2.8 computes wrong masks for a class with several ranges beyond ASCII behind a repetition: it
             # allows tokens that it does not accept. Alternatives are right, but masks of repeated ones take 20 ms.
-            joined = _with_surrogates(ranges)
+            joined = across_surrogates(ranges)
             parts = [_class([one for one in joined if one[1] < 0x80]), *(_class([o]) for o in joined if o[1] >= 0x80)]
             return "(" + " | ".join(filter(None, parts)) + ")"
         case Sequence(items):
@@ -32,7 +31,7 @@ def ebnf(node: Node) -> str:
         case Repeat(item, 0, 1):
             return f'({ebnf(item)} | "")'
         case Repeat(item, low, high):
-            repeated = _class(_with_surrogates(item.ranges)) if isinstance(item, Chars) else f"({ebnf(item)})"
+            repeated = _class(across_surrogates(item.ranges)) if isinstance(item, Chars) else f"({ebnf(item)})"
             if high is None:
                 return repeated + {0: "*", 1: "+"}.get(low, f"{{{low},}}")
             return f"{repeated}{{{low},{high}}}"
@@ -40,14 +39,6 @@ def ebnf(node: Node) -> str:
 
 def _class(ranges: Ranges | list[tuple[int, int]]) -> str:
     return "[" + "".join(_range(low, high) for low, high in ranges) + "]" if ranges else ""
-
-
-def _with_surrogates(ranges: Ranges) -> Ranges:
-    """Join two ranges that only the surrogates separate: no token has surrogates."""
-    for index, ((low, end), (begin, high)) in enumerate(pairwise(ranges)):
-        if (end, begin) == (0xD7FF, 0xE000):
-            return (*ranges[:index], (low, high), *ranges[index + 2 :])
-    return ranges
 
 
 def _range(low: int, high: int) -> str:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -232,10 +232,10 @@ class FaultyBackend:
         self._size = vocabulary.vocab_size
         self._stop = frozenset(vocabulary.stop_token_ids)
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> _Grammar:
+    def compile(self, constraint: Constraint) -> _Grammar:
         return self._grammar(constraint, "compile")
 
-    def load(self, constraint: Constraint, dumped: bytes, leave_out: Collection[str] = ()) -> _Grammar:
+    def load(self, constraint: Constraint, dumped: bytes) -> _Grammar:
         return self._grammar(constraint, "load")
 
     def _grammar(self, constraint: Constraint, place: str) -> _Grammar:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,6 @@ class ScriptedBackends:
     def __getitem__(self, name: str) -> ScriptedBackends:
         return self
 
-    def compile(self, constraint: Constraint, leave_out: Collection[str] = ()) -> ScriptedGrammar:
+    def compile(self, constraint: Constraint) -> ScriptedGrammar:
         self.compiled.append(constraint.source)
         return ScriptedGrammar([[int(digit) for digit in text] for text in constraint.choices], self.fail_at)

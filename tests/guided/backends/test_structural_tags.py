@@ -199,9 +199,19 @@ def limited(limit: int, begin: str = "", end: str = "</t>") -> dict[str, Any]:
     return series(tag(begin, {**TEXT, "max_tokens": limit}, end), text("!"))
 
 
-@pytest.mark.parametrize(("begin", "end"), [("", "</t>"), ("<t>", "</t>"), ("<|user|>", "<|system|>")])
-def test_a_limit_on_the_tokens_of_free_text(backends: Backends, vocabulary: Vocabulary, begin: str, end: str) -> None:
-    grammar = backends["llguidance"].compile(of(limited(5, begin, end)))
+@pytest.mark.parametrize(
+    ("backend", "begin", "end"),
+    [
+        ("llguidance", "", "</t>"),
+        ("llguidance", "<t>", "</t>"),
+        ("llguidance", "<|user|>", "<|system|>"),
+        ("xgrammar", "<t>", "</t>"),
+    ],
+)
+def test_a_limit_on_the_tokens_of_free_text(
+    backends: Backends, vocabulary: Vocabulary, backend: str, begin: str, end: str
+) -> None:
+    grammar = backends[backend].compile(of(limited(5, begin, end)))
     worker = MaskWorker(vocabulary)
     worker.install("g", grammar)
     worker.open(0, "g")

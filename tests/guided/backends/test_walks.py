@@ -106,8 +106,10 @@ KNOWN: list[Any] = [
 def hold(backends: Backends, vocabulary: Vocabulary, schema: Any, seed: int, walks: int) -> None:
     """Check that every backend enforces `schema` or refuses it."""
     invalid, found = [], []
+    sent = json.dumps(schema)
+    vague = sent.count('"array"') > sent.count('"items"') or sent.count('"object"') > sent.count('"properties"')
     for backend in BACKENDS:
-        if backend == "outlines" and "type" not in schema:
+        if backend == "outlines" and (vague or "type" not in schema):
             continue  # it compiles any value for a minute
         try:
             grammar = backends[backend].compile(Constraint.json_schema(schema))
