@@ -74,8 +74,8 @@ def _root() -> Path:
     if sources:
         return Path(sources) / "vllm"
     spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs vLLM: make test-vllm")
     return Path(spec.submodule_search_locations[0])
 
 

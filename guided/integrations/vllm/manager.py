@@ -12,8 +12,9 @@ and a row can't be late. Compilations would wait in vLLM's few threads.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.outputs import RequestError
 from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
+from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+_log = logging.getLogger("guided.integrations")
 _QUICK_MASKS = 16
 """Number of successive masks, each ready within a step, after which a slow request is an ordinary one again."""
 
@@ -104,6 +107,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     def _note_failure(self, request_id: str, error: GuidedError) -> None:
         """Note a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
+        if error.status >= 500:
+            _log.error("guided request %s fails: %s", request_id, error)
         code = error.code if error.status >= 429 else "validation_error"
         self.errors[request_id] = RequestError(code, str(error), error.retryable)
 
@@ -183,21 +188,23 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     # the scheduler's interface
 
-    def hold_back(self, in_flight: Callable[[str], bool], is_preempted: Callable[[str], bool]) -> set[str]:
+    def hold_back(self, requests: Mapping[str, Request]) -> set[str]:
         """Return the ids of slow requests that must not join a batch now: their masks are missing.
 
         Requests these masks first, without waiting. Preempted requests join one at a time: vLLM computes each again
         from its beginning, and the batch waits for that.
-
-        Args:
-            in_flight: whether a token of a request is being computed.
-            is_preempted: whether a request has to be computed again.
         """
         slow = self._slow
         if not slow:
             return set()
         self._step = None
-        held = {name for name, output in slow.items() if output.request.error is not None or in_flight(name)}
+        held = {
+            name
+            for name, output in slow.items()
+            if output.request.error is not None
+            or (request := requests.get(name)) is None
+            or request.num_output_placeholders > 0  # its last token is being computed
+        }
         decided = self._masker.decided()
         asking: dict[str, _Output] = {}
         for name, output in slow.items():
@@ -217,7 +224,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             if output.quick >= _QUICK_MASKS and not output.request.late:
                 del slow[name]
         held |= {name for name, output in slow.items() if output.request.late or output.request.error is not None}
-        returning = [name for name in slow if name not in held and is_preempted(name)]
+        returning = [name for name in slow if name not in held and requests[name].status == RequestStatus.PREEMPTED]
         return held.union(returning[1:])
 
     def take_missing(self) -> list[str]:

@@ -33,7 +33,7 @@ class _GuidedScheduling:
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         manager = self.structured_output_manager
-        self._held_back = manager.hold_back(self._is_in_flight, self._is_preempted)
+        self._held_back = manager.hold_back(self.requests)
         for request_id in self._held_back:
             request = self.requests.get(request_id)
             if request is not None:  # a running request is skipped until this step
@@ -48,14 +48,6 @@ class _GuidedScheduling:
             ]
             manager.prepare(self.requests, request_ids, output.scheduled_spec_decode_tokens)
         return output
-
-    def _is_in_flight(self, request_id: str) -> bool:
-        request = self.requests.get(request_id)
-        return request is None or request.num_output_placeholders > 0
-
-    def _is_preempted(self, request_id: str) -> bool:
-        request = self.requests.get(request_id)
-        return request is not None and request.status.name == "PREEMPTED"
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self._held_back:
