@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
+from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED, constraint_meant
 from guided.error_body import envelope, error_body, error_headers
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded
 
@@ -162,7 +162,9 @@ def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     elif kind == "extra_forbidden" and (name := str(first["loc"][-1])) in REFUSED:
         code, message = "unsupported_parameter", f"{bounded(param)}: {REFUSED[name][0]}"
     elif kind == "extra_forbidden":
-        code, message = "unknown_parameter", f"Unknown parameter: '{bounded(param)}'"
+        meant = constraint_meant(name) if name == param else None
+        hint = "" if meant is None else f"; did you mean {meant}?"
+        code, message = "unknown_parameter", f"Unknown parameter: '{bounded(param)}'{hint}"
     elif kind == "missing" and param:
         code, message = "missing_required_parameter", f"Missing required parameter: '{param}'"
     elif not param:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import cache
+from difflib import get_close_matches
+from functools import cache, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
@@ -80,6 +81,27 @@ Many = Annotated[list[T], _FirstError()]
 MAX_IGNORED = 20
 """Maximum number of ignored fields that an answer names."""
 
+_CONSTRAINTS = (
+    *("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "response_format"),
+    *("structured_outputs", "ebnf", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+_MISNAMED = {
+    "schema": "json_schema",
+    "format": "response_format",
+    "text": "response_format",
+    "guided_schema": "guided_json",
+    "guided_decoding": "structured_outputs",
+    "extra_body": "its fields, beside the others",
+}
+
+
+@lru_cache(1024)
+def constraint_meant(name: str) -> str | None:
+    """Return the field of a constraint that an unknown field of a request probably stands for."""
+    if len(name) > 40:
+        return None
+    return _MISNAMED.get(name) or next(iter(get_close_matches(name, _CONSTRAINTS, 1, 0.8)), None)
+
 
 class Body(BaseModel):
     """A body with strict types: no "3" for 3. Rejected fields are dropped if their value has no effect.
@@ -90,6 +112,8 @@ class Body(BaseModel):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
     tolerant: ClassVar[bool] = True
+    constrained: ClassVar[bool] = False
+    """An unknown field that could be meant as a constraint is rejected."""
 
     @model_validator(mode="before")
     @classmethod
@@ -106,7 +130,9 @@ class Body(BaseModel):
         names = _names(cls)
         unknown = [name for name in kept if name not in names]
         ignored: list[str] | None = (info.context or {}).get("ignored") if cls.tolerant else None
-        drop = unknown[1:] if ignored is None else [name for name in unknown if name not in REFUSED]
+        named = [name for name in unknown[:MAX_IGNORED] if kept[name] is not None]
+        meant = {name for name in named if cls.constrained and constraint_meant(name)}
+        drop = unknown[1:] if ignored is None else [name for name in unknown if name not in REFUSED.keys() | meant]
         for name in drop:
             del kept[name]
             if ignored is not None and name not in ignored and len(ignored) < MAX_IGNORED:
@@ -172,6 +198,7 @@ ExtraArg = str | int | float | bool
 class GenerationRequest(Body):
     """Fields of both chat and text completions."""
 
+    constrained = True
     model: str | None = Field(default=None, description="Name of the served model; see /v1/models.")
     stream: bool = False
     stream_options: StreamOptions | None = None

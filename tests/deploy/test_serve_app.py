@@ -126,7 +126,7 @@ def test_the_pool_is_in_the_cluster_that_serve_runs_on(url: str) -> None:
     assert health["pool"]["actors"][0]["pid"] != 0
 
 
-def test_a_replica_without_cpus_for_its_pool_waits_and_takes_none(ray_cluster: tuple[str, str], url: str) -> None:
+def test_a_replica_without_cpus_for_its_pool_waits(ray_cluster: tuple[str, str], url: str) -> None:
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
 
     def says() -> str:

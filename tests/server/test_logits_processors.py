@@ -31,7 +31,7 @@ def complete(client: TestClient, **fields: Any) -> Any:
     return client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4, **fields})
 
 
-def test_one_that_raises_is_that_request_s_500_and_the_server_goes_on(with_processors: TestClient) -> None:
+def test_one_that_raises_is_a_500_of_that_request_alone(with_processors: TestClient) -> None:
     answer = complete(with_processors, vllm_xargs={"poison": "apply"})
     assert answer.status_code == 500
     error = answer.json()["error"]

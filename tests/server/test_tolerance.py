@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from starlette.testclient import TestClient
 
 CHAT = "/v1/chat/completions"
@@ -40,6 +41,21 @@ def test_a_constraint_has_no_unknown_fields(client: TestClient) -> None:
     for field in ({"response_format": {"type": "text", "jsn": 1}}, {"structured_outputs": {"regexp": "a"}}):
         error = client.post(CHAT, json={**USER, **field}).json()["error"]
         assert error["code"] == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *(("json_shema", "json_schema"), ("schema", "json_schema"), ("response_formt", "response_format")),
+        *(("structured_output", "structured_outputs"), ("guided_schema", "guided_json"), ("text", "response_format")),
+        *(("extra_body", "its fields"), ("format", "response_format"), ("choices", "choice")),
+    ],
+)
+def test_a_constraint_under_a_wrong_name_is_refused(client: TestClient, name: str, meant: str) -> None:
+    answer = client.post(CHAT, json={**USER, name: {"type": "object"}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_parameter", name)
+    assert f"did you mean {meant}" in error["message"]
 
 
 def test_known_fields_that_would_change_the_answer(client: TestClient) -> None:
