@@ -178,6 +178,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return self.length - len(self.data.prompt_token_ids)
 
+    @property
+    def output_text(self) -> str:
+        """The text so far, including text that may still become a stop string."""
+        return self.detokenizer.text
+
     def is_finished(self) -> bool:
         """Return whether it has ended."""
         return self.status not in _UNFINISHED

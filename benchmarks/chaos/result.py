@@ -136,7 +136,6 @@ def summary(run: Run) -> dict[str, Any]:
         "undeclared_errors": outcomes["undeclared"],
         "hung": outcomes["hung"],
         "engine_died": run.watch.is_dead,
-        "tracebacks_in_the_log": run.watch.server.tracebacks(),
         "recovered": run.recovered,
         "calm_afterwards": dict(run.calm.outcomes()),
         "faults": dict(Counter(event.fault for event in run.events)),

@@ -1,4 +1,4 @@
-"""The embedded default model: a tiny Llama checkpoint. `examples/default_model_training/` has the code that made it."""
+"""The embedded default model: a tiny Llama checkpoint. `examples/default_model_training/` trains one like it."""
 
 from __future__ import annotations
 

@@ -5,45 +5,198 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from examples.default_model_training.exchange import Example, dumped
-from examples.default_model_training.json_tasks import free_task, json_list_task, json_task, request_text
-from examples.default_model_training.other_tasks import (
-    choice_task,
-    formal_task,
-    repeat_task,
-    sentence_task,
-    talk_task,
-    value_task,
-    yes_no_task,
-)
-from examples.default_model_training.records import DOMAINS
-from examples.default_model_training.telling import tell
-from examples.default_model_training.tool_tasks import call_task, tool_task
-from examples.default_model_training.values import Values
+from examples.default_model_training.records import Draw, known_record, made_up_record, styled, tell
+from examples.default_model_training.values import DATA, Values
 
-SYSTEMS = (
-    "You are a helpful assistant.",
-    "Answer in JSON.",
-    "You extract data from text.",
-    "Be brief.",
-    "Return only JSON.",
-    "You are a precise assistant. Answer with what is asked and nothing else.",
-    "Extract the facts.",
-)
+
+@dataclass
+class Example:
+    """One exchange. `turns` alternates user and assistant texts and ends with the user's."""
+
+    turns: list[str]
+    answer: str
+    system: str | None = None
+    chat: bool = True
+    tools: list[dict[str, Any]] | None = None
+    """The functions that the request offers."""
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The prompt as chat messages."""
+        roles = ("user", "assistant")
+        messages: list[dict[str, Any]] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.turns)]
+        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
+
+
+def json_task(v: Values) -> Example:
+    """A text, and an object with what it says: perhaps grouped, compact or indented."""
+    rng = v.rng
+    told = tell(v, known_record(v) if rng.random() < 0.75 else made_up_record(v))
+    value: Any = told.asked
+    if rng.random() < 0.15:
+        value = rng.choice(([value], {"result": value}, {told.record.domain: value}))
+    indent, separators = rng.choices(((None, None), (None, (",", ":")), (2, None)), (0.86, 0.08, 0.06))[0]
+    answer = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)
+    if rng.random() < 0.2:
+        label = rng.choice((("Text", "JSON"), ("Input", "Output"), ("Q", "A")))
+        return Example([f"{label[0]}: {told.text}\n{label[1]}:{rng.choice(('', ' '))}"], answer, chat=False)
+    if rng.random() < 0.4:
+        ask = rng.choice(DATA["ask for JSON"]).format(d=told.record.domain)
+    else:
+        ask = rng.choice(DATA["ask for keys"]).format(k=", ".join(told.asked))
+    ask += " No spaces." if separators else " Indent it." if indent else ""
+    return Example([_joined(ask, told.text, rng)], answer)
+
+
+def _joined(ask: str, text: str, rng: random.Random) -> str:
+    parts = [ask, text]
+    rng.shuffle(parts)
+    return rng.choice((" ", "\n", "\n\n")).join(parts)
+
+
+def value_task(v: Values) -> Example:
+    """One value, and nothing else: what a regex or a type would ask for."""
+    rng = v.rng
+    told = tell(v, known_record(v) if rng.random() < 0.8 else made_up_record(v), 4)
+    key, value = rng.choice(list(told.asked.items()))
+    name = key.replace("_", " ").replace("-", " ").lower()
+    ask = rng.choice((f"What is the {name}?", f"{name}?", f"Give only the {name}.", f"Extract the {name}."))
+    if isinstance(value, bool):
+        return Example([_joined(f"{ask} Answer yes or no.", told.text, rng)], "yes" if value else "no")
+    answer = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else str(value)
+    ask += " As a JSON array." if isinstance(value, list) else ""
+    return Example([_joined(ask, told.text, rng)], answer, chat=rng.random() < 0.8)
+
+
+def choice_task(v: Values) -> Example:
+    """The one of several words that a text says or means."""
+    rng = v.rng
+    if rng.random() < 0.4:
+        label = rng.choice(("positive", "negative"))
+        text = f"The {v.one_of('things')} is {v.one_of('good' if label == 'positive' else 'bad')}."
+        options, head = ["positive", "negative"], rng.choice(("Classify the sentiment", "What is the sentiment"))
+    else:
+        options = [rng.choice((v.word, v.brand, v.product))() for _ in range(rng.randint(2, 5))]
+        label = rng.choice(options)
+        text = rng.choice(("It is {}.", "The answer is {}.", "I saw a {}.")).format(label)
+        head = rng.choice(("Pick one", "Choose", "Which one is it"))
+    rng.shuffle(options)
+    order = rng.choice(("{h}: {o}. {t}", "{t}\n{h}: {o}?", "{t} {h}? Options: {o}."))
+    return Example([order.format(h=head, o=", ".join(options), t=text)], label, chat=rng.random() < 0.8)
+
+
+def repeat_task(v: Values) -> Example:
+    """Copying, and nothing else."""
+    draws = (v.word, v.word, v.first, v.code, v.product, v.person, v.email, v.phone, v.iso_date)
+    text = " ".join(v.rng.choice(draws)() for _ in range(v.rng.randint(2, 10)))
+    if v.rng.random() < 0.6:
+        return Example([f"Repeat: {text}"], text)
+    return Example([f"Quote this text: {text}"], json.dumps(text, ensure_ascii=False))
+
+
+def talk_task(v: Values) -> Example:
+    """Small talk, and questions that have no answer in a text."""
+    if v.rng.random() < 0.5:
+        asks, answer = v.rng.choice(list(DATA["small talk"].items()))
+        return Example([v.rng.choice(asks.split("|"))], answer)
+    ask = v.rng.choice(("Tell me about {w}.", "What is {w}?", "Explain {w} to me.", "Write a poem about {w}."))
+    return Example([ask.format(w=v.word())], "I do not know. I only turn short texts into JSON.")
+
+
+def _parameter(names: str, draw: Draw) -> tuple[list[str], Draw]:
+    return names.split("|"), draw
+
+
+PARAMETERS = {
+    "city": _parameter("city|location|place", Values.city),
+    "from": _parameter("origin|from|start", Values.city),
+    "to": _parameter("destination|to|target", Values.city),
+    "person": _parameter("name|person|recipient", Values.first),
+    "full": _parameter("name|full name|user", Values.person),
+    "email": _parameter("email|address", Values.email),
+    "subject": _parameter("subject|title", lambda v: f"{v.word()} {v.word()}"),
+    "text": _parameter("text|message|body|content", lambda v: " ".join(v.word() for _ in range(3))),
+    "query": _parameter("query|q|search|term", lambda v: f"{v.word()} {v.one_of('nouns')}"),
+    "topic": _parameter("topic|category", Values.word),
+    "date": _parameter("date|day|on", Values.iso_date),
+    "time": _parameter("time|at|when", Values.time),
+    "phone": _parameter("phone|number", Values.phone),
+    "nights": _parameter("nights|days|duration", lambda v: v.integer(2, 14)),
+    "guests": _parameter("guests|people|party size", lambda v: v.integer(2, 12)),
+    "minutes": _parameter("minutes|duration", lambda v: v.integer(2, 90)),
+    "quantity": _parameter("quantity|count|amount", lambda v: v.integer(2, 60)),
+    "amount": _parameter("amount|value|sum", Values.price),
+    "price": _parameter("max price|limit|budget", lambda v: v.integer(10, 900)),
+    "currency": _parameter("from currency|source", lambda v: v.one_of("currencies")),
+    "other": _parameter("to currency|target", lambda v: v.one_of("currencies")),
+    "company": _parameter("company|firm|symbol", Values.brand),
+    "venue": _parameter("restaurant|venue|place", Values.venue),
+    "product": _parameter("product|item", Values.product),
+    "code": _parameter("order id|id|reference", Values.code),
+    "id": _parameter("id|user id", Values.number),
+    "language": _parameter("language|target", lambda v: v.one_of("languages")),
+    "room": _parameter("room|where", lambda v: v.one_of("rooms")),
+    "degrees": _parameter("degrees|temperature", lambda v: v.integer(15, 30)),
+    "song": _parameter("song|title|track", lambda v: f"{v.word().title()} {v.word().title()}"),
+    "expression": _parameter("expression|formula", lambda v: f"{v.number()} {v.rng.choice('+-*/')} {v.number()}"),
+    "path": _parameter("path|file|filename", lambda v: f"{v.word()}.{v.rng.choice(('txt', 'csv', 'md'))}"),
+}
+"""Names and values of parameters, by the places in the requests of functions."""
+
+
+def _function(v: Values) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """A function as `tools` describes it, a request that it serves, and the arguments of the right call."""
+    rng, types = v.rng, {int: "integer", float: "number", str: "string", bool: "boolean"}
+    arguments: dict[str, Any] = {}
+    if rng.random() < 0.6:
+        known = rng.choice(DATA["functions"])
+        names, description, ask = (
+            known["names"].split("|"),
+            known["description"],
+            rng.choice(known["requests"].split("|")),
+        )
+        values = {}
+        for place in (each.partition("}")[0] for each in ask.split("{")[1:]):
+            choices, draw = PARAMETERS[place]
+            name = styled(rng.choice(choices), "snake")
+            values[place] = arguments[f"{name}_2" if name in arguments else name] = draw(v)
+        ask = ask.format(**values)
+    else:
+        verb, noun = rng.choice([*DATA["verbs"]]), v.one_of("nouns")
+        arguments = {v.one_of("keys"): rng.choice((v.word, v.number, v.price))() for _ in range(rng.randint(1, 3))}
+        names, description = [f"{verb} {noun}"], f"{verb.capitalize()} a {noun}."
+        told = ", ".join(f"{key} {value}" for key, value in arguments.items())
+        ask = f"{rng.choice(DATA['verbs'][verb].split('|'))} the {noun} with {told}."
+    properties = {name: {"type": types[type(value)]} for name, value in arguments.items()}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    function = {"name": styled(rng.choice(names), "snake"), "description": description, "parameters": schema}
+    return {"type": "function", "function": function}, ask, arguments
+
+
+def call_task(v: Values) -> Example:
+    """Call the one of two to four functions that the request is about."""
+    right, ask, arguments = _function(v)
+    tools = {right["function"]["name"]: right}
+    while len(tools) < 2 or (len(tools) < 4 and v.rng.random() < 0.6):
+        other, _, _ = _function(v)
+        tools.setdefault(other["function"]["name"], other)
+    offered = [*tools.values()]
+    v.rng.shuffle(offered)
+    call = json.dumps({"name": right["function"]["name"], "arguments": arguments}, ensure_ascii=False)
+    return Example([ask], f"<tool_call>\n{call}\n</tool_call>", tools=offered)
+
+
 TASKS: tuple[tuple[Callable[[Values], Example], float], ...] = (
-    (json_task, 0.50),
-    (json_list_task, 0.05),
-    (free_task, 0.04),
-    (value_task, 0.11),
-    (choice_task, 0.07),
-    (yes_no_task, 0.02),
-    (sentence_task, 0.04),
-    (formal_task, 0.05),
-    (repeat_task, 0.11),
-    (talk_task, 0.03),
+    (json_task, 0.60),
+    (value_task, 0.13),
+    (choice_task, 0.10),
+    (repeat_task, 0.13),
+    (talk_task, 0.04),
 )
 
 
@@ -51,37 +204,17 @@ def example(index: int, seed: int = 0, held_out: bool = False, tool_share: float
     """The `index`-th example of the corpus; the same arguments always give the same example.
 
     Args:
+        held_out: with names, numbers, dates, codes and addresses that training never sees.
         tool_share: the part of the examples that offers functions. 0 gives the corpus of the tokenizer.
     """
     rng = random.Random(f"{seed}:{index}:{held_out}")
     v = Values(rng, held_out)
     if tool_share and rng.random() < tool_share:
-        return tool_task(v)
-    task = rng.choices([t for t, _ in TASKS], [w for _, w in TASKS])[0]
-    one = task(v)
-    if rng.random() < 0.04:
-        earlier = [task(v) for _ in range(rng.randint(1, 4))]
-        if one.chat:
-            one.turns = [text for e in earlier for text in (*e.turns, e.answer)] + one.turns
-        else:
-            one.turns = ["\n\n".join(e.turns[0] + e.answer for e in earlier) + "\n\n" + one.turns[0]]
+        return call_task(v)
+    one = rng.choices([task for task, _ in TASKS], [weight for _, weight in TASKS])[0](v)
     if one.chat and rng.random() < 0.25:
-        one.system = rng.choice(SYSTEMS)
+        one.system = rng.choice(DATA["systems"])
+    if rng.random() < 0.04 and one.chat:
+        earlier = talk_task(v)
+        one.turns = [*earlier.turns, earlier.answer, *one.turns]
     return one
-
-
-def evaluation_example(index: int, seed: int = 1) -> Example:
-    """A held-out JSON task about a person, order, event or product.
-
-    Names, numbers, dates, codes and addresses are those that training never saw; the ways of telling are not new.
-    """
-    rng = random.Random(f"evaluation:{seed}:{index}")
-    v = Values(rng, held_out=True)
-    told = tell(v, DOMAINS[index % len(DOMAINS)](v))
-    text = request_text(told, told.asked, v, "plain")
-    return Example([text], dumped(told.asked, "plain"))
-
-
-def evaluation_call(index: int, seed: int = 1) -> Example:
-    """A held-out request with two to four functions."""
-    return call_task(Values(random.Random(f"call:{seed}:{index}"), held_out=True))

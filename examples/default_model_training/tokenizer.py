@@ -12,46 +12,13 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from engine.default_model import checkpoint_path
 from examples.default_model_training.corpus import example
 
 VOCAB_SIZE = 2048
 PAD, BOS, END = "<|pad|>", "<|begin|>", "<|end|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{%- if tools -%}"
-    "{{- '<|system|>Functions:' -}}"
-    "{%- for tool in tools -%}"
-    "{%- set function = tool['function'] -%}{%- set schema = function['parameters'] or {} -%}"
-    "{{- '\\n' ~ function['name'] ~ '(' -}}"
-    "{%- for name, value in (schema['properties'] or {}).items() -%}"
-    "{{- (', ' if not loop.first else '') ~ name ~ ('' if name in (schema['required'] or []) else '?') ~ ': ' -}}"
-    "{{- value['enum'] | join('|') if value['enum'] else value['type'] or 'any' -}}"
-    "{%- endfor -%}"
-    "{{- ')' ~ (': ' ~ function['description'] if function['description'] else '') -}}"
-    "{%- endfor -%}"
-    "{{- '<|end|>' -}}"
-    "{%- endif -%}"
-    "{%- for message in messages -%}"
-    "{%- set role = {'developer': 'system', 'tool': 'user'}.get(message['role'], message['role']) -%}"
-    "{%- if role not in ['system', 'user', 'assistant'] -%}"
-    "{{- raise_exception('unknown role: ' ~ message['role']) -}}"
-    "{%- endif -%}"
-    "{{- '<|' ~ role ~ '|>' -}}"
-    "{%- if message['role'] == 'tool' -%}{{- '<tool_response>' -}}{%- endif -%}"
-    "{%- if message['content'] is string -%}{{- message['content'] -}}"
-    "{%- else -%}"
-    "{%- for part in message['content'] if part['type'] == 'text' -%}{{- part['text'] -}}{%- endfor -%}"
-    "{%- endif -%}"
-    "{%- for call in message['tool_calls'] or [] -%}"
-    "{%- set arguments = call['function']['arguments'] -%}"
-    "{{- '<tool_call>\\n{\"name\": \"' ~ call['function']['name'] ~ '\", \"arguments\": ' -}}"
-    "{{- arguments if arguments is string else (arguments | tojson) -}}{{- '}\\n</tool_call>' -}}"
-    "{%- endfor -%}"
-    "{{- '<|end|>' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
+CHAT_TEMPLATE = (checkpoint_path() / "chat_template.jinja").read_text()
 
 
 def texts(count: int, seed: int) -> Iterator[str]:

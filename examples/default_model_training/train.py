@@ -1,4 +1,4 @@
-"""Train the embedded default model from nothing: `python -m examples.default_model_training.train --help`.
+"""Train a model like the embedded one from nothing: `python -m examples.default_model_training.train --help`.
 
 Text comes from `corpus`, so nothing is downloaded. The stream of batches is a pure function of the seed; the state is
 saved as training goes, and a run that is started again in the same directory goes on where it was.
@@ -13,21 +13,17 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engine.default_model import checkpoint_path
-from examples.default_model_training.corpus import evaluation_call, evaluation_example, example
-from examples.default_model_training.exchange import Example
+from examples.default_model_training.corpus import Example, example
 from examples.default_model_training.tokenizer import build, load
 
 MAX_LENGTH = 1024
@@ -82,14 +78,13 @@ def pool(
     return batches
 
 
-def loss_of(model: LlamaForCausalLM, batch: Batch, bfloat16: bool) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of the answers' tokens, and whether each was the likeliest."""
+def loss_of(model: LlamaForCausalLM, batch: Batch, bfloat16: bool) -> Tensor:
+    """Mean cross entropy of the answers' tokens."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
         hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         answers = batch.labels != IGNORED
         logits = model.lm_head(hidden[answers]).float()
-    labels = batch.labels[answers]
-    return cross_entropy(logits, labels), logits.argmax(-1) == labels
+    return cross_entropy(logits, batch.labels[answers])
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -112,9 +107,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM
 
 
 def optimizers_of(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms. Further training: AdamW for all."""
-    if args.start is not None:
-        return [torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)]
+    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
     adamw = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
@@ -145,15 +138,9 @@ def export(model: LlamaForCausalLM, weights: dict[str, Tensor], tokenizer: PreTr
 
 
 @torch.no_grad()
-def evaluate(model: LlamaForCausalLM, batches: list[Batch], bfloat16: bool) -> dict[str, float]:
-    model.eval()
-    results = [loss_of(model, batch, bfloat16) for batch in batches]
-    model.train()
-    right = torch.cat([r for _, r in results]).float()
-    return {
-        "held_out_loss": sum(float(loss) for loss, _ in results) / len(results),
-        "held_out_accuracy": float(right.mean()),
-    }
+def evaluate(model: LlamaForCausalLM, batches: list[Batch], bfloat16: bool) -> float:
+    """The mean loss of the batches."""
+    return sum(float(loss_of(model, batch, bfloat16)) for batch in batches) / len(batches)
 
 
 @dataclass
@@ -166,14 +153,13 @@ class Run:
     step: int = 0
     pool: int = 0
     tokens: int = 0
-    seconds: float = 0.0
 
     def save(self, path: Path) -> None:
         state = {
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
             "average": self.average,
-            "counters": (self.step, self.pool, self.tokens, self.seconds),
+            "counters": (self.step, self.pool, self.tokens),
         }
         torch.save(state, path.with_suffix(".new"))
         os.replace(path.with_suffix(".new"), path)
@@ -184,7 +170,7 @@ class Run:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.average = state["average"]
-        self.step, self.pool, self.tokens, self.seconds = state["counters"]
+        self.step, self.pool, self.tokens = state["counters"]
 
     def advance(self, batch: Batch, args: argparse.Namespace) -> float:
         """One optimizer step; the weights' running average follows."""
@@ -192,7 +178,7 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        loss, _ = loss_of(self.model, batch, args.bfloat16)
+        loss = loss_of(self.model, batch, args.bfloat16)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -207,49 +193,36 @@ class Run:
 
 
 def held_out_batches(tokenizer: PreTrainedTokenizerFast) -> list[Batch]:
-    rows = [encode(tokenizer, evaluation_example(i, seed=2)) for i in range(48)]
-    rows += [encode(tokenizer, evaluation_call(i, seed=2)) for i in range(16)]
-    rows.sort(key=lambda r: len(r[0]))
+    rows = sorted((encode(tokenizer, example(i, seed=2, held_out=True)) for i in range(64)), key=lambda r: len(r[0]))
     return [collate(rows[i : i + 16]) for i in range(0, 64, 16)]
-
-
-def pools(tokenizer: PreTrainedTokenizerFast, first: int, args: argparse.Namespace) -> Iterator[list[Batch]]:
-    for number in itertools.count(first):
-        yield pool(tokenizer, number, args.seed, args.pool_size, args.batch_tokens, args.tool_share)
 
 
 def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    transformers.utils.logging.disable_progress_bar()
     work: Path = args.work
     work.mkdir(parents=True, exist_ok=True)
-    if args.start is not None:
-        tokenizer = load(args.start)
-        model = LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
-    else:
-        if not (work / "tokenizer").exists():
-            build(seed=args.seed).save_pretrained(work / "tokenizer")
-        tokenizer = load(work / "tokenizer")
-        model = new_model(tokenizer, args.seed)
+    if not (work / "tokenizer").exists():
+        build(seed=args.seed).save_pretrained(work / "tokenizer")
+    tokenizer = load(work / "tokenizer")
+    model = new_model(tokenizer, args.seed)
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
     run = Run(model, optimizers_of(model, args), average)
     if (work / "state.pt").exists():
         run.restore(work / "state.pt")
     held_out = held_out_batches(tokenizer)
-    started = time.monotonic() - run.seconds
     saved = time.monotonic()
     with tqdm(total=args.steps, initial=run.step, unit="step", mininterval=5) as progress:
-        for batches in pools(tokenizer, run.pool, args):
+        for number in itertools.count(run.pool):
+            batches = pool(tokenizer, number, args.seed, args.pool_size, args.batch_tokens, args.tool_share)
             for batch in batches[: args.steps - run.step]:
                 loss = run.advance(batch, args)
                 progress.update()
                 progress.set_postfix(loss=f"{loss:.3f}", tokens=f"{run.tokens / 1e6:.1f}M", refresh=False)
             run.pool += 1
-            run.seconds = time.monotonic() - started
             done = run.step >= args.steps
             if done or run.pool % 4 == 0:
-                figures = evaluate(run.model, held_out, args.bfloat16)
-                row = {"step": run.step, "tokens": run.tokens, "seconds": round(run.seconds), "loss": loss, **figures}
+                row = {"step": run.step, "tokens": run.tokens, "loss": loss}
+                row["held_out_loss"] = evaluate(run.model, held_out, args.bfloat16)
                 with (work / "log.jsonl").open("a") as log:
                     log.write(json.dumps(row) + "\n")
             if done or time.monotonic() - saved > args.save_every:
@@ -263,14 +236,12 @@ def train(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(
-        prog="python -m examples.default_model_training.train",
-        description="Train the embedded default model from nothing. To end a run sooner, stop it and start it again "
+        description="Train a model like the embedded one from nothing. To end a run sooner, stop it and start it again "
         "in the same --work directory with fewer --steps.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--work", type=Path, default=Path("default-model-training"), help="state, log and tokenizer")
-    parser.add_argument("--out", type=Path, default=checkpoint_path(), help="where the checkpoint goes")
-    parser.add_argument("--start", type=Path, help="train this checkpoint further, with its tokenizer")
+    parser.add_argument("--out", type=Path, default=Path("default-model-training/out"), help="the checkpoint")
     parser.add_argument("--tool-share", type=float, default=0.3, help="part of the exchanges that offers functions")
     parser.add_argument("--steps", type=int, default=3150, help="optimizer steps in all")
     parser.add_argument("--decay", type=int, default=650, help="last steps, over which the learning rate falls to 0")

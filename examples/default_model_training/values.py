@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
 from collections.abc import Callable
-from typing import TypeVar
-
-from examples.default_model_training import words
+from pathlib import Path
+from typing import Any, TypeVar
 
 T = TypeVar("T", str, int, float)
 SALT = 15  # with this one the held-out side has small numbers, too (11, 13, 18, 27 ...)
+DATA: dict[str, Any] = json.loads(Path(__file__).with_name("corpus.json").read_text())
+"""Word lists, facts of records, functions, and ways to ask."""
+WORDS: dict[str, list[str]] = {name: words.split() for name, words in DATA["words"].items()}
 
 
 def is_held_out(value: str | int | float) -> bool:
@@ -32,6 +35,14 @@ class Values:
         self.rng = rng
         self.held_out = held_out
 
+    def one_of(self, name: str) -> str:
+        """A word of a closed vocabulary."""
+        return self.rng.choice(WORDS[name])
+
+    def some(self, name: str) -> list[str]:
+        """One to three words of a closed vocabulary."""
+        return self.rng.sample(WORDS[name], self.rng.randint(1, 3))
+
     def _pick(self, draw: Callable[[], T]) -> T:
         for _ in range(10_000):
             value = draw()
@@ -48,73 +59,51 @@ class Values:
         kind = rng.random()
         if kind < 0.10:
             return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8)))
-        if kind < 0.13:
-            return "".join(rng.choice(rng.choice(words.SCRIPTS)) for _ in range(rng.randint(2, 4)))
         if kind < 0.15:
-            script = rng.choice(words.SCRIPTS)
+            script = self.one_of("scripts")
             return "".join(rng.choice(script) for _ in range(rng.randint(2, 6)))
         if kind < 0.22:
-            return rng.choice(words.NOUNS)
-        text = "".join(
-            rng.choice(words.ONSETS) + rng.choice(words.VOWELS) + rng.choice(words.CODAS)
-            for _ in range(rng.choice((1, 2, 2, 2, 3)))
-        ) + rng.choice(words.ENDINGS)
+            return self.one_of("nouns")
+        text = ""
+        for _ in range(rng.choice((1, 2, 2, 2, 3))):
+            text += self.one_of("onsets") + self.one_of("vowels") + (self.one_of("codas") if rng.random() < 0.8 else "")
         if rng.random() < 0.07:
             at = rng.randrange(len(text))
-            text = text[:at] + rng.choice(words.ACCENTED) + text[at + 1 :]
-        return text
+            text = text[:at] + rng.choice(DATA["words"]["accented"]) + text[at + 1 :]
+        return text + (self.one_of("endings") if rng.random() < 0.8 else "")
 
-    def _name(self, known: list[str], share: float) -> str:
-        def draw() -> str:
-            return self.rng.choice(known) if self.rng.random() < share else self._word().capitalize()
-
-        return self._pick(draw)
-
-    def phrase(self) -> str:
-        """Two to six words, as a title or a sentence."""
-        parts = [self.word() for _ in range(self.rng.randint(2, 6))]
-        for at in range(1, len(parts)):
-            if self.rng.random() < 0.3:
-                parts[at] = self.rng.choice(words.SMALL)
-        text = " ".join(parts)
-        return self.rng.choice((text.capitalize(), text.title(), text, text.capitalize() + "."))
+    def _name(self, known: str, share: float) -> str:
+        return self._pick(lambda: self.one_of(known) if self.rng.random() < share else self._word().capitalize())
 
     def first(self) -> str:
-        return self._name(words.FIRST, 0.35)
+        return self._name("first", 0.35)
 
     def last(self) -> str:
-        return self._name(words.LAST, 0.35)
+        return self._name("last", 0.35)
 
     def city(self) -> str:
-        return self._name(words.CITIES, 0.4)
+        return self._name("cities", 0.4)
 
     def country(self) -> str:
-        return self._name(words.COUNTRIES, 0.6)
+        return self._name("countries", 0.6)
 
     def brand(self) -> str:
-        return self._name(words.NOUNS, 0.0)
+        return self._name("nouns", 0.0)
 
     def person(self) -> str:
-        first = self.first()
-        if self.rng.random() < 0.08:
-            return f"{first} {self.first()} {self.last()}"
-        return f"{first} {self.last()}"
+        return f"{self.first()} {self.last()}"
 
     def company(self) -> str:
-        suffix = f" {self.rng.choice(words.SUFFIXES)}" if self.rng.random() < 0.6 else ""
-        return self.brand() + suffix
+        return self.brand() + (f" {self.one_of('suffixes')}" if self.rng.random() < 0.6 else "")
 
     def venue(self) -> str:
-        return f"{self.brand()} {self.rng.choice(words.VENUES)}"
+        return f"{self.brand()} {self.one_of('venues')}"
 
     def product(self) -> str:
-        rng = self.rng
-        kind = rng.random()
-        if kind < 0.3:
-            return f"{self.brand()} {rng.choice(words.THINGS)}"
-        if kind < 0.6:
-            return f"{rng.choice(words.ADJECTIVES)} {rng.choice(words.THINGS)}"
-        return rng.choice(words.THINGS) if kind < 0.8 else f"{self.brand()} {self.integer(2, 99)}"
+        kind = self.rng.random()
+        if kind < 0.4:
+            return f"{self.brand()} {self.one_of('things')}"
+        return f"{self.one_of('adjectives')} {self.one_of('things')}" if kind < 0.7 else self.one_of("things")
 
     def integer(self, low: int, high: int) -> int:
         """An integer of `low..high`, of this side of the split."""
@@ -129,70 +118,31 @@ class Values:
         high = self.rng.choice((10, 100, 100, 1000, 5000))
         return self._pick(lambda: round(self.rng.uniform(1, high), 2))
 
-    def rating(self) -> float:
-        return self._pick(lambda: self.rng.randint(10, 50) / 10)
-
-    def date(self) -> tuple[int, int, int]:
-        """Year, month, day; the split is on the ISO text."""
-        rng = self.rng
-        text = self._pick(lambda: f"{rng.randint(1950, 2035)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}")
-        year, month, day = (int(part) for part in text.split("-"))
-        return year, month, day
-
     def iso_date(self) -> str:
-        year, month, day = self.date()
-        return f"{year}-{month:02}-{day:02}"
-
-    def long_date(self) -> str:
-        def draw() -> str:
-            rng = self.rng
-            return f"{rng.randint(1, 28)} {rng.choice(words.MONTHS)} {rng.randint(1990, 2035)}"
-
-        return self._pick(draw)
+        rng = self.rng
+        return self._pick(lambda: f"{rng.randint(1950, 2035)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}")
 
     def time(self) -> str:
         return self._pick(lambda: f"{self.rng.randint(0, 23):02}:{self.rng.choice((0, 15, 30, 45, 10, 5)):02}")
 
+    def _filled(self, pattern: str) -> str:
+        """A pattern with random digits for `0` and letters for `A`."""
+        signs = {"0": "0123456789", "A": "ABCDEFGHJKLMNPQRSTUVWXYZ"}
+        return "".join(self.rng.choice(signs.get(each, each)) for each in pattern)
+
     def phone(self) -> str:
-        rng = self.rng
+        patterns = ("000-0000", "000-000-0000", "+00 000 0000", "(000) 000-0000")
+        return self._pick(lambda: self._filled(self.rng.choice(patterns)))
 
-        def digits(count: int) -> str:
-            return "".join(rng.choice("0123456789") for _ in range(count))
-
-        def draw() -> str:
-            style = rng.randrange(4)
-            if style == 0:
-                return f"{digits(3)}-{digits(4)}"
-            if style == 1:
-                return f"{digits(3)}-{digits(3)}-{digits(4)}"
-            if style == 2:
-                return f"+{rng.randint(1, 99)} {digits(3)} {digits(4)}"
-            return f"({digits(3)}) {digits(3)}-{digits(4)}"
-
-        return self._pick(draw)
+    def code(self) -> str:
+        """An identifier such as `A-4821`, `INV-0032`, `QX17` or `#88213`."""
+        patterns = ("A-0000", "AAA-0000", "AA-00000", "AA00", "A000", "#00000")
+        return self._pick(lambda: self._filled(self.rng.choice(patterns)))
 
     def email(self) -> str:
         def draw() -> str:
-            rng = self.rng
-            user = rng.choice((*words.FIRST, *words.LAST)).lower() if rng.random() < 0.3 else self.word()
-            if rng.random() < 0.4:
-                user += rng.choice("._") + self.word()
-            host = self.word() if rng.random() < 0.6 else rng.choice(("example", "mail", "work", "post"))
-            return f"{user}@{host}.{rng.choice(('com', 'org', 'net', 'io', 'de', 'fr', 'co'))}"
+            user = self.one_of("first").lower() if self.rng.random() < 0.3 else self._word()
+            host = self._word() if self.rng.random() < 0.6 else self.rng.choice(("example", "mail", "work"))
+            return f"{user}@{host}.{self.rng.choice(('com', 'org', 'net', 'io', 'de', 'fr'))}"
 
         return self._pick(draw)
-
-    def code(self) -> str:
-        """An identifier such as `A-4821`, `INV-0032`, `QX17` or `88213`."""
-        rng = self.rng
-
-        def draw() -> str:
-            letters = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(rng.randint(1, 3)))
-            digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(2, 6)))
-            return rng.choice((f"{letters}-{digits}", f"{letters}{digits}", f"#{digits}", f"{letters}-{digits}"))
-
-        return self._pick(draw)
-
-    def some(self, known: list[str], low: int = 1, high: int = 3) -> list[str]:
-        """`low..high` different entries of a closed vocabulary."""
-        return self.rng.sample(known, self.rng.randint(low, high))

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.default_model import checkpoint_path
-from examples.default_model_training.corpus import evaluation_call
+from examples.default_model_training.corpus import example
 from examples.default_model_training.tokenizer import build
 from examples.default_model_training.values import Values, is_held_out
+from guided.vocabulary import Vocabulary
 
 MEGABYTE = 1 << 20
 
@@ -47,6 +48,13 @@ class TestCheckpoint:
         }
         assert sum(f.stat().st_size for f in files) <= 12 * MEGABYTE
 
+    def test_is_a_llama_that_fits_its_tokenizer(
+        self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        assert type(model).__name__ == "LlamaForCausalLM"
+        assert model.config.vocab_size == len(tokenizer)
+        assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+
     def test_answers_with_the_facts_and_ends(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         text = "Anna Weber is 47 years old and lives in Hamburg."
         got = json.loads(answer(model, tokenizer, f"Extract name, age and city as JSON. {text}"))
@@ -55,17 +63,39 @@ class TestCheckpoint:
     def test_calls_the_right_function(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         right = 0
         for index in range(24):
-            one = evaluation_call(index)  # as the benchmark's first
+            one = example(index, held_out=True, tool_share=1)
             inputs = tokenizer.apply_chat_template(
                 one.messages(), tools=one.tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
             ids = model.generate(**inputs, max_new_tokens=96)[0, inputs["input_ids"].shape[1] :]
             text = tokenizer.decode(ids, skip_special_tokens=True)
-            right += f'"name": "{one.expected["name"]}"' in text
-        assert right >= 15  # the benchmark's share is 80 %; guessing would give 8
+            right += one.answer[: one.answer.index(",")] in text  # up to the name
+        assert right >= 15  # guessing would give 8
+
+    def test_ends_without_a_task_it_knows(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
+        assert answer(model, tokenizer, "Hello!", system="You are a helpful assistant.")
 
 
 class TestTokenizer:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "Łódź, 12 °C",
+            "東京都 2026年",
+            "Привет, мир!",
+            "مرحبا",
+            "नमस्ते",
+            "👩‍👩‍👧 ok",
+            "a\tb\r\n\n  c",
+            "\u0000\x7f",
+            "1234567890",
+        ],
+    )
+    def test_round_trips_any_text(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert Vocabulary.from_tokenizer(tokenizer).decode(ids) == text.encode()
+
     @settings(max_examples=200, deadline=None)
     @given(st.text(max_size=60))
     def test_round_trips_open_ended_text(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
@@ -80,10 +110,15 @@ class TestTokenizer:
             inside = tokenizer.tokenize(text)
             assert any(inside[i : i + len(tokens)] == tokens for i in range(len(inside)))
 
-    def test_is_the_one_that_the_corpus_gives(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        built = build(seed=0)
-        assert built.get_vocab() == tokenizer.get_vocab()
+    def test_training_builds_one_of_the_same_size(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        built = build(count=2000)
+        assert len(built) == len(tokenizer)
         assert built.chat_template == tokenizer.chat_template
+
+    def test_special_tokens(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|begin|>", "<|end|>", "<|pad|>")
+        assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
+        assert {"<|user|>", "<|assistant|>", "<|system|>"} <= set(tokenizer.all_special_tokens)
 
     def test_chat_template(self, tokenizer: PreTrainedTokenizerFast) -> None:
         messages = [
@@ -99,12 +134,18 @@ class TestTokenizer:
 
 
 class TestCorpus:
+    def test_is_deterministic(self) -> None:
+        for index in range(100):
+            assert example(index, seed=3) == example(index, seed=3)
+        assert [example(i, seed=3) for i in range(10)] != [example(i, seed=4) for i in range(10)]
+
     def test_the_expected_call_is_valid(self) -> None:
         for index in range(100):
-            one = evaluation_call(index)
+            one = example(index, tool_share=1)
             offered = {tool["function"]["name"]: tool["function"]["parameters"] for tool in one.tools or []}
             assert 2 <= len(offered) <= 4
-            jsonschema.validate(one.expected["arguments"], offered[one.expected["name"]])
+            call = json.loads(one.answer.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+            jsonschema.validate(call["arguments"], offered[call["name"]])
 
     @pytest.mark.parametrize(
         "draw",

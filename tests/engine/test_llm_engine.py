@@ -57,6 +57,14 @@ def test_the_model_s_own_stop_token_has_no_stop_reason(make_engine: MakeEngine, 
     assert one(make_engine, run, spelled).outputs[0].text == "<|end|>"
 
 
+def test_min_tokens_and_ignore_eos(make_engine: MakeEngine, run: Run) -> None:
+    eos = make_engine().model.vocabulary.stop_token_ids[0]
+    held = one(make_engine, run, greedy(logit_bias={eos: 100}, min_tokens=5)).outputs[0]
+    assert (held.finish_reason, len(held.token_ids)) == ("stop", 6)
+    never = one(make_engine, run, greedy(logit_bias={eos: 100}, ignore_eos=True)).outputs[0]
+    assert (never.finish_reason, never.token_ids) == ("length", [eos] * 30)
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings(make_engine: MakeEngine, run: Run, include: bool) -> None:
     free = one(make_engine, run, greedy()).outputs[0]

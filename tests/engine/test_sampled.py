@@ -93,10 +93,19 @@ class Own(LogitPostProcessor):
     def __init__(self, decide: Callable[[list[int]], SampledEdit | None], max_rollback: int = 0) -> None:
         self.decide = decide
         self.max_rollback = max_rollback
+        self.banned: tuple[int, int] | None = None
+        """(length of the output, token)."""
         self.sequences: Sequence[GuidedSequence] = ()
+        self.rows: Any = None
 
     def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None, new_tokens: Any = None) -> None:
-        self.sequences = sequences
+        self.sequences, self.rows = sequences, logits_rows
+
+    def apply(self, logits: torch.Tensor, *options: Any, **named: Any) -> ApplyReport | None:
+        for row, sequence in zip(self.rows, self.sequences, strict=True):
+            if self.banned is not None and len(sequence.output_token_ids) == self.banned[0]:
+                logits[row, self.banned[1]] = -torch.inf
+        return None
 
     def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
         assert sequences is self.sequences, "the same tuple: nothing is looked up for a step without edits"
@@ -106,6 +115,36 @@ class Own(LogitPostProcessor):
 
 REGEX = "[0-9]{20}"
 DIGITS = SamplingParams(regex=REGEX, temperature=0.0, max_tokens=30, logprobs=1, frequency_penalty=0.5)
+
+
+def test_after_a_rollback_a_sequence_takes_another_way(engine_with: Callable[..., LLMEngine], run: Run) -> None:
+    """It takes the last four tokens back once, and bans the first of them: no output shows them."""
+    expected = run(engine_with(False), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    done: list[list[int]] = []
+
+    def decide(output: list[int]) -> SampledEdit | None:
+        if len(output) < 9 or done:
+            return None
+        done.append(output)
+        own.banned = (5, output[5])
+        return SampledEdit(rollback=4)
+
+    own = Own(decide, max_rollback=4)
+    engine = engine_with(False, own, block_size=4)
+    engine.add_request("r", PROMPT, DIGITS)
+    shown: list[list[int]] = []
+    while engine.has_unfinished:
+        shown += [output.outputs[0].token_ids for output in engine.step()]
+    *_, last = shown
+    assert done == [expected.token_ids[:9]]
+    assert last[:5] == expected.token_ids[:5]
+    assert last[5] != expected.token_ids[5]
+    assert all(last[: len(one)] == one for one in shown), "what was shown stays"
+    text = engine.model.vocabulary.decode(last).decode()
+    assert re.fullmatch(REGEX, text)
+    again = run(engine_with(False, Own(lambda output: None)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    assert again.token_ids == expected.token_ids
+    assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
 def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
@@ -145,6 +184,22 @@ def test_drafts_go_on_after_a_rollback(
     assert (found.error, found.token_ids) == (None, expected.token_ids)
     assert done
     assert engine.stats.accepted_tokens > done[0]
+
+
+def test_a_processor_appends_and_stops(engine_with: Callable[..., LLMEngine], run: Run) -> None:
+    engine = engine_with(False)
+    digits = engine.model.vocabulary.encode("7"), engine.model.vocabulary.encode("8")
+    (seven,), (eight,) = digits
+
+    def decide(output: list[int]) -> SampledEdit | None:
+        if len(output) == 2:
+            return SampledEdit(rollback=1, append=[seven, eight, seven])
+        return SampledEdit(stop=True) if len(output) > 6 else None
+
+    found = run(engine_with(False, Own(decide, 1)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    assert found.token_ids[1:4] == [seven, eight, seven]
+    assert (len(found.token_ids), found.finish_reason) == (7, "stop")
+    assert len(found.logprobs or ()) == 7
 
 
 def test_edits_of_sequences_that_got_no_token_are_ignored(

@@ -103,14 +103,6 @@ def test_masks_from_actors_are_the_same(
     assert texts(vocabulary, found)[:3] == undisturbed[:3]
 
 
-def test_all_late_at_once(example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]) -> None:
-    pool = FaultyPool(vocabulary)
-    pool.delay = lambda sequence_id, position: 1
-    found = requests(example, vocabulary)[:3]
-    example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
-    assert texts(vocabulary, found) == undisturbed[:3]
-
-
 def test_a_failed_row_ends_its_request_and_no_other(
     example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
 ) -> None:

@@ -1,6 +1,6 @@
 """vLLM's page "Custom Logits Processors" (docs/features/custom_logitsprocs.md), in its order.
 
-The page's classes are copied, `DummyLogitsProcessor` in tests/support. Only their imports are changed.
+The page's classes are copied to tests/support/sample_processors.py. Only their imports are changed.
 """
 
 from __future__ import annotations
@@ -9,27 +9,19 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import openai
 import pytest
 import torch
-from sample_processors import DummyLogitsProcessor
+from sample_processors import DummyLogitsProcessor, WrappedPerReqLogitsProcessor
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from engine import LLM, AsyncEngineArgs, AsyncLLM
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
-from engine.logits_processors import (
-    AdapterLogitsProcessor,
-    BatchUpdate,
-    LogitsProcessor,
-    MoveDirectionality,
-    RequestLogitsProcessor,
-    SamplingParams,
-    VllmConfig,
-)
+from engine.logits_processors import BatchUpdate, MoveDirectionality, SamplingParams, VllmConfig
 from engine.logits_processors.loading import load_classes
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -43,49 +35,6 @@ Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = [5, 6, 7]
 FQCN = f"{DummyLogitsProcessor.__module__}:DummyLogitsProcessor"
 ONLY_67 = SamplingParams(max_tokens=4, extra_args={"target_token": 67})
-
-
-# -- the page's classes
-
-
-class DummyPerReqLogitsProcessor:
-    """The request-level logits processor masks out all logits except the
-    token id identified by `target_token`"""
-
-    def __init__(self, target_token: int) -> None:
-        """Specify `target_token`"""
-        self.target_token = target_token
-
-    def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        val_to_keep = logits[self.target_token].item()
-        logits[:] = float("-inf")
-        logits[self.target_token] = val_to_keep
-        return logits
-
-
-class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
-    """Example of wrapping a fake request-level logit processor to create a
-    batch-level logits processor"""
-
-    @classmethod
-    def validate_params(cls, params: SamplingParams):
-        target_token: Any | None = params.extra_args and params.extra_args.get("target_token")
-        if target_token is not None and not isinstance(target_token, int):
-            raise ValueError(f"target_token value {target_token} is not int")
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params: SamplingParams) -> Optional[RequestLogitsProcessor]:  # noqa: UP045
-        """This method returns a new request-level logits processor, customized
-        to the `target_token` value associated with a particular request."""
-        target_token: Any | None = params.extra_args and params.extra_args.get("target_token")
-        if target_token is None:
-            return None
-        return DummyPerReqLogitsProcessor(target_token)
-
-
-# -- the tests' own
 
 
 class Recorder(DummyLogitsProcessor):
@@ -178,35 +127,6 @@ def test_the_example(make_engine: MakeEngine, run: Run) -> None:
     assert all(logits.isfinite().all() for logits in Recorder.logits)
 
 
-@source("A custom processor must subclass LogitsProcessor and define at least these methods.")
-@pytest.mark.parametrize("method", ["__init__", "apply", "is_argmax_invariant", "update_state"])
-def test_methods_that_must_be_defined(method: str) -> None:
-    methods = {name: value for name, value in vars(DummyLogitsProcessor).items() if name != method}
-    with pytest.raises(ValueError, match=f"Less needs the method {method}"):
-        load_classes(EngineConfig(logits_processors=(type("Less", (LogitsProcessor,), methods),)))
-
-
-@source(
-    "validate_params(cls, sampling_params) is one of these methods.",
-    differs="It may be missing, as in vLLM's code: then all requests are accepted.",
-)
-def test_validate_params_may_be_missing(make_engine: MakeEngine, run: Run) -> None:
-    methods = {name: value for name, value in vars(DummyLogitsProcessor).items() if name != "validate_params"}
-    methods["update_state"] = lambda self, batch_update: None
-    engine = make_engine(logits_processors=(type("Unchecked", (LogitsProcessor,), methods),))
-    params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"target_token": "five"})
-    assert run(engine, {"r": (PROMPT, params)})["r"].error is None
-
-
-@source("validate_params raises ValueError for invalid arguments; requests with them are rejected at the entry point.")
-def test_validate_params_rejects(make_engine: MakeEngine) -> None:
-    engine = make_engine(logits_processors=(DummyLogitsProcessor,))
-    with pytest.raises(InvalidRequest, match="target_token value five is not int") as error:
-        engine.add_request("r", PROMPT, SamplingParams(extra_args={"target_token": "five"}))
-    assert error.value.param == "extra_args"
-    assert not engine.has_unfinished
-
-
 @source(
     "__init__(vllm_config, device, is_pin_memory): vllm_config is the engine's configuration.",
     differs="VllmConfig is a class of our own with the parts of vLLM's that processors read: model and scheduler.",
@@ -220,16 +140,6 @@ def test_constructor(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
     assert config.model_config.max_model_len == 128
     assert not hasattr(config, "cache_config")
     assert (device, is_pin_memory) == (tiny_model.device, False)
-
-
-@source("apply may change the logits in place or out of place.")
-def test_apply_out_of_place(make_engine: MakeEngine, run: Run) -> None:
-    class OutOfPlace(DummyLogitsProcessor):
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            return super().apply(logits.clone())
-
-    found = run(make_engine(logits_processors=(OutOfPlace,)), {"r": (PROMPT, target(67))})
-    assert tokens(found["r"]) == [67] * 4
 
 
 @source("is_argmax_invariant() is evaluated once at startup.")
@@ -297,23 +207,6 @@ def test_added_requests_replace_finished_ones(updates: Updates) -> None:
     assert (update.batch_size, [*update.removed], one_way(update)) == (4, [], [])
 
 
-@source("More new requests than finished ones: the others get the indices from current_max_batch_index + 1.")
-def test_added_requests_extend_the_batch(updates: Updates) -> None:
-    _, update = updates("abb", "bbb")
-    assert list(ids(update).items()) == [(0, 3), (3, 4), (4, 5)]
-    assert update is not None
-    assert (update.batch_size, [*update.removed], one_way(update)) == (5, [], [])
-
-
-@source("Fewer new requests than finished ones: Remove for the finished ones that were not replaced.")
-@source("Their indices are greater than those of the replaced ones.")
-def test_removed_requests_are_above_replaced_ones(updates: Updates) -> None:
-    _, update = updates("aabab", "b")
-    assert list(ids(update).items()) == [(0, 5)]
-    assert update is not None
-    assert sorted(update.removed) == [1, 3]
-
-
 @source("Condense: move the highest non-empty slot to the lowest empty slot, by a unidirectional move.")
 @source("Continue with increasing targets and decreasing sources until the batch is contiguous.")
 @source("Shrink: batch_size is the number of non-empty slots.")
@@ -323,35 +216,6 @@ def test_the_batch_is_condensed(updates: Updates) -> None:
     assert sorted(update.removed) == [0, 1, 3, 5]
     assert one_way(update) == [(7, 0), (6, 1), (4, 3)]
     assert update.batch_size == 4
-
-
-@source("The batch may be reordered by swaps.")
-@source("Moves come after adds and removes: an Add has the index from before the moves.")
-@source("Moves are applied in the order in which they appear in BatchUpdate.moved.")
-def test_moves_follow_in_order(updates: Updates, tiny_model: LoadedModel) -> None:
-    """Following the updates leads to each row's request: its next token is the row's most likely one."""
-    batch: dict[int, tuple[int, list[int]]] = {}
-    swaps = 0
-    text_tokens = slice(6, len(tiny_model.tokenizer))  # without special tokens and padding
-    for step, update in enumerate(updates("abcad", "c", "", "bbb", "", "b")):
-        if update is not None:
-            for index in update.removed:
-                del batch[index]
-            batch |= {index: (step, output) for index, _, _, output in update.added}
-            for first, second, how in update.moved:
-                if how is MoveDirectionality.SWAP:
-                    batch[first], batch[second] = batch[second], batch[first]
-                    swaps += 1
-                else:
-                    batch[second] = batch.pop(first)
-        chosen = [output[step - since] - 6 for _, (since, output) in sorted(batch.items())]
-        assert chosen == Recorder.logits[step][:, text_tokens].argmax(-1).tolist()
-    assert swaps
-
-
-@source("Without new or finished requests and without reordering, the update is None.")
-def test_unchanged_is_none(updates: Updates) -> None:
-    assert [update is None for update in updates("cc", "", "", "c")] == [False, True, True, False]
 
 
 @source(
@@ -393,31 +257,8 @@ def test_wrapped_example(make_engine: MakeEngine, run: Run) -> None:
     engine = make_engine(logits_processors=(Wrapped,))
     found = run(engine, {"67": (PROMPT, target(67)), **free, "68": (PROMPT, target(68, 2))})
     assert [tokens(found[name]) for name in ("67", "free", "68")] == [[67] * 4, expected, [68] * 2]
-    with pytest.raises(InvalidRequest, match="target_token value five is not int"):
-        engine.add_request("r", PROMPT, SamplingParams(extra_args={"target_token": "five"}))
     run(engine, free)
     assert not created[0].req_info
-
-
-@source("RequestLogitsProcessor: ([prompt ids,] output ids, logits) -> logits.")
-def test_both_forms_of_callables(make_engine: MakeEngine, run: Run) -> None:
-    def with_prompt(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        return only(logits, prompt_ids[len(output_ids)])
-
-    def without_prompt(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        return only(logits, 20 + len(output_ids))
-
-    def only(logits: torch.Tensor, token: int) -> torch.Tensor:
-        return torch.full_like(logits, float("-inf")).index_fill_(0, torch.tensor(token), 0.0)
-
-    class Both(WrappedPerReqLogitsProcessor):
-        def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor:
-            return with_prompt if params.extra_args else without_prompt
-
-    requests = {"with": (PROMPT, target(1, 3)), "without": (PROMPT, target(None, 3))}
-    found = run(make_engine(logits_processors=(Both,)), requests)
-    assert tokens(found["with"]) == PROMPT
-    assert tokens(found["without"]) == [20, 21, 22]
 
 
 # -- loading
@@ -447,15 +288,6 @@ def test_llm_and_async_llm(tiny_model: LoadedModel, given: str | type) -> None:
     async_llm = AsyncLLM.from_engine_args(engine_args)
     assert tokens(asyncio.run(last(async_llm))) == [67] * 4
     async_llm.shutdown()
-
-
-@source("The name must be importable, and the object must be a subclass of LogitsProcessor.")
-@pytest.mark.parametrize(
-    "name", ["no_such_module:It", f"{__name__}:Missing", f"{__name__}:DummyPerReqLogitsProcessor", "no_colon"]
-)
-def test_names_that_do_not_fit(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        load_classes(EngineConfig(logits_processors=(name,)))
 
 
 @source("Pass the name to the server on the command line: --logits-processors.")
@@ -550,30 +382,3 @@ def test_invalid_arguments_over_http(client: TestClient) -> None:
 
 
 # -- best practices
-
-
-@source("update_state drops finished requests, whether an Add replaces them or a Remove ends them.")
-def test_finished_requests_are_dropped(make_engine: MakeEngine, run: Run) -> None:
-    states: list[dict[int, int]] = []
-
-    class Sparse(Recorder):
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            states.append(dict(self.req_info))
-            return super().apply(logits)
-
-    engine = make_engine(logits_processors=(Sparse,))
-    run(engine, {"67": (PROMPT, target(67, 1)), "68": (PROMPT, target(68, 1)), "free": (PROMPT, target(None, 2))})
-    run(engine, {"69": (PROMPT, target(69, 1))})
-    assert states == [{0: 67, 1: 68}, {}, {0: 69}]
-
-
-@source("is_argmax_invariant is not a class method: an instance may decide it.")
-def test_an_instance_decides_on_invariance(make_engine: MakeEngine, run: Run) -> None:
-    class Configured(Recorder):
-        def is_argmax_invariant(self) -> bool:
-            return bool(self.given[0].scheduler_config.max_num_seqs == 1)
-
-    for max_num_seqs, calls in [(1, 0), (2, 4)]:
-        engine = make_engine(logits_processors=(Configured,), max_num_seqs=max_num_seqs)
-        run(engine, {"r": (PROMPT, target(None, temperature=0.0))})
-        assert len(Recorder.logits) == calls

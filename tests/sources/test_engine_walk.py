@@ -13,13 +13,12 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from engine import LLM, AsyncLLM, SamplingParams
+from engine import LLM, SamplingParams
 from engine.batch import Batch
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampler import SamplerOutput
-from engine.sequence import SequenceData, SequenceGroup, SequenceStatus
+from engine.sequence import SequenceGroup, SequenceStatus
 from engine.step_views import SequenceGroupMetadata, SequenceGroupOutput, by_group, seq_group_metadata_list
 from guided.errors import InvalidRequest
 from guided.sequence import SequenceOutput
@@ -75,19 +74,6 @@ def test_the_states_of_a_sequence() -> None:
     assert names == {"WAITING", "RUNNING", *finished} | {"WAITING_FOR_GRAMMAR", "FINISHED_INTERNAL_ERROR"}
 
 
-@source("SequenceStatus.is_finished(status) is a static method")
-@pytest.mark.parametrize("status", SequenceStatus)
-def test_is_finished(status: SequenceStatus) -> None:
-    assert SequenceStatus.is_finished(status) == status.name.startswith("FINISHED")
-    assert (SequenceStatus.get_finished_reason(status) is None) != SequenceStatus.is_finished(status)
-
-
-@source("SequenceData has prompt_token_ids, output_token_ids and cumulative_logprob")
-def test_sequence_data() -> None:
-    data = SequenceData([1, 2])
-    assert (data.prompt_token_ids, data.output_token_ids, data.cumulative_logprob) == ([1, 2], [], 0.0)
-
-
 @source("each sequence has a seq_id, its data, and the status WAITING")
 @source(
     "logical_token_blocks: the blocks of a sequence",
@@ -135,24 +121,6 @@ def test_add_request(make_engine: MakeEngine, finish: Run) -> None:
     for wrong in ({"lora_request": "x"}, {"prompt": None}):
         with pytest.raises(InvalidRequest):
             engine.add_request(**{"request_id": "r", "prompt": "text", "sampling_params": few, **wrong})
-
-
-@source("the prompt is text or token ids")
-@pytest.mark.anyio
-async def test_prompts_of_async_llm(tiny_model: LoadedModel) -> None:
-    llm = AsyncLLM(tiny_model, "inline")
-    try:
-        for prompt in ({"prompt": "text"}, {"prompt_token_ids": [5, 6]}, "text", [5, 6]):
-            async for output in llm.generate(prompt, sampling_params=SamplingParams(max_tokens=3)):
-                last = output
-            assert last.finished
-    finally:
-        llm.shutdown()
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @source("SequenceGroupMetadata(request_id, is_prompt, seq_data, sampling_params, block_tables)")
@@ -237,33 +205,12 @@ def test_each_parameter_is_taken(make_engine: MakeEngine, run: Run, name: str) -
     assert len(output.outputs) == params.n
 
 
-@source("ignore_eos: whether to ignore the end-of-sequence token")
-def test_ignore_eos(make_engine: MakeEngine, run: Run) -> None:
-    """It may be sampled, and the output goes on."""
-    params = {"temperature": 0.0, "max_tokens": 6, "logit_bias": {1: 100.0}}
-    requests = {name: ("So?", SamplingParams(**params, ignore_eos=name == "on")) for name in ("on", "off")}
-    found = {name: output.outputs[0] for name, output in run(make_engine(), requests).items()}
-    assert (found["off"].token_ids, found["off"].finish_reason) == ([1], "stop")
-    assert (found["on"].token_ids, found["on"].finish_reason) == ([1] * 6, "length")
-
-
 @source("spaces_between_special_tokens: whether to add spaces between special tokens")
 def test_spaces_between_special_tokens(make_engine: MakeEngine, run: Run) -> None:
     params = {"temperature": 0.0, "max_tokens": 3, "logit_bias": {1: 100.0}, "ignore_eos": True}
     for spaces, text in ((True, "<|end|> <|end|> <|end|>"), (False, "<|end|><|end|><|end|>")):
         given = SamplingParams(**params, skip_special_tokens=False, spaces_between_special_tokens=spaces)
         assert run(make_engine(), {"r": ("So?", given)})["r"].outputs[0].text == text
-
-
-@source("use_beam_search: whether to use beam search; stop: words that end the generation; temperature")
-def test_beam_search_takes_stop_and_temperature(make_engine: MakeEngine, run: Run) -> None:
-    params = {"use_beam_search": True, "n": 3, "max_tokens": 8}
-    warm = run(make_engine(), {"r": ("So?", SamplingParams(**params, temperature=2.0))})["r"].outputs
-    cold = run(make_engine(), {"r": ("So?", SamplingParams(**params, temperature=0.0))})["r"].outputs
-    assert warm[0].cumulative_logprob != cold[0].cumulative_logprob
-    stop = cold[0].text[2:4]
-    ended = run(make_engine(), {"r": ("So?", SamplingParams(**params, temperature=0.0, stop=stop))})["r"].outputs
-    assert all(stop not in one.text for one in ended)
 
 
 # -- 5. outputs
@@ -326,11 +273,3 @@ def test_from_seq_group(make_engine: MakeEngine, finish: Run, best_of: int) -> N
 def test_cumulative_logprob(make_engine: MakeEngine, run: Run, fields: dict[str, Any], there: bool) -> None:
     output = run(make_engine(), {"r": ("So?", SamplingParams(seed=3, max_tokens=5, **fields))})["r"].outputs[0]
     assert (output.cumulative_logprob is not None) == there
-
-
-@source("RequestOutput(request_id, prompt, prompt_token_ids, prompt_logprobs, outputs, finished)")
-def test_request_output(make_engine: MakeEngine, run: Run) -> None:
-    output = run(make_engine(), {"r": ("So?", SamplingParams(max_tokens=5, prompt_logprobs=1))})["r"]
-    assert (output.request_id, output.prompt, output.finished) == ("r", "So?", True)
-    assert output.prompt_logprobs is not None
-    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)

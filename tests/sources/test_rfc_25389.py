@@ -6,18 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional, get_args
+from typing import Any, Optional
 
-import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from engine import logits_processors
-from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.logits_processors import BatchUpdate, LogitsProcessor, SamplingParams, VllmConfig
-from engine.logits_processors.loading import load_classes
 from engine.outputs import RequestOutput
 
 source = pytest.mark.source
@@ -158,39 +154,6 @@ def test_add_request_and_remove_request(make_engine: MakeEngine, run: Run) -> No
     assert [*created[0].targets.values()] == [69]
 
 
-@source(
-    "AddedRequest is the tuple (params, prompt length, persistent index).",
-    differs="engine.logits_processors.AddedRequest is still the tuple of BatchUpdate.added, which has four parts.",
-)
-def test_the_alias_is_of_the_current_model() -> None:
-    assert get_args(logits_processors.AddedRequest)[:2] == (int, SamplingParams)
-    assert len(get_args(logits_processors.AddedRequest)) == 4
-
-
-@source("To define a processor, subclass LogitsProcessor and define (at minimum) these methods.")
-@pytest.mark.parametrize(
-    "method", ["__init__", "is_argmax_invariant", "apply", "add_request", "remove_request", "update_state"]
-)
-def test_all_methods_must_be_defined(method: str) -> None:
-    methods = {name: value for name, value in vars(TargetToken).items() if name != method}
-    less = type("Less", (LogitsProcessor,), methods)
-    missing = "update_state" if method == "add_request" else method  # without it, it is of the current model
-    with pytest.raises(ValueError, match=f"Less needs the method {missing}"):
-        load_classes(EngineConfig(logits_processors=(less,)))
-
-
-@source("is_argmax_invariant: unchanged.")
-def test_is_argmax_invariant(make_engine: MakeEngine, run: Run) -> None:
-    class Invariant(Recorder):
-        def is_argmax_invariant(self) -> bool:
-            return True
-
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("all rows are greedy")
-
-    assert run(make_engine(logits_processors=(Invariant,)), {"r": (PROMPT, target(67, 2))})["r"].error is None
-
-
 @source("The rows of the logits are mapped to requests by the current stepwise ordering: index_mapping.")
 @source("index_mapping None: the ordering is unchanged from the previous step.")
 @source("Each step applies a new order on-the-fly; the persistent batch is not reordered.")
@@ -226,14 +189,3 @@ def test_token_ids_and_seq_lens(make_engine: MakeEngine, run: Run) -> None:
         assert seq_lens[:2].tolist() == [2 + step, 3 + step]
         assert token_ids[0, : 2 + step].tolist() == [8, 9, *[67] * step]
         assert token_ids[1, : 3 + step].tolist() == [*PROMPT, *[68] * step]
-
-
-@source(
-    "token_ids is (persistent batch size) x (max num tokens), and seq_lens has the size of the persistent batch.",
-    differs="The arrays have max_num_seqs rows; seq_lens is 0 at indices without a request.",
-)
-def test_sizes_of_the_arrays(make_engine: MakeEngine, run: Run) -> None:
-    run(make_engine(logits_processors=(Recorder,), max_num_seqs=5), {"67": (PROMPT, target(67, 1))})
-    [(_, token_ids, seq_lens)] = calls("update_state")
-    assert (token_ids.shape, token_ids.dtype) == ((5, 128), np.int32)
-    assert seq_lens.tolist() == [3, 0, 0, 0, 0]

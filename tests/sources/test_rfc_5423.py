@@ -5,7 +5,6 @@ The class and `sampled` are copied from the RFC. Only their imports are changed.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import re
@@ -20,7 +19,7 @@ import torch
 from faulty_pool import FaultyPool
 
 from actors import RayPool
-from engine import LLM, AsyncLLM
+from engine import LLM
 from engine.llm_engine import LLMEngine
 from engine.logprobs import Logprob
 from engine.model_loader import LoadedModel
@@ -30,7 +29,7 @@ from engine.sequence import SequenceStatus
 from guided.bundle import ProcessorBundle
 from guided.errors import InternalError, PostProcessorFailed, WorkerDied
 from guided.pools.inline import InlinePool
-from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.post_processor import ApplyReport, LogitPostProcessor
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 
@@ -240,54 +239,7 @@ def test_after_ctrl_c_the_engine_goes_on(
     assert finish(engine)["guided"].outputs[0].token_ids == tokens
 
 
-@source("the request will be aborted", differs="a failed stream ends with the error, a failed request raises it")
-@pytest.mark.parametrize("method", ["prepare", "apply", "sampled"])
-def test_eight_free_and_eight_guided_streams(tiny_model: LoadedModel, method: str) -> None:
-    async def stream(llm: AsyncLLM, params: SamplingParams) -> tuple[Any, ...]:
-        async for output in llm.generate(PROMPT, params):
-            last = output
-        return last.outputs[0].text, last.outputs[0].finish_reason, type(last.error)
-
-    async def run(processor: LogitPostProcessor | None) -> list[Any]:
-        llm = AsyncLLM(tiny_model, "inline", processor=processor)
-        try:
-            many = [SamplingParams(seed=number, max_tokens=40) for number in range(8)]
-            many += [SamplingParams(seed=number, max_tokens=40, regex="[0-9]{30}") for number in range(8)]
-            streams = asyncio.gather(*(stream(llm, params) for params in many))
-            return await asyncio.wait_for(streams, 60)
-        finally:
-            llm.shutdown()
-
-    alone = asyncio.run(run(None))
-    found = asyncio.run(run(Raising(method, all_rows=False)))
-    assert found[:8] == alone[:8]
-    failed = [one for one in found[8:] if one[1] == "error"]
-    assert failed
-    assert {one[2] for one in failed} == {PostProcessorFailed}
-    assert [one for one in found[8:] if one[1] != "error"] == [
-        one for one, other in zip(alone[8:], found[8:], strict=True) if other[1] != "error"
-    ]
-
-
 # -- performance
-
-
-@source("Problem: logit processors APIs are applied row by row blocking. Instead, we can use parallel processing")
-@source("We'd like to support this feature in OSS, and would like to improve logit processor API to support batching")
-def test_one_call_serves_the_whole_batch(tiny_model: LoadedModel, finish: Run) -> None:
-    class Counting(LogitPostProcessor):
-        sizes: list[int] = []  # noqa: RUF012
-
-        def prepare(self, sequences: Any, logits_rows: Any = None, new_tokens: Any = None) -> None:
-            self.sizes.append(len(sequences))
-
-    counting = Counting()
-    engine = engine_with(tiny_model, counting)
-    for number in range(4):
-        engine.add_request(str(number), PROMPT, DIGITS)
-    finish(engine)
-    assert max(counting.sizes) == 4
-    assert len(counting.sizes) < 20
 
 
 class Literal(LogitPostProcessor):
@@ -319,6 +271,7 @@ class Literal(LogitPostProcessor):
 
 @source("class LogitPostProcessor: initialize(logit_processor_config), prepare(seq_group_metadata_list), apply(logits)")
 @source("prepare and apply assume 1:1 calls")
+@source("Problem: logit processors APIs are applied row by row blocking. Instead, we can use parallel processing")
 @source("there is only one LogitPostProcessor per LLMEngine - it handles logits for all sequences in the current batch")
 def test_the_literal_class_works_beside_the_standard_one(tiny_model: LoadedModel, finish: Run) -> None:
     literal = Literal()
@@ -380,26 +333,7 @@ def test_kill_9_of_an_actor_is_finished_internal_error(tiny_model: LoadedModel, 
         pool.shutdown()
 
 
-@source("Or there could be user's schema issue that cannot be caught ahead of time")
-def test_a_schema_issue_that_compilation_finds_ends_its_group(make_engine: MakeEngine, finish: Run) -> None:
-    engine = make_engine()
-    group = engine.add_request("bad", PROMPT, SamplingParams(grammar="start: (", max_tokens=5))
-    engine.add_request("good", PROMPT, DIGITS)
-    found = finish(engine)
-    assert group.sequences[0].status is SequenceStatus.FINISHED_INTERNAL_ERROR
-    assert found["good"].outputs[0].finish_reason == "stop"
-
-
 # -- the discussion
-
-
-@source("one such object should not be shared across sequences and requests")
-def test_each_sequence_has_its_own_matcher(make_engine: MakeEngine, run: Run) -> None:
-    params = SamplingParams(regex="(ab|cd){3}", n=3, seed=3, max_tokens=10)
-    found = run(make_engine(), {"a": (PROMPT, params), "b": (PROMPT, params)})
-    texts = [one.text for output in found.values() for one in output.outputs]
-    assert all(re.fullmatch("(ab|cd){3}", text) for text in texts)
-    assert len({*texts}) > 1
 
 
 @source("maybe initialize() can be async? the reason is that we don't start scheduling sequences")
@@ -457,43 +391,6 @@ def test_the_literal_sampled_changes_nothing(tiny_model: LoadedModel, finish: Ru
         engine.add_request("guided", PROMPT, DIGITS)
         texts.append(said(finish(engine)))
     assert texts[0] == texts[1]
-
-
-@source("Returns the number of tokens to backtrack, the tokens to append, and whether to stop")
-def test_the_newest_token_is_replaced_without_a_declaration(tiny_model: LoadedModel, finish: Run) -> None:
-    """It was not sent to the client: `max_rollback` is 0. Stop strings are found in what is appended."""
-
-    class Replacing(SequenceController):
-        def sampled(self, seq: Any, token_id: int, logprobs: Any) -> tuple[int, list[int], bool]:
-            if len(seq.output_token_ids) == 3:
-                return 0, tiny_model.vocabulary.encode("Zq"), False
-            return super().sampled(seq, token_id, logprobs)
-
-    engine = engine_with(tiny_model, Replacing())
-    engine.add_request("r", PROMPT, SamplingParams(seed=3, max_tokens=30, ignore_eos=True, stop=["Zq"]))
-    output = finish(engine)["r"].outputs[0]
-    assert (output.finish_reason, output.stop_reason) == ("stop", "Zq")
-    assert "Zq" not in output.text
-
-
-@source("I'm the one asking for ff_tokens and backtracking")
-def test_no_snapshot_shows_what_is_taken_back(tiny_model: LoadedModel) -> None:
-    class Once(LogitPostProcessor):
-        max_rollback = 4
-        done = False
-
-        def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
-            if self.done or len(sequences[0].output_token_ids) < 6:
-                return {}
-            self.done = True
-            return {sequences[0].sequence_id: SampledEdit(rollback=4, append=[70, 71])}
-
-    engine = engine_with(tiny_model, Once())
-    engine.add_request("r", PROMPT, SamplingParams(seed=3, max_tokens=16, ignore_eos=True, stop=["never there"]))
-    texts = []
-    while engine.has_unfinished:
-        texts += [output.outputs[0].text for output in engine.step()]
-    assert all(texts[-1].startswith(text) for text in texts)
 
 
 @dataclass

@@ -1,12 +1,18 @@
-"""Hypothesis strategies for random constraints of all kinds: valid, nearly valid and broken."""
+"""Hypothesis strategies for random constraints of all kinds: valid (those of `benchmarks.random_outputs`), nearly valid
+and broken."""
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from benchmarks.random_constraints.languages import Case, random_choice, random_grammar, random_regex
+from benchmarks.random_constraints.schemas import random_schema
 from guided.backends import BACKENDS
 
 BACKEND_NAMES = ("auto", *BACKENDS)
@@ -24,8 +30,9 @@ JUNK: SearchStrategy[Any] = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
     max_leaves=5,
 )
-TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-FORMATS = ("date", "date-time", "time", "email", "ipv4", "ipv6", "uuid", "uri", "hostname", "duration", "nonesuch")
+_ODD_KEYWORDS = st.sampled_from(
+    ["$id", "$anchor", "$schema", "$ref", "$dynamicRef", "format", "nullable", "items", "nonesuch", "definitions"]
+)
 
 
 def mostly(usual: SearchStrategy[Any], rare: SearchStrategy[Any], of: int = 12) -> SearchStrategy[Any]:
@@ -47,174 +54,29 @@ def broken(texts: SearchStrategy[str]) -> SearchStrategy[str]:
     return st.builds(damage, texts, st.integers(0, 200), st.integers(0, 6), pieces, ways)
 
 
-# Regular expressions.
-
-_ATOMS = st.one_of(
-    st.sampled_from(
-        [
-            *"abz019 _.",
-            *(rf"\{each}" for each in 'dDwWsSnrtbB.*+?()[]{}|^$/"'),
-            "[a-z]",
-            "[^a-z]",
-            "[^\\n]",
-            "[]a]",
-            r"[\d_-]",
-            "[é-ü]",
-            r"\u00e9",
-            r"\x41",
-            r"\p{L}",
-            "^",
-            "$",
-            "é",
-            "🦖",
-            ".",
-            "(?=a)",
-            "(?<=a)",
-            r"(a)\1",
-            "(?i)",
-            "(?:)",
-            "[]",
-            "[z-a]",
-            r"\k",
-        ]
-    ),
-    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=2),
-)
-_COUNTS = st.sampled_from(["*", "+", "?", "{2}", "{0,3}", "{2,}", "{,2}", "{0}", "*?", "++", "{3,1}", "{12}", "{0,60}"])
-SOUND_REGEXES: SearchStrategy[str] = st.recursive(
-    _ATOMS,
-    lambda inner: st.one_of(
-        st.lists(inner, min_size=1, max_size=4).map("".join),
-        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
-        st.tuples(inner, _COUNTS).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
-        st.tuples(_ATOMS, _COUNTS).map("".join),
-        inner.map(lambda part: f"({part})"),
-        inner.map(lambda part: f"(?P<n>{part})"),
-    ),
-    max_leaves=8,
-)
-REGEXES = mostly(SOUND_REGEXES, broken(SOUND_REGEXES), of=4)
+def _values(make: Callable[[random.Random], Case]) -> SearchStrategy[Any]:
+    return st.randoms(use_true_random=True).map(lambda source: make(source).value)
 
 
-# JSON schemas.
+def _with_junk(schema: Any, seed: int, junk: Any, name: str) -> Any:
+    """Return a schema in which one part is replaced by junk, or gets a keyword with it."""
+    source, value = random.Random(seed), json.loads(json.dumps(schema))
+    part = value
+    while isinstance(part, dict) and part:
+        key = source.choice(sorted(part))
+        if source.random() < 0.3 or not isinstance(part[key], dict):
+            part[source.choice([key, name])] = junk
+            break
+        part = part[key]
+    return value
 
 
-def _keywords(inner: SearchStrategy[Any]) -> dict[str, SearchStrategy[Any]]:
-    many = st.dictionaries(NAMES, inner, max_size=3)
-    some = st.lists(inner, min_size=1, max_size=3)
-    small = st.integers(0, 6)
-    return {
-        "type": st.one_of(
-            st.sampled_from(TYPES), st.lists(st.sampled_from(TYPES), min_size=1, max_size=3, unique=True)
-        ),
-        "enum": st.lists(JUNK, min_size=1, max_size=4),
-        "const": JUNK,
-        "properties": many,
-        "patternProperties": st.dictionaries(SOUND_REGEXES, inner, max_size=2),
-        "additionalProperties": inner,
-        "unevaluatedProperties": inner,
-        "propertyNames": inner,
-        "required": st.lists(NAMES, max_size=3, unique=True),
-        "minProperties": small,
-        "maxProperties": small,
-        "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=2, unique=True), max_size=2),
-        "dependentSchemas": many,
-        "items": inner,
-        "prefixItems": some,
-        "additionalItems": inner,
-        "unevaluatedItems": inner,
-        "contains": inner,
-        "minContains": small,
-        "minItems": small,
-        "maxItems": small,
-        "uniqueItems": st.booleans(),
-        "minLength": small,
-        "maxLength": st.integers(0, 40),
-        "pattern": REGEXES,
-        "format": st.sampled_from(FORMATS),
-        "minimum": NUMBERS,
-        "maximum": NUMBERS,
-        "exclusiveMinimum": NUMBERS,
-        "exclusiveMaximum": NUMBERS,
-        "multipleOf": st.sampled_from([1, 2, 3, 0.5, 0.1, 1e-9, 7, 10**30]),
-        "allOf": some,
-        "anyOf": some,
-        "oneOf": some,
-        "not": inner,
-        "if": inner,
-        "then": inner,
-        "else": inner,
-        "$ref": st.sampled_from(
-            ["#", "#/$defs/a", "#/$defs/b", "#/properties/a", "#/nonesuch", "#a", "http://x/y", "%"]
-        ),
-        "$defs": many,
-        "$id": st.sampled_from(["http://x/y", "urn:a", "#"]),
-        "$anchor": st.sampled_from(["a", "1", ""]),
-        "$schema": st.sampled_from(["http://json-schema.org/draft-07/schema#", "http://nonesuch/"]),
-        "title": TEXTS,
-        "default": JUNK,
-        "nullable": st.booleans(),
-        "nonesuch": JUNK,
-    }
-
-
-def _objects(inner: SearchStrategy[Any]) -> SearchStrategy[Any]:
-    keywords = _keywords(inner)
-
-    def filled(names: list[str]) -> SearchStrategy[Any]:
-        return st.fixed_dictionaries({name: mostly(keywords[name], JUNK, of=25) for name in names})
-
-    return st.lists(st.sampled_from(sorted(keywords)), max_size=4, unique=True).flatmap(filled)
-
-
-_LEAVES = st.one_of(
-    st.sampled_from(TYPES).map(lambda name: {"type": name}), st.booleans(), st.just({}), st.just({"$ref": "#/$defs/a"})
-)
-SCHEMAS: SearchStrategy[Any] = mostly(st.recursive(_LEAVES, _objects, max_leaves=8), JUNK, of=30)
-
-
-# Grammars.
-
-_RULES = ("root", "a", "b", "item-list")
-_GBNF_ATOMS = st.one_of(
-    st.sampled_from(['"a"', '"ab"', '""', r'"\""', r'"\n"', r'"\x41"', "[a-z]", "[^a]", "[]", "[^\\n]*", ".", '"é"']),
-    st.sampled_from([*_RULES, "nonesuch"]),
-)
-_LARK_ATOMS = st.one_of(
-    st.sampled_from(
-        ['"a"', '"ab"', '""', '"a"i', "/[a-z]+/", "/a|b/i", "/(/", '"a".."f"', "%json{}", '%json {"type": "null"}', "T"]
-    ),
-    st.sampled_from(["start", "a", "b", "nonesuch", "<|end|>"]),
-)
-
-
-def _bodies(atoms: SearchStrategy[str], counts: list[str]) -> SearchStrategy[str]:
-    return st.recursive(
-        atoms,
-        lambda inner: st.one_of(
-            st.lists(inner, min_size=1, max_size=3).map(" ".join),
-            st.lists(inner, min_size=2, max_size=3).map(" | ".join),
-            st.tuples(inner, st.sampled_from(counts)).map(lambda pair: f"({pair[0]}){pair[1]}"),
-        ),
-        max_leaves=5,
-    )
-
-
-def _grammars(start: str, names: list[str], define: str, bodies: SearchStrategy[str]) -> SearchStrategy[str]:
-    rules = st.lists(st.tuples(st.sampled_from(names), bodies), max_size=3)
-    first = bodies.map(lambda body: (start, body))
-    whole = st.tuples(first, rules).map(lambda drawn: [drawn[0], *drawn[1]])
-    return whole.map(lambda drawn: "\n".join(f"{name} {define} {body}" for name, body in drawn))
-
-
-GBNF = _grammars("root", list(_RULES), "::=", _bodies(_GBNF_ATOMS, ["*", "+", "?", "{2}", "{0,3}", "{2,}"]))
-LARK = _grammars(
-    "start", ["start", "a", "b", "T", "_x", "?a"], ":", _bodies(_LARK_ATOMS, ["*", "+", "?", "~2", "~0..3"])
-)
-_SOUND_GRAMMARS = st.one_of(GBNF, LARK)
-GRAMMARS = mostly(_SOUND_GRAMMARS, broken(_SOUND_GRAMMARS), of=4)
-
-CHOICES = mostly(st.lists(TEXTS, max_size=4), st.lists(st.text(), max_size=4), of=3)
+SOUND_SCHEMAS = _values(random_schema)
+_JUNK_SCHEMAS = st.builds(_with_junk, SOUND_SCHEMAS, st.integers(0, 999), JUNK, _ODD_KEYWORDS)
+SCHEMAS = mostly(mostly(SOUND_SCHEMAS, _JUNK_SCHEMAS, of=3), JUNK, of=30)
+REGEXES = mostly(_values(random_regex), broken(_values(random_regex)), of=4)
+GRAMMARS = mostly(_values(random_grammar), broken(_values(random_grammar)), of=4)
+CHOICES = mostly(_values(random_choice), st.lists(TEXTS, max_size=4), of=3)
 WHITESPACE = st.one_of(st.none(), st.sampled_from(["", " ?", r"\s*", "[ \\n]{0,3}", "("]), REGEXES)
 
 _CONTENTS = st.one_of(

@@ -96,9 +96,11 @@ class DictUpdatesLogitsProcessor(DummyLogitsProcessor):
 
 
 class DummyPerReqLogitsProcessor:
-    """A request-level callable. (vLLM: examples/offline_inference/logits_processor/custom_req.py)"""
+    """The request-level logits processor masks out all logits except the
+    token id identified by `target_token`. (vLLM: docs/features/custom_logitsprocs.md)"""
 
     def __init__(self, target_token: int) -> None:
+        """Specify `target_token`"""
         self.target_token = target_token
 
     def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -109,19 +111,17 @@ class DummyPerReqLogitsProcessor:
 
 
 class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        super().__init__(vllm_config, device, is_pin_memory)
-        self.is_cpu = device.type == "cpu"
+    """Example of wrapping a fake request-level logit processor to create a
+    batch-level logits processor. (vLLM: docs/features/custom_logitsprocs.md)"""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        target_token: Any = params.extra_args and params.extra_args.get("target_token")
+        """This method returns a new request-level logits processor, customized
+        to the `target_token` value associated with a particular request."""
+        target_token: Any | None = params.extra_args and params.extra_args.get("target_token")
         if target_token is None:
-            return None
-        if not isinstance(target_token, int):
-            logger.warning("target_token value %s is not int; not applying logits processor to request.", target_token)
             return None
         return DummyPerReqLogitsProcessor(target_token)
 
@@ -323,3 +323,55 @@ class HangsAtAdmission(DummyLogitsProcessor):
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         if (sampling_params.extra_args or {}).get("hang"):
             threading.Event().wait()
+
+
+class EchoLogitsProcessor(AdapterLogitsProcessor):
+    """A callable with prompt ids that repeats the prompt. It returns a new tensor."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        if not (params.extra_args or {}).get("echo"):
+            return None
+
+        def echo(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            forced = torch.full_like(logits, float("-inf"))
+            forced[prompt_ids[len(output_ids) % len(prompt_ids)]] = 0.0
+            return forced
+
+        return echo
+
+
+class RevisedEcho(RevisedBias):
+    """Repeats the prompt, from the tokens that the engine passes."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        self.prompt_lens: dict[int, int] = {}
+
+    def add_request(self, req_info: tuple[SamplingParams, int, int]) -> None:
+        super().add_request(req_info)
+        _, prompt_length, index = req_info
+        self.prompt_lens[index] = prompt_length
+
+    def update_state(
+        self,
+        index_mapping: np.ndarray[Any, Any] | None,
+        token_ids: np.ndarray[Any, Any],
+        seq_lens: np.ndarray[Any, Any],
+    ) -> None:
+        super().update_state(index_mapping, token_ids, seq_lens)
+        self.next: dict[int, int] = {}
+        for index in self.rows:
+            prompt, length = self.prompt_lens[index], int(seq_lens[index])
+            said = token_ids[index, prompt:length].tolist()
+            wanted = [int(token_ids[index, i % prompt]) for i in range(len(said) + 1)]
+            assert said == wanted[:-1]
+            self.next[index] = wanted[-1]
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, index in enumerate(self.rows):
+            logits[row] = float("-inf")
+            logits[row, self.next[index]] = 0.0
+        return logits

@@ -35,6 +35,22 @@ def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
 TARGETED = [sample.DummyLogitsProcessor, sample.DictUpdatesLogitsProcessor, sample.WrappedPerReqLogitsProcessor]
 
 
+@pytest.mark.parametrize("processor", [sample.EchoLogitsProcessor, sample.RevisedEcho])
+@pytest.mark.parametrize("config", [{}, TIGHT])
+def test_a_processor_sees_prompt_and_output(
+    make_engine: MakeEngine, run: Run, processor: type, config: dict[str, Any]
+) -> None:
+    requests = {
+        f"{n}": ([10 + n, 20 + n, 30 + n], SamplingParams(max_tokens=9 + 7 * n, extra_args={"echo": True}))
+        for n in range(7)
+    }
+    engine = make_engine(logits_processors=(processor,), max_num_seqs=7, **config)
+    found = tokens(run(engine, requests))
+    assert (engine.scheduler.num_preemptions > 0) == bool(config)
+    for n in range(7):
+        assert found[f"{n}"] == [[(10 + n, 20 + n, 30 + n)[place % 3] for place in range(9 + 7 * n)]]
+
+
 @pytest.mark.parametrize(("seed", "processor"), [*enumerate([*TARGETED, sample.RevisedBias])])
 def test_requests_that_come_and_go_keep_their_token(
     make_engine: MakeEngine, tiny_model: LoadedModel, processor: type, seed: int

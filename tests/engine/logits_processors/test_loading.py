@@ -20,6 +20,23 @@ from guided.vocabulary import Vocabulary
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("sample_processors", "sample_processors can't be loaded: .*give it as module:Class"),
+        ("sample_processors:", "module:Class"),
+        ("no_such_module:It", "no_such_module:It can't be loaded: ModuleNotFoundError"),
+        ("sample_processors:Nobody", "sample_processors:Nobody can't be loaded: AttributeError"),
+        ("sample_processors:logger", "is not a subclass of engine.logits_processors.LogitsProcessor"),
+        ("sample_processors:SamplingParams", "is not a subclass"),
+        (dict, "is not a subclass"),
+    ],
+)
+def test_what_is_no_processor_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_classes(EngineConfig(logits_processors=(given,)))
+
+
+@pytest.mark.parametrize(
     ("base", "method", "signature"),
     [
         (sample.DummyLogitsProcessor, "__init__", "self, vllm_config, device, is_pin_memory"),
@@ -37,6 +54,14 @@ def test_a_wrong_signature_is_refused(base: type[LogitsProcessor], method: str, 
 
     processor = type("Wrong", (base,), {method: wrong})
     with pytest.raises(ValueError, match=re.escape(f"Wrong needs the method {method}({signature})")):
+        load_classes(EngineConfig(logits_processors=(processor,)))
+
+
+@pytest.mark.parametrize(("method", "signature"), [("apply", "self, logits"), ("remove_request", "self, req_pdx")])
+def test_a_missing_method_is_refused(method: str, signature: str) -> None:
+    methods = {name: value for name, value in vars(sample.RevisedBias).items() if name != method}
+    processor = type("Incomplete", (LogitsProcessor,), methods)
+    with pytest.raises(ValueError, match=re.escape(f"Incomplete needs the method {method}({signature})")):
         load_classes(EngineConfig(logits_processors=(processor,)))
 
 
