@@ -52,6 +52,9 @@ def vllm_candidate(python: str | None) -> Candidate | None:
     return Candidate("vLLM's manager", "vllm", python)
 
 
+_WARM_UP = 5
+
+
 class Comparison:
     """The processes of the candidates. Use it in a `with` block."""
 
@@ -92,39 +95,21 @@ class Comparison:
             for candidate in tqdm(group, desc=f"compiling for {backend}", leave=False, disable=None):
                 refused = self._processes[candidate.label].answer()["refused"]
                 left = [one for one in left if one.name not in refused]
-        return left
-
-    def start(
-        self, documents: Sequence[Document], batch: int, forward_seconds: float, pinned: Sequence[Document] = ()
-    ) -> Measurement:
-        """Start the same rows in each candidate. The first row writes the pinned documents, if there are any."""
-        names = [document.name for document in documents]
-        for candidate in self.candidates:
-            self._processes[candidate.label].ask(
-                {
-                    "do": "begin",
-                    "batch": batch,
-                    "documents": names,
-                    "pinned": [document.name for document in pinned],
-                    "forward_seconds": forward_seconds,
-                }
-            )
-        return Measurement([(candidate, self._processes[candidate.label]) for candidate in self.candidates])
-
-
-_WARM_UP = 5
-
-
-class Measurement:
-    """Running rows in several processes that take turns: one computes while the others wait."""
-
-    def __init__(self, running: Sequence[tuple[Candidate, JsonProcess]]) -> None:
-        self._running = running
+        return left or fail(f"{backend}: no schema of {len(documents)} compiles in every way of masking")
 
     def run(
-        self, steps: int | Mapping[str, int], rounds: int, bar: tqdm[Any], seconds: float | None = None
+        self,
+        documents: Sequence[Document],
+        batch: int,
+        forward_seconds: float,
+        steps: int | Mapping[str, int],
+        rounds: int,
+        bar: tqdm[Any],
+        *,
+        seconds: float | None = None,
+        pinned: Sequence[Document] = (),
     ) -> dict[str, Samples]:
-        """Run the steps in turns and return the samples by label.
+        """Run the same rows in each candidate, in turns: one computes while the others wait. Returns samples by label.
 
         A turn starts with a few steps that are not counted: after the wait the caches are cold, unlike in an engine
         under load.
@@ -133,20 +118,23 @@ class Measurement:
             steps: steps per candidate, or steps by label.
             rounds: turns per candidate.
             seconds: time limit per candidate. A candidate stops at it, but runs at least one step per turn.
+            pinned: documents that the first row writes instead.
         """
-        samples = {candidate.label: Samples() for candidate, _ in self._running}
+        names, first = ([document.name for document in some] for some in (documents, pinned))
+        begin = {"do": "begin", "batch": batch, "documents": names, "pinned": first, "forward_seconds": forward_seconds}
+        for process in self._processes.values():
+            process.ask(begin)
+        samples = {label: Samples() for label in self._processes}
         share = None if seconds is None else seconds / rounds
         for _ in range(rounds):
-            for candidate, process in self._running:
-                bar.set_postfix_str(candidate.label, refresh=False)
-                total = steps if isinstance(steps, int) else steps[candidate.label]
-                turn = -(-total // rounds)
+            for label, process in self._processes.items():
+                bar.set_postfix_str(label, refresh=False)
+                turn = -(-(steps if isinstance(steps, int) else steps[label]) // rounds)
                 process.ask({"do": "run", "steps": _WARM_UP, "seconds": share})
-                answer = process.ask({"do": "run", "steps": turn, "seconds": share})
-                for name, values in answer.items():
-                    getattr(samples[candidate.label], name).extend(values)
+                for name, values in process.ask({"do": "run", "steps": turn, "seconds": share}).items():
+                    getattr(samples[label], name).extend(values)
                 bar.update(turn)
-        for _, process in self._running:
+        for process in self._processes.values():
             process.ask({"do": "end"})
         return samples
 

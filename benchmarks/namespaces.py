@@ -168,11 +168,11 @@ def measure(
         usable = comparison.load("llguidance", drawn)
         for delay in [*options.delay, None]:
             network.delay = (delay or 0.0) / 1e3
-            measurement = comparison.start(usable, options.rows, options.forward_ms / 1e3)
             timer = threading.Timer(2.0, disappear)
             if delay is None:
                 timer.start()
-            (samples,) = measurement.run(options.steps, 1, bar).values()
+            forward = options.forward_ms / 1e3
+            (samples,) = comparison.run(usable, options.rows, forward, options.steps, 1, bar).values()
             way = "a node is lost" if delay is None else f"{delay:g} ms delay"
             rows.append({"way": way, "rows": options.rows, **figures(samples, options.rows)})
             rows[-1]["longest_step_seconds"] = round(max(samples.step), 2)

@@ -14,18 +14,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import httpx
 import psutil
 from transformers import AutoTokenizer
 
 from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU
-from benchmarks.processes import family, memory
 from benchmarks.report import ROOT
 from engine.default_model import checkpoint_path
 from guided.vocabulary import Vocabulary
 
+Kind = Literal["mask actor", "compile actor", "compile process"]
+_KINDS = {"mask actor": "MaskActor", "compile actor": "CompileActor", "compile process": "actors.compile.process"}
+"""Kind of process -> part of its command line."""
 START_SECONDS = 600.0
 STOP_SECONDS = 90.0
 
@@ -43,17 +45,31 @@ class Server:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def processes(self) -> list[tuple[str, psutil.Process]]:
-        """Return (kind, process) for the server and its descendants that still exist."""
-        return family(self.process.pid, "server")
+    def processes(self) -> list[psutil.Process]:
+        """Return the server and its descendants that still exist."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self.process.pid)
+            return [top, *top.children(recursive=True)]
+        return []
 
-    def pids(self, *kinds: str) -> list[int]:
-        """Return the ids of the processes of some kinds."""
-        return [process.pid for kind, process in self.processes() if kind in kinds]
+    def pids(self, kind: Kind) -> list[int]:
+        """Return the ids of the processes of a kind."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                command = " ".join(process.cmdline())
+                # The command line of the raylet contains that of its workers.
+                if _KINDS[kind] in command and "raylet/raylet" not in command:
+                    found.append(process.pid)
+        return found
 
-    def memory(self) -> list[dict[str, Any]]:
-        """Return the memory of each process, as `benchmarks.processes.memory` does."""
-        return memory(self.process.pid, "server")
+    def pss_mib(self) -> float:
+        """Return the memory of all processes. Shared memory is divided among those that map it."""
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                total += process.memory_full_info().pss / 2**20
+        return total
 
 
 def default_vocabulary() -> Vocabulary:
@@ -141,7 +157,7 @@ def _running(
         server.url = _wait_for_address(server, address)
         yield server
     finally:
-        processes = [each for _, each in server.processes()]
+        processes = server.processes()
         if server.alive:
             process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -81,13 +81,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure all ways of masking at all batch sizes with one backend."""
     usable = comparison.load(backend, drawn)
-    if not usable:
-        report.fail(f"{backend}: no schema of {len(drawn)} compiles in every way of masking")
     rows = []
     for batch in options.batch:
         bar.set_description(f"{backend}, batch {batch}")
-        measurement = comparison.start(usable, batch, options.forward_ms / 1e3)
-        for label, samples in measurement.run(options.steps, options.rounds, bar, seconds=options.seconds).items():
+        forward = options.forward_ms / 1e3
+        found = comparison.run(usable, batch, forward, options.steps, options.rounds, bar, seconds=options.seconds)
+        for label, samples in found.items():
             place = {"backend": backend, "batch": batch, "way": label, "documents": len(usable)}
             rows.append({**place, **figures(samples, batch)})
     return rows

@@ -91,7 +91,8 @@ async def ask(http: httpx.AsyncClient, schema: dict[str, Any] | None) -> Answer:
             async for line in response.aiter_lines():
                 event = json.loads(line.removeprefix("data: ")) if "{" in line else {"choices": []}
                 if "error" in event or response.status_code != 200:
-                    return Answer("error", str(event.get("error"))[:80], answer.arrivals)
+                    error = event.get("error") or {}
+                    return Answer("error", str(error.get("code") or response.status_code), answer.arrivals)
                 for choice in event["choices"]:
                     text += choice["delta"].get("content") or ""
                     reason = choice["finish_reason"] or reason
@@ -116,7 +117,7 @@ async def run_beside(server: Server, victim: str, kill: bool) -> tuple[Answer, l
     """Run the victim, whose schema has a property of this name, and the others. Returns their answers."""
     schemas = [*(people(f"name_{index}", 8) for index in range(4)), None, None]
     async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
-        tasks = [asyncio.ensure_future(ask(http, schema)) for schema in (people(victim, 8), *schemas)]
+        tasks = [asyncio.ensure_future(ask(http, schema)) for schema in (people(victim, 4), *schemas)]
         if kill:
             await asyncio.sleep(KILL_SECONDS)
             os.kill(server.pids("mask actor")[0], signal.SIGKILL)

@@ -60,7 +60,7 @@ async def run_test(server: Server, options: argparse.Namespace) -> Run:
     async with client_for(server.url, options.concurrency + 64) as http:
         print("recording the outputs without faults …", flush=True)
         references = await reference_outputs(http, options.limit)
-        before = _pss(server)
+        before = server.pss_mib()
         load, calm = (Load(http, references, options.limit) for _ in range(2))
         look = asyncio.create_task(watch.run(http))
         begun = time.monotonic()
@@ -78,12 +78,7 @@ async def run_test(server: Server, options: argparse.Namespace) -> Run:
         for task in (progress, look):
             task.cancel()
         await asyncio.gather(progress, look, return_exceptions=True)
-    return Run(begun, lasted, load, calm, scene.events, watch, recovered, (before, _pss(server)))
-
-
-def _pss(server: Server) -> float:
-    """Return the PSS of all processes of the server, in MiB."""
-    return float(sum(row["pss_mib"] for row in server.memory()))
+    return Run(begun, lasted, load, calm, scene.events, watch, recovered, (before, server.pss_mib()))
 
 
 async def _is_whole_in_time(scene: Scene, actors: int) -> bool:

@@ -15,10 +15,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.chaos.traffic import Request
-from benchmarks.processes import COMPILE_ACTOR, COMPILE_PROCESS, FORK_SERVER
 from benchmarks.report import ROOT
 from benchmarks.servers import Server
 from guided.backends import AUTO, BACKENDS
@@ -75,10 +74,8 @@ class Scene:
                 await self._send(fault, Request(0, {**MESSAGE, **fields}, hostile=f"memory hog {fields}"[:100]))
             case "hostile" if self.hostile:
                 await self._send(fault, self.source.choice(self.hostile))
-            case "compile process":
-                await self._kill(fault, COMPILE_PROCESS, FORK_SERVER)
-            case "compile actor":
-                await self._kill(fault, COMPILE_ACTOR)
+            case "compile process" | "compile actor":
+                await self._kill(fault)
 
     async def _signal(self, fault: str) -> None:
         up = [actor for actor in self.actors() if actor["state"] == "up" and actor["pid"] not in self.stopped]
@@ -96,8 +93,8 @@ class Scene:
                 if pid not in self.stopped:  # otherwise it was frozen in the meantime
                     os.kill(pid, signal.SIGCONT)
 
-    async def _kill(self, fault: str, *kinds: str) -> None:
-        pids = await asyncio.to_thread(self.server.pids, *kinds)
+    async def _kill(self, fault: Literal["compile process", "compile actor"]) -> None:
+        pids = await asyncio.to_thread(self.server.pids, fault)
         with contextlib.suppress(ProcessLookupError, IndexError):
             os.kill(self.source.choice(pids), signal.SIGKILL)
             self.events.append(Event(time.monotonic(), fault))
