@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -72,7 +72,6 @@ class Asked:
     finish_reason: str | None = None
     error: dict[str, Any] | None = None
     used: str | None = None
-    events: list[Any] = field(default_factory=list)
 
 
 def ask_for(kind: str | None, backend: str | None, number: int, **fields: Any) -> Asked:
