@@ -40,9 +40,9 @@ def metrics(tiny_llama_dir: Path) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def labels() -> dict[str, set[str]]:
-    """The labels of each metric, as docs/http.md lists them."""
+    """The labels of each metric, as docs/http-reference.md lists them."""
     (section,) = re.findall(
-        r"^## Metrics\n(.*?)^## ", (ROOT / "docs" / "http.md").read_text(), re.DOTALL | re.MULTILINE
+        r"^## Metrics\n(.*?)^## ", (ROOT / "docs" / "http-reference.md").read_text(), re.DOTALL | re.MULTILINE
     )
     return {
         f"guided_{name}": set(text.split(",")) for name, text in re.findall(r"`([a-z_0-9]+)\{([a-z_,]+)\}`", section)

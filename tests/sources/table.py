@@ -14,9 +14,9 @@ PAGE = HERE.parents[1] / "docs" / "sources.md"
 DOCUMENTS = ("rfc_5423", "rfc_25389", "custom_logits_processors", "sampling_notes", "engine_walk")
 HEAD = """# Sources
 
-What the documents say that this project follows, and the test that shows it. A problem is answered by its test. Where
-something is different here, the test shows the difference. `python tests/sources/table.py` writes this page from the
-tests in `tests/sources/`.
+The documents that this project follows, and what is different here. Each sentence of a document that demands something
+has a test in `tests/sources/`, with the sentence as its marker. Sentences without an entry here are met as they stand.
+`python tests/sources/table.py` writes this page from the markers.
 """
 
 
@@ -31,6 +31,10 @@ def demands(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
                     yield values[0], named.get("differs", values[1]), node.name
 
 
+def _escaped(sentence: str) -> str:
+    return sentence.rstrip(".").replace("__", "\\_\\_")
+
+
 def page() -> str:
     """Return the whole page."""
     parts = [HEAD]
@@ -38,10 +42,11 @@ def page() -> str:
         file = HERE / f"test_{name}.py"
         tree = ast.parse(file.read_text())
         title = (ast.get_docstring(tree) or "").partition(", in ")[0]
-        parts.append(f"\n## {title}\n\nIn `{file.relative_to(PAGE.parents[1])}`.\n\n")
-        parts.append("| the document says | different here | test |\n|---|---|---|\n")
-        rows = (tuple(cell.replace("|", "\\|") for cell in row) for row in demands(tree))
-        parts += [f"| {sentence} | {differs} | `{test}` |\n" for sentence, differs, test in rows]
+        rows = list(demands(tree))
+        different = [(sentence, differs) for sentence, differs, _ in rows if differs]
+        parts.append(f"\n## {title}\n\n`{file.relative_to(PAGE.parents[1])}`: {len(rows)} sentences, ")
+        parts.append(f"{len(different)} met in another way:\n\n")
+        parts += [f'- "{_escaped(sentence)}": {differs}\n' for sentence, differs in different]
     return "".join(parts)
 
 

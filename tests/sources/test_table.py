@@ -1,4 +1,4 @@
-"""docs/sources.md says what the tests show, and nothing else."""
+"""docs/sources.md is made from the markers of the tests."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ class TestReasoning:
         assert subject.rows([]) == [[1]]
 
     @pytest.mark.parametrize("drafts", [[], [8], [8, 7]])
-    def test_a_token_that_ends_it_and_can_not_begin_the_output_is_forbidden(
+    def test_an_end_that_can_not_begin_the_output_is_forbidden(
         self, monkeypatch: pytest.MonkeyPatch, drafts: list[int]
     ) -> None:
         subject = Subject(monkeypatch, ToolReasoner)

@@ -294,7 +294,7 @@ class TestPool:
         subject.begin("1", name="a", waits=False)
         assert subject.codes() == [("a", "pool_unavailable")]
 
-    def test_a_request_that_ends_before_the_pool_is_open_is_not_compiled(self) -> None:
+    def test_a_request_that_ends_before_it_is_open(self) -> None:
         opens, pool = threading.Event(), Broken()
         subject = Subject(lambda: (opens.wait(60), pool)[1])
         subject.masker.end(subject.begin("12", waits=False))
