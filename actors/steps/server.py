@@ -224,12 +224,10 @@ class StepServer:
         slots, avoided = self._slots, None if other is None else self._slots[other].grammar
         for rows in choices:
             able = (slot for slot in rows if slots[slot].grammar != avoided)
-            # Of slow rows the one that is expected to take least: a grammar is loaded before a row that is always slow.
-            slot = (
-                min(able, key=lambda slot: slots[slot].seconds, default=None)
-                if rows is self._slow
-                else next(able, None)
-            )
+            if rows is self._quick:
+                slot = next(able, None)
+            else:  # the one that is expected to take least: a grammar is loaded before a row that is always slow
+                slot = min(able, key=lambda slot: slots[slot].seconds, default=None)
             if slot is not None:
                 return slot, rows.pop(slot)
         return None
