@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import limited_llguidance
 import psutil
 import pytest
 from faulty_backend import ADAPTER, NAME, environment
@@ -211,19 +210,6 @@ class TestRows:
             [line] = [line for line in said if request.headers["x-request-id"] in line]
             assert f"backend {NAME}" in line
             assert "constraint regex" in line
-
-    def test_llguidances_error_state_is_an_error_and_never_a_stop(
-        self, server: Hosted, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """In its error state llguidance allows only the end of the text. Other engines take that for a normal end."""
-        monkeypatch.setitem(BACKENDS, limited_llguidance.NAME, limited_llguidance.ADAPTER)
-        body: dict[str, Any] = {"grammar": 'start: s\ns: "a" | "b" | s s | s s s', "min_tokens": 400}
-        body |= {"max_tokens": None, "backend": limited_llguidance.NAME}
-        answer = server.post(**body)
-        assert (answer.status_code, error_of(answer)["code"]) == (400, "unsupported_constraint")
-        *chunks, last = sse(server.post(**body, stream=True).text)
-        assert last["error"]["code"] == "unsupported_constraint"
-        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
 
     def test_one_of_n_ends_all_n(self, server: Hosted) -> None:
         def second_fails(sequence: int, position: int) -> bool:
