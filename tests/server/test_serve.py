@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import subprocess
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import httpx
@@ -130,19 +129,6 @@ def test_greeting_holds_lines_that_work(inline_server: ServerProcess) -> None:
     for command in commands:
         assert '"finish_reason":"stop"' in run_curl(command)
     assert f"{inline_server.url}/docs" in greeting
-
-
-def test_readme_holds_lines_that_work(inline_server: ServerProcess) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    [block] = re.findall(r"^## Try it\n+```\n(.*?)```", readme, re.MULTILINE | re.DOTALL)
-    commands = re.split(r"\n\n", block.strip())
-    assert len(commands) >= 2
-    for command in commands:
-        assert "http://127.0.0.1:8000" in command
-        answer = run_curl(command.replace("http://127.0.0.1:8000", inline_server.url))
-        called = '"finish_reason":"tool_calls"' in answer and '"name":"get_weather"' in answer
-        right = '"finish_reason":"stop"' in answer and "Maria Keller" in answer and "Lisbon" in answer
-        assert called if '"tools"' in command else right
 
 
 def test_a_model_split_over_two_processes_answers_as_in_one() -> None:
