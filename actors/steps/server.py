@@ -156,13 +156,14 @@ class StepServer:
         while True:
             self._news.wait()
             self._news.clear()
-            is_idle = False
-            while not is_idle:
-                is_idle = self._filling[FIRST] is None
+            while True:
                 while self._fill_next(SECOND):
-                    self._wake_engine()
-                if not is_idle:
-                    self._watch_first()
+                    pass
+                with self._lock:  # a row may have been left because of its grammar
+                    if not self._slow and not self._quick and self._filling[FIRST] is None:
+                        break
+                self._watch_first()
+            self._wake_engine()
 
     def _watch_first(self) -> None:
         """Wait for a moment. If the first thread is stuck in one row all the time, fill quick rows until it is not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -180,6 +181,15 @@ def test_a_grammar_that_cannot_be_loaded_fails_its_row(peer: Peer) -> None:
 # two threads
 
 
+@pytest.fixture
+def often_switched() -> Iterator[None]:
+    """Python's threads interrupt each other everywhere."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
 def stick(peer: Peer, slow: SlowGrammar, slot: int = 0) -> None:
     """Have the first thread stuck in a row."""
     peer.send(peer.open(slot, grammar="slow"))
@@ -275,6 +285,14 @@ def test_rows_of_a_grammar_that_the_second_thread_holds_are_not_forgotten() -> N
     threading.Timer(0.05, second.release.set).start()
     assert peer.wait(1) == peer.wait(2) == "b"
     peer.actor.connection.close()
+
+
+def test_slow_and_quick_rows_of_one_grammar_are_all_filled(peer: Peer, often_switched: None) -> None:
+    slots = range(8)
+    for edit in range(1, 3000):
+        peer.send(*(peer.open(slot, edit=edit, seconds=0.5 * (slot == 0)) for slot in slots))
+        assert [peer.wait(slot) for slot in slots] == ["ax"] * len(slots)
+        peer.send(*(peer.free(slot) for slot in slots))
 
 
 def test_the_server_ends_with_its_connection(peer: Peer, slow: SlowGrammar) -> None:
