@@ -31,14 +31,14 @@ _SECONDS = 120.0
 _LEAST_FILES = 4096
 _LEAST_DISK_BYTES = 1 << 30
 _SOCKET_PATH_BYTES = 60
-"""Longest temporary directory with which the paths of the actors' sockets are allowed."""
+"""Longest temporary directory with which the paths of Ray's sockets are allowed."""
 
 _TRY_BACKEND = """
 import sys
 from guided import Constraint, InlinePool, Vocabulary
 tokens = (b"</s>", *(bytes([byte]) for byte in range(256)), b"<pad>")
 pool = InlinePool(Vocabulary(tokens, (0,), frozenset({0, 257}), 264))
-pool.compile(Constraint.regex("ab+"), (sys.argv[1],)).result()
+pool.compile(Constraint.json_schema({"type": "integer"}), (sys.argv[1],)).result()
 """
 _TRY_CLUSTER = """
 import json, sys
