@@ -60,6 +60,11 @@ class LateRows:
         """Let all sequences run again."""
         self._run(list(self._skipped))
 
+    def forget(self, sequences: list[Sequence]) -> None:
+        """Forget sequences that have ended."""
+        for sequence in sequences:
+            self._skipped.pop(sequence, None)
+
     def _run(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             sequence.is_late = False

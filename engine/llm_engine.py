@@ -539,6 +539,7 @@ class LLMEngine:
             group.step_seconds = self.stats.of_steps.since(group.step_seconds)
         group.finished_time = time.monotonic()
         self.scheduler.remove(group)
+        self.late_rows.forget(group.sequences)
         self._forget_drafts(group.sequences)
         if self.groups.pop(group.request_id, None) is not None and self.processor is not None:
             self.processor.free(group.request_id)

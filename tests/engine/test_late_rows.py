@@ -114,6 +114,18 @@ def test_a_late_sequence_of_a_failed_group_is_not_skipped(
     assert engine.stats.failures == {BackendError.code: 1}, "a group, not a row"
 
 
+def test_a_group_that_fails_leaves_no_late_sequence(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
+    """One of its sequences is late, and the other one fails a step later."""
+    pool = FaultyPool(tiny_model.vocabulary)
+    pool.delay = lambda sequence_id, position: FOREVER if (sequence_id == pool.opened[0] and position == 2) else 0
+    pool.fails = lambda sequence_id, position: sequence_id == pool.opened[1] and position == 4
+    engine = make_engine(pool=pool)
+    engine.add_request("pair", PROMPT, SamplingParams(regex=REGEX, n=2, max_tokens=30))
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.stats.late == 0
+
+
 def test_the_others_go_on_while_one_is_late(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
     engine = make_engine(pool)
