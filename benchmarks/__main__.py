@@ -27,6 +27,8 @@ The schemas are MaskBench's, as JSON lines of `{"id", "schema", "tests": [{"vali
 Compare figures of one run only: the processes take turns, so a busy minute affects all of them.
 """
 
+_STEP_FIGURES = ("backend", "batch", "way", "exposed_p50", "exposed_p99", "hidden_p50", "cpu_p50", "tokens_per_second")
+
 
 class Section(NamedTuple):
     """One benchmark of the page."""
@@ -51,7 +53,11 @@ def _text(value: Any) -> str:
 
 
 SECTIONS = [
-    Section("step_overhead", "What do masks add to a decode step? In ms.", columns=step_overhead.COLUMNS),
+    Section(
+        "step_overhead",
+        "What do masks add to a decode step? In ms.",
+        columns={name: step_overhead.COLUMNS[name] for name in _STEP_FIGURES},
+    ),
     Section("stragglers", "What does one row with slow masks do to the others? In ms.", columns=stragglers.COLUMNS),
     Section("mask_time", "What does a mask cost in a worker, beside the adapter? In µs.", columns=mask_time.COLUMNS),
     Section("namespaces", "What do masks from other nodes cost, by network delay? In ms.", columns=namespaces.COLUMNS),
