@@ -46,7 +46,7 @@ class KVStore(Protocol):
 
 
 Prefill = tuple[int, int, int, NDArray[np.int64] | None]
-"""A chunk: tokens `start` to `end` of the row, the number of the sequence's tokens before it, whose keys and values are
+"""A chunk: tokens `start` to `end` of the row, the number of the sequence's tokens before it; their keys and values are
 in the store, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
 
 

@@ -45,6 +45,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._closed = False
         self.started = time.monotonic()
         """`time.monotonic()` when the fork server was last ready."""
 
@@ -55,6 +56,8 @@ class ForkServer:
             OSError: not possible now: out of memory, or the fork server does not start.
         """
         with self._lock:
+            if self._closed:
+                raise OSError("the fork server was closed")
             if self._process is None or self._process.poll() is not None:
                 self._start()
             ours, theirs = socket.socketpair()
@@ -69,7 +72,8 @@ class ForkServer:
             return CompileProcess(pid, ours)
 
     def close(self) -> None:
-        """End the fork server, and with it all its forks."""
+        """End the fork server, and with it all its forks, for good."""
+        self._closed = True
         process = self._process
         if process is not None:
             process.kill()  # without the lock: another thread may wait in `fork` until the process is warm

@@ -175,16 +175,18 @@ class Compiler:
         self._busy.add(process)
         began = time.monotonic()
         result: CompileResult | GuidedError
+        is_reusable = False
         try:
             result = process.compile(request, began + seconds, self._limits.memory_bytes)
             is_reusable = process.growth <= _MAX_GROWTH_BYTES
         except GuidedError as error:
-            result, is_reusable = error if not self._closing.is_set() else _closed(), False
-        self._busy.discard(process)
-        if is_reusable:
-            self._idle.append(process)
-        else:
-            process.kill()
+            result = _closed() if self._closing.is_set() else error
+        finally:  # also if the answer is garbled
+            self._busy.discard(process)
+            if is_reusable:
+                self._idle.append(process)
+            else:
+                process.kill()
         return result, time.monotonic() - began
 
 

@@ -38,8 +38,7 @@ def load_classes(config: EngineConfig) -> list[type[LogitsProcessor]]:
         ValueError: an entry cannot be imported, or is no logits processor. It is named.
     """
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name) if config.logits_processor_plugins else []
-    foreign = [point for point in points if point.dist is None or point.dist.name != "guided"]  # our own is for vLLM
-    return [*map(_load_plugin, foreign), *map(_load, config.logits_processors)]
+    return [*map(_load_plugin, points), *map(_load, config.logits_processors)]
 
 
 def import_named(what: str, name: str | EntryPoint) -> Any:

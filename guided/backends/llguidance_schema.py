@@ -8,7 +8,7 @@ Corrected are:
 
 Left out are:
 
-- `multipleOf` of numbers such as 0.25, whose multiples may have fewer decimals, and next to `allOf`;
+- `multipleOf` of numbers such as 0.25 (a multiple may have fewer decimals), and next to `allOf`;
 - numbers that are not exact as doubles, and exclusive bounds of numbers, which a reader with doubles would round to;
 - control characters in values and patterns: where only short escapes are allowed, it leaves the others out;
 - `minProperties` that a repeated name could reach: it counts each time.

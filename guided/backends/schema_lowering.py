@@ -58,7 +58,7 @@ def counts(lower: str, least: int, upper: str, most: int | None) -> dict[str, in
 
 
 def refuse_strict(constraint: Constraint, library: str) -> None:
-    """Refuse `strict_schema` for a library whose outputs are always checked.
+    """Refuse `strict_schema` for a library with outputs that are always checked.
 
     Raises:
         UnsupportedConstraint: the constraint is strict.

@@ -157,7 +157,7 @@ class Masker:
     # a step
 
     def prepare(self, rows: Sequence[GuidedRow]) -> None:
-        """Start to compute the masks of `rows`, whose requests are compiled. `collect` or another `prepare` follows."""
+        """Start to compute the masks of `rows`; their requests are compiled. `collect` or another `prepare` follows."""
         self._discard_step()
         self._rows, self._discarded, self._prepared = rows, set(), {}
         if rows:

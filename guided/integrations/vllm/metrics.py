@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from guided.pools.metrics import pool_metrics
 from guided.pools.protocol import MaskPool, PoolStatus
 
-REQUESTS = Counter("guided_requests", "Requests whose constraint guided enforces, by its kind.", ["kind"])
+REQUESTS = Counter("guided_requests", "Requests with a constraint that guided enforces, by its kind.", ["kind"])
 """Counted where requests are admitted."""
 _INTERVAL = 2.0
 """Seconds between two states of the pool."""
