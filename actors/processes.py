@@ -125,14 +125,15 @@ def package_version() -> str:
 
 def remove_later(directory: str) -> None:
     """Remove a directory once the processes that still write there have ended. Does not wait."""
-    command = 'for pause in 0 1 3 5; do sleep "$pause"; rm -rf -- "$1"; done'
-    subprocess.Popen(
+    command = '(for pause in 0 1 3 5; do sleep "$pause"; rm -rf -- "$1"; done) &'  # the shell returns at once
+    subprocess.run(
         ["/bin/sh", "-c", command, "guided-cleanup", directory],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         cwd="/",
+        check=False,
     )
 
 
