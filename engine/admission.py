@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from typing import Any, cast
 
-from engine.beam_search import BeamSearch
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.keywords import refuse_unknown, without_neutral
@@ -21,9 +20,7 @@ Prompt = str | Tokens[int] | Mapping[str, Any]
 
 class Admission:
     """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.
-
-    `validate` lets the logits processors check the parameters of a request.
-    """
+    `validate` lets the logits processors check a request."""
 
     def __init__(
         self,
@@ -33,14 +30,9 @@ class Admission:
         num_blocks: int,
         validate: Callable[[SamplingParams], None],
     ) -> None:
+        self._config, self._max_model_len, self._validate = config, max_model_len, validate
         self._num_tokens = num_blocks * config.block_size
-        self._validate = validate
         self._tokenizer = model.tokenizer
-        self._max_n = min(config.max_n or config.max_num_seqs, config.max_num_seqs)
-        self._max_beams = max(1, config.max_num_seqs // 2)
-        self._limits = config.limits
-        self._max_model_len = max_model_len
-        self._seed = config.seed
         self._vocab_size = model.vocabulary.padded_vocab_size
         self._eos = frozenset(model.vocabulary.stop_token_ids)
         self.texts = TokenTexts(model.vocabulary, model.tokenizer)
@@ -55,68 +47,47 @@ class Admission:
         too_long = self._context_error(token_ids, params)
         if too_long is not None and params.max_tokens is not None and len(token_ids) < self._max_model_len:
             raise too_long
-        group = SequenceGroup(
-            request_id,
-            [self._sequence(index, request_id, token_ids, params) for index in range(params.width)],
-            params,
-            text,
-            stream and params.width == params.n and not params.use_beam_search,
-        )
+        sequences = [self._sequence(index, request_id, token_ids, params) for index in range(params.width)]
         if params.use_beam_search:
-            self._add_beams(group)
+            self._check_beams(params.width, sequences[0].max_length)
+        streams = stream and params.width == params.n and not params.use_beam_search
+        group = SequenceGroup(request_id, sequences, params, text, streams)
         if too_long is not None:
             for sequence in group.sequences:
                 sequence.finish(SequenceStatus.FINISHED_IGNORED, too_long)
         return group
 
-    def _add_beams(self, group: SequenceGroup) -> None:
-        first = group.sequences[0]
-        most = first.max_length - len(group.prompt_token_ids)
-        if group.sampling_params.width > self._max_beams:  # others could not run beside them
-            raise InvalidRequest(
-                f"{group.sampling_params.width} beams: the limit is {self._max_beams}, half of the sequences of a step",
-                param="best_of",
-            )
-        if group.sampling_params.width * first.max_length > self._num_tokens:
-            raise InvalidRequest(
-                f"{group.sampling_params.width} beams of {first.max_length} tokens don't fit in the KV cache of "
-                f"{self._num_tokens} tokens: lower best_of or max_tokens",
-                param="best_of",
-            )
-
-        def completes_stop(tokens: list[int]) -> bool:
-            detokenizer = self._detokenizer(group.sampling_params)
-            detokenizer.feed(tokens, min(group.sampling_params.min_tokens, len(tokens)))
-            before = len(detokenizer.text)
-            detokenizer.feed(tokens, len(tokens))
-            return detokenizer.cut_at_stop(before) is not None
-
-        stops = completes_stop if group.sampling_params.stop else None
-        group.beams = BeamSearch(group.sampling_params, most, first.stop_ids, stops)
+    def _check_beams(self, width: int, max_length: int) -> None:
+        most = max(1, self._config.max_num_seqs // 2)
+        why = None
+        if width > most:  # others could not run beside them
+            why = f"the limit is {most}, half of the sequences of a step"
+        elif width * max_length > self._num_tokens:
+            cache = f"the KV cache of {self._num_tokens} tokens"
+            why = f"with {max_length} tokens each they don't fit in {cache}: lower best_of or max_tokens"
+        if why is not None:
+            raise InvalidRequest(f"{width} beams: {why}", param="best_of")
 
     def _sequence(self, index: int, request_id: str, token_ids: list[int], params: SamplingParams) -> Sequence:
-        rest = self._max_model_len - len(token_ids)
         constrained = params.constraint is not None
         eos = self._eos if constrained or not params.ignore_eos else frozenset[int]()
-        return Sequence(
-            index,
-            params,
-            token_ids,
-            max_length=len(token_ids) + (rest if params.max_tokens is None else params.max_tokens),
-            stop_ids=eos.union(params.stop_token_ids),
-            seed=sequence_seed(self._seed, request_id, params.seed, index),
-            detokenizer=self._detokenizer(params),
-        )
-
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
-        constrained = params.constraint is not None
-        return Detokenizer(
+        length = len(token_ids)
+        detokenizer = Detokenizer(
             self.texts,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between=params.spaces_between_special_tokens and not constrained,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             whole_characters=constrained,
+        )
+        return Sequence(
+            index,
+            params,
+            token_ids,
+            max_length=self._max_model_len if params.max_tokens is None else length + params.max_tokens,
+            stop_ids=eos.union(params.stop_token_ids),
+            seed=sequence_seed(self._config.seed, request_id, params.seed, index),
+            detokenizer=detokenizer,
         )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
@@ -127,7 +98,7 @@ class Admission:
             raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", param="prompt")
 
     def _context_error(self, token_ids: list[int], params: SamplingParams) -> InvalidRequest | None:
-        """Check the context length. Every API reports this error."""
+        """Return the error of every API for a request that is too long for the context."""
         have, most, limit = len(token_ids), params.max_tokens, self._max_model_len
         if have + (most or 1) <= limit:
             return None
@@ -144,11 +115,12 @@ class Admission:
         )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.width > self._max_n:
+        most = min(self._config.max_n or self._config.max_num_seqs, self._config.max_num_seqs)
+        if params.width > most:
             name = "n" if params.best_of is None else "best_of"
-            raise InvalidRequest(f"{name} is {params.width}; the limit is {self._max_n}", param=name)
+            raise InvalidRequest(f"{name} is {params.width}; the limit is {most}", param=name)
         if params.constraint is not None:
-            params.constraint.check(self._limits)
+            params.constraint.check(self._config.limits)
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             beyond = [token for token in tokens if token >= self._vocab_size]
             if beyond:
@@ -165,5 +137,5 @@ def _unwrapped(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     refuse_unknown("a prompt", without_neutral(prompt), ("prompt", "prompt_token_ids"))
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and token_ids is None:
-        raise InvalidRequest("a prompt has neither prompt nor prompt_token_ids", param="prompt")
+        raise InvalidRequest("give prompt or prompt_token_ids", param="prompt")
     return cast(str | None, text), None if token_ids is None else list(token_ids)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from transformers import AttentionInterface
+
+from engine.kv_cache import KVCache
 
 ATTENTION = "guided_paged"
 """The name of `paged_attention` as an `attn_implementation`."""
@@ -28,26 +30,9 @@ class UnsupportedModelError(ValueError):
     """The model needs something that this engine does not support. The message names it."""
 
 
-class KVStore(Protocol):
-    """Storage of keys and values in blocks of `block_size` slots. At most `gather_tokens` tokens are gathered at once,
-    if it is not one longer sequence."""
-
-    block_size: int
-    gather_tokens: int
-
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `[tokens, kv_heads, dim]` at `slots` (int64 `[tokens]`)."""
-
-    def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the keys and values of blocks `tables` (int64 `[rows, blocks]`) as `[rows, kv_heads, slots, dim]`."""
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, target), in all layers."""
-
-
 Prefill = tuple[int, int, int, NDArray[np.int64] | None]
 """A chunk: tokens `start` to `end` of the row, the number of the sequence's tokens before it; their keys and values are
-in the store, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
+in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
 
 
 @dataclass
@@ -66,29 +51,25 @@ class PagedContext:
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
 
-    def run(self, body: torch.nn.Module, store: KVStore, device: torch.device) -> torch.Tensor:
+    def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
         if self.copies:
-            store.copy_blocks(self.copies)
+            cache.copy_blocks(self.copies)
         tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
-        self.move(store, slots)
+        self.move(cache, slots)
         output = body(input_ids=tokens[None], position_ids=positions[None], paged=self, use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
-    def move(self, store: KVStore, slots: torch.Tensor) -> None:
-        """Prepare the attention of the step.
-
-        Args:
-            slots: int64 `[tokens]`, on the device.
-        """
-        self.store, self.slots = store, slots
+    def move(self, cache: KVCache, slots: torch.Tensor) -> None:
+        """Prepare the attention of the step. `slots` is int64 `[tokens]`, on the device."""
+        self.cache, self.slots = cache, slots
         self.prefill_tables = [
             None if table is None else torch.from_numpy(table).to(slots.device) for *_, table in self.prefills
         ]
         lengths = self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1
         tables = torch.from_numpy(self.tables).to(slots.device, non_blocking=True)
-        self.decodes = split_decodes(tables, lengths, store.block_size, store.gather_tokens)
+        self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
         """(tables, lengths) of decoding sequences of which the keys are gathered together."""
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
@@ -98,7 +79,7 @@ class PagedContext:
         mask = self._masks.get((part, window))
         if mask is None:
             tables, lengths = self.decodes[part]
-            positions = torch.arange(tables.shape[1] * self.store.block_size, device=lengths.device)
+            positions = torch.arange(tables.shape[1] * self.cache.block_size, device=lengths.device)
             hidden = positions >= lengths[:, None]
             if window is not None:
                 hidden |= positions < (lengths - window)[:, None]
@@ -110,16 +91,12 @@ class PagedContext:
 def split_decodes(
     tables: torch.Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding.
-
-    If the sequences are sorted by length, there is little padding.
+    """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. If they are
+    sorted by length, there is little padding.
 
     Args:
         tables: int64 `[sequences, blocks]`, on the device.
         lengths: int64 `[sequences]`: their numbers of tokens, including the current one.
-
-    Returns:
-        The tables and lengths of each part.
     """
     starts, longest = [0], 0
     for row, length in enumerate(lengths.tolist()):
@@ -158,9 +135,14 @@ def paged_attention(
         `[1, tokens, heads, dim]`, and None for the attention weights.
     """
     if attention_mask is not None or not _HARMLESS.issuperset(others):
-        _refuse_unknown(module, attention_mask, others)
+        others["attention_mask"] = attention_mask
+        unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
+        if unknown:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
+            )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    paged.store.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:
         return _decode(query, paged, layer, scaling, sliding_window, key.shape[1]), None
     parts: list[torch.Tensor] = []
@@ -168,7 +150,7 @@ def paged_attention(
         part = slice(start, end)
         keys, values = key[..., part, :], value[..., part, :]
         if table is not None:
-            keys, values = paged.store.gather(layer, table)
+            keys, values = paged.cache.gather(layer, table)
         parts.append(_prefill(query[..., part, :], keys, values, before, scaling, sliding_window))
     first = paged.prefills[-1][1]
     if first < query.shape[2]:
@@ -176,25 +158,11 @@ def paged_attention(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
-def _refuse_unknown(module: torch.nn.Module, attention_mask: torch.Tensor | None, others: dict[str, Any]) -> None:
-    unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
-    if attention_mask is not None:
-        unknown.append("attention_mask")
-    if unknown:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
-        )
-
-
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """Attention within one sequence: `[1, heads, tokens, dim]` in, `[1, tokens, heads, dim]` out.
-
-    Args:
-        key, value: those of all tokens up to the last of `query`; what follows is ignored.
-        before: number of tokens before the first of `query`.
-    """
+    """Attention within one sequence, with `before` tokens before the first of `query`: `[1, heads, tokens, dim]` in,
+    `[1, tokens, heads, dim]` out. Keys after the last of `query` are ignored."""
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     total = before + tokens
     key, value = key[:, :, :total], value[:, :, :total]
@@ -219,16 +187,12 @@ def _decode(
     parts: list[torch.Tensor] = []
     rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
     for part, ((tables, _), own) in enumerate(zip(paged.decodes, rows, strict=True)):
-        keys, values = paged.store.gather(layer, tables)
+        keys, values = paged.cache.gather(layer, tables)
         mask = paged.mask(part, window, query.dtype)
         parts.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scaling))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
 
 
-def register() -> None:
-    """Register `ATTENTION` with transformers. Idempotent.
-
-    It has no entry in `AttentionMaskInterface`. Without one, transformers builds no mask and does not search the
-    positions for packed sequences, which costs as much as one layer's attention.
-    """
-    AttentionInterface.register(ATTENTION, paged_attention)
+# There is no entry in `AttentionMaskInterface`: without one, transformers builds no mask, and does not search the
+# positions for packed sequences, which costs as much as one layer's attention.
+AttentionInterface.register(ATTENTION, paged_attention)

@@ -14,21 +14,19 @@ import torch
 from engine.config import EngineConfig, LoadOptions
 from engine.keywords import refuse_unknown, without_neutral
 from engine.llm_engine import LLMEngine
-from engine.logits_processors.loading import describe
+from engine.logits_processors.loading import describe, load_post_processor
 from engine.model_loader import LoadedModel, load_model
-from engine.post_processors import load_post_processor
-from guided.bundle import ProcessorBundle
 from guided.pools.inline import InlinePool
 from guided.pools.opening import LazyPool
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import MaskPool
 from guided.post_processor import LogitPostProcessor
-from guided.processor import GuidedProcessor
 from guided.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
 PoolChoice = Literal["inline", "ray"]
+PoolOptions = RayPoolOptions | Mapping[str, Any] | None
 
 _SMALL_MODEL = 50_000_000
 """Number of parameters below which a second CPU thread costs more than it gains."""
@@ -39,18 +37,16 @@ class BaseLLM:
 
     Args:
         model: a local directory, a hub name, or a model that is already loaded.
-        pool: where masks are computed. `ray`: in a pool of Ray actors. None: the same, but the pool is opened for the
-            first request with a constraint, which then waits some 5 s; where Ray is not installed, `inline`.
-            `inline`: in this process, without isolation, after the forward pass. A `MaskPool` is used as it is and not
-            shut down.
+        pool: where masks are computed. `ray`: in Ray actors. None: the same, but they start with the first request that
+            has a constraint, which then waits some 5 s; without Ray, `inline`. `inline`: in this process, without
+            isolation. A `MaskPool` is used as it is and not shut down.
         config: limits and sizes of the engine.
         pool_options: options of the pool if `pool` is a name: a `RayPoolOptions` or a mapping of its fields. An inline
             pool reads only `max_cache_bytes`.
         logits_processors: custom logits processors that run after those of `config`.
         processor: a post-processor of your own, which works beside the standard one (RFC 5423). A `LogitPostProcessor`,
             its class, or `module:Class`. A class is called with a `VllmConfig` if it takes an argument.
-        options: fields of `LoadOptions` (dtype, device, tokenizer, revision), and of `EngineConfig`, which replace
-            those of `config`.
+        options: fields of `LoadOptions`, and of `EngineConfig`, which replace those of `config`.
 
     Raises:
         InvalidRequest: there is no such option. The message says what works instead.
@@ -65,7 +61,7 @@ class BaseLLM:
         pool: PoolChoice | MaskPool | None = None,
         config: EngineConfig | None = None,
         *,
-        pool_options: RayPoolOptions | Mapping[str, Any] | None = None,
+        pool_options: PoolOptions = None,
         logits_processors: Sequence[str | type] = (),
         processor: LogitPostProcessor | type | str | None = None,
         **options: Any,
@@ -81,24 +77,21 @@ class BaseLLM:
         self._own_pool: MaskPool | None = None
         self._own_ranks = self.model.ranks if isinstance(model, str) else None
         try:
-            self.model.context_length(config.max_model_len)  # reports an invalid length before a pool is started
-            _set_threads(self.model, config.cpu_threads)
+            self.max_model_len = self.model.context_length(config.max_model_len)
+            if self.model.device.type == "cpu" and (threads := config.cpu_threads or _default_threads(self.model)):
+                torch.set_num_threads(threads)
             if pool is None or isinstance(pool, str):
                 pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config.forced_tokens)
             self.pool: MaskPool = pool
-            bundle = None
             if processor is not None:
-                description = describe(self.model, config, self.model.context_length(config.max_model_len))
-                own = load_post_processor(processor, description)
-                bundle = ProcessorBundle(GuidedProcessor(pool), own, config=description)
-            self.engine = LLMEngine(self.model, config, self.pool, bundle)
+                processor = load_post_processor(processor, describe(self.model, config, self.max_model_len))
+            self.engine = LLMEngine(self.model, config, self.pool, processor)
             if self.model.device.type == "cuda":
                 self.engine.warm_up(guided=not isinstance(pool, LazyPool))
         except BaseException:  # for example a logits processor that cannot be loaded
             BaseLLM.shutdown(self)
             raise
         self.tokenizer = self.model.tokenizer
-        self.max_model_len = self.engine.max_model_len
         self._start()
 
     def _start(self) -> None:
@@ -119,12 +112,7 @@ class AsyncEngineArgs:
         self.model, self.options = model, options
 
 
-def open_pool(
-    choice: PoolChoice | None,
-    vocabulary: Vocabulary,
-    options: RayPoolOptions | Mapping[str, Any] | None,
-    forced_tokens: bool,
-) -> MaskPool:
+def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOptions, forced_tokens: bool) -> MaskPool:
     """Open a mask pool. The caller shuts it down."""
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
@@ -144,9 +132,6 @@ def open_pool(
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")
 
 
-def _set_threads(model: LoadedModel, threads: int | None) -> None:
-    """Set torch's CPU threads in this process. Call it before the engine's thread starts."""
-    if threads is None and sum(parameter.numel() for parameter in model.body.parameters()) < _SMALL_MODEL:
-        threads = 1
-    if threads is not None and model.device.type == "cpu":
-        torch.set_num_threads(threads)
+def _default_threads(model: LoadedModel) -> int | None:
+    """Return the number of torch's threads for a small model. None: torch's own default."""
+    return 1 if sum(parameter.numel() for parameter in model.body.parameters()) < _SMALL_MODEL else None

@@ -63,17 +63,15 @@ class Batch:
             written.
     """
 
-    def __init__(
-        self, prefills: list[Chunk], decodes: list[Sequence], copies: list[tuple[int, int]] | None = None
-    ) -> None:
+    def __init__(self, prefills: list[Chunk], decodes: list[Sequence], copies: list[tuple[int, int]]) -> None:
         self.prefills = prefills
         self.decodes = decodes
-        self.copies = copies or []
+        self.copies = copies
         self.is_repeatable = True
         """The next step may use this object again."""
         self.appended: NDArray[np.int32] | None = None
         """int32 `[rows]`: the tokens of the last step with this object, if that is all that has changed since."""
-        self.sequences: list[Sequence] = []
+        self.sequences = decodes
         """The sampled sequences. The row of each draft follows that of its sequence."""
         self.selected: list[int] | None = None
         """The rows of the hidden states that are sampled. None: all, in order. The last row of a prefill is there once
@@ -82,27 +80,6 @@ class Batch:
         """By row of a sequence with drafts: the drafts. Their rows follow."""
         if prefills:
             self._select()
-        else:
-            self.sequences = decodes
-        self._sort_rows()
-
-    def _select(self) -> None:
-        selected: list[int] = []
-        end = 0
-        for chunk in self.prefills:
-            chunk.row, end = end, end + chunk.end - chunk.start
-            if chunk.drafts:
-                self.drafted[len(self.sequences)] = [draft.last_token for draft in chunk.drafts]
-                self.sequences += [chunk.sequences[0], *chunk.drafts]
-                selected += range(end - len(chunk.drafts) - 1, end)
-            elif chunk.is_last:
-                self.sequences += chunk.sequences
-                selected += [end - 1] * len(chunk.sequences)
-        self.sequences += self.decodes
-        self.selected = selected + list(range(end, end + len(self.decodes)))
-
-    def _sort_rows(self) -> None:
-        """List the rows that each part of sampling is for."""
         guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
         self.guided = tuple(sequence.guided for sequence in self.sequences if sequence.guided is not None)
         """The rows for the post-processors: those with a constraint, or all."""
@@ -115,6 +92,7 @@ class Batch:
         def rows(applies: Callable[[SamplingParams], object]) -> list[int]:
             return [row for row, one in enumerate(params) if applies(one)]
 
+        # The rows that each part of sampling is for.
         self.random = rows(lambda one: not one.is_greedy)
         self.biased = rows(lambda one: one.logit_bias)
         self.penalised = rows(lambda one: one.has_penalties)
@@ -124,19 +102,24 @@ class Batch:
         self.detailed = rows(lambda one: one.mask_details)
         self.beams = rows(lambda one: one.use_beam_search)
 
+    def _select(self) -> None:
+        self.sequences, self.selected = [], []
+        end = 0
+        for chunk in self.prefills:
+            chunk.row, end = end, end + chunk.end - chunk.start
+            if chunk.drafts:
+                self.drafted[len(self.sequences)] = [draft.last_token for draft in chunk.drafts]
+                self.sequences += [chunk.sequences[0], *chunk.drafts]
+                self.selected += range(end - len(chunk.drafts) - 1, end)
+            elif chunk.is_last:
+                self.sequences += chunk.sequences
+                self.selected += [end - 1] * len(chunk.sequences)
+        self.sequences += self.decodes
+        self.selected += range(end, end + len(self.decodes))
+
     @property
     def is_empty(self) -> bool:
         return not self.prefills and not self.decodes
-
-    @property
-    def query_lens(self) -> list[int]:
-        """Number of tokens that are computed: of each chunk, then of each decoding sequence."""
-        return [chunk.end - chunk.start for chunk in self.prefills] + [1] * len(self.decodes)
-
-    @property
-    def seq_lens(self) -> list[int]:
-        """Number of tokens that are visible after the step: of each chunk, then of each decoding sequence."""
-        return [chunk.end for chunk in self.prefills] + [sequence.length for sequence in self.decodes]
 
     @property
     def computed_sequences(self) -> list[Sequence]:

@@ -1,11 +1,14 @@
-"""Beams: continues the beam searches of a step, and shows their results."""
+"""Beam search. It decides as transformers' `generate(num_beams=...)` does."""
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import dataclass, field
+
+import torch
 
 from engine.batch import Batch
-from engine.beam_search import Candidate
 from engine.logprobs import TokenLogprobs
 from engine.sampler import SamplerOutput, ranked_logprobs
 from engine.scheduler import Scheduler
@@ -13,25 +16,126 @@ from engine.sequence import Sequence, SequenceGroup, SequenceStatus, common_leng
 from guided.post_processor import LogitPostProcessor
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A beam, continued by a token."""
+
+    beam: int
+    token: int
+    logprob: float
+    """Sum of the log-probabilities of all its output tokens. -inf: the beam is dead, and only fills its place."""
+
+
+@dataclass(slots=True)
+class Hypothesis:
+    """A finished output."""
+
+    score: float
+    """Sum of the log-probabilities, divided by the length to the power of `length_penalty`."""
+    candidate: Candidate
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of its tokens, if they are requested."""
+
+
+class BeamSearch:
+    """The search of one group. Its beams are in lockstep, dead ones included."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.finished: list[Hypothesis] = []
+        """Best first, at most `width`."""
+        self._first = first = group.sequences[0]
+        self._params, self._width = group.sampling_params, group.sampling_params.width
+        self._max_tokens = first.max_length - len(group.prompt_token_ids)
+        self._logprobs = [0.0] + [-math.inf] * (self._width - 1)  # all beams begin with the same tokens
+
+    def advance(self, logprobs: torch.Tensor, outputs: list[list[int]]) -> list[Candidate] | None:
+        """Choose the next beams. None: the search has ended, and `finished` is the result.
+
+        Args:
+            logprobs: float32 `[width, vocab]`: log-probabilities of the next token, -inf where it is forbidden.
+            outputs: output tokens of each beam.
+        """
+        length = len(outputs[0]) + 1
+        best = self._best(logprobs)
+        is_last = length >= self._max_tokens
+        stopped = {one for one in best if self._is_stopped([*outputs[one.beam], one.token])}
+        ended = [one for one in best[: self._width] if is_last or one in stopped]
+        self.finished += [
+            Hypothesis(self._score(one.logprob, length), one, [*outputs[one.beam], one.token]) for one in ended
+        ]
+        self.finished.sort(key=lambda one: -one.score)
+        del self.finished[self._width :]
+        running = [] if is_last else [one for one in best if one not in stopped][: self._width]
+        if not running or not self._can_improve(running[0], length):
+            return None
+        running += [Candidate(running[0].beam, running[0].token, -math.inf)] * (self._width - len(running))
+        self._logprobs = [one.logprob for one in running]
+        return running
+
+    def _score(self, logprob: float, length: int) -> float:
+        return float(logprob / length**self._params.length_penalty)
+
+    def _is_stopped(self, tokens: list[int]) -> bool:
+        if tokens[-1] in self._first.stop_ids:
+            return True
+        stop, least = self._params.stop, self._params.min_tokens
+        return bool(stop) and self._first.detokenizer.completes_stop(tokens, least)
+
+    def _best(self, logprobs: torch.Tensor) -> list[Candidate]:
+        """Return the best continuations of all beams: enough for `width` of them to go on."""
+        total = (logprobs + torch.tensor(self._logprobs, device=logprobs.device)[:, None]).flatten()
+        count = max(2, 1 + len(self._first.stop_ids)) * self._width
+        values, places = total.topk(min(count, len(total)))
+        vocab = logprobs.shape[1]
+        return [
+            Candidate(place // vocab, place % vocab, value)
+            for value, place in zip(values.tolist(), places.tolist(), strict=True)
+            if value > -math.inf
+        ]
+
+    def _can_improve(self, best: Candidate, length: int) -> bool:
+        """Return whether a running beam may still become better than the worst finished output."""
+        if len(self.finished) < self._width:
+            return True
+        early = self._params.early_stopping
+        if early is True:
+            return False
+        longest = self._max_tokens if early == "never" and self._params.length_penalty > 0 else length
+        return self._score(best.logprob, longest) > self.finished[-1].score
+
+
 class Beams:
-    """Continues each sequence from the beam that its `BeamSearch` chooses: updates output, blocks and matcher."""
+    """The searches of an engine. Each step continues every sequence from the beam that its search chooses: output,
+    blocks and matcher."""
 
     def __init__(self, scheduler: Scheduler, processor: LogitPostProcessor | None) -> None:
         self._scheduler, self._processor = scheduler, processor
+        self._searches: dict[SequenceGroup, BeamSearch] = {}
 
-    def advance(self, sampled: SamplerOutput, batch: Batch) -> list[SequenceGroup]:
+    def advance(self, sampled: SamplerOutput, batch: Batch) -> dict[SequenceGroup, list[Hypothesis]]:
         """Continue the searches of a step. Returns those that have ended: free them, then call `show_result`."""
         groups: dict[SequenceGroup, dict[Sequence, int]] = {}
         for place, row in enumerate(batch.beams):
             sequence = batch.sequences[row]
             if row not in sampled.skipped and not sequence.is_finished():
                 groups.setdefault(sequence.group, {})[sequence] = place
-        return [group for group, places in groups.items() if not self._advance(group, places, sampled)]
+        ended: dict[SequenceGroup, list[Hypothesis]] = {}
+        for group, places in groups.items():
+            search = self._searches.get(group) or self._searches.setdefault(group, BeamSearch(group))
+            if not self._advance(search, group, places, sampled):
+                ended[group] = search.finished
+        return ended
 
-    def _advance(self, group: SequenceGroup, places: dict[Sequence, int], sampled: SamplerOutput) -> bool:
+    def forget(self, group: SequenceGroup) -> None:
+        """Drop the search of a group that has ended, if it has one."""
+        self._searches.pop(group, None)
+
+    def _advance(
+        self, search: BeamSearch, group: SequenceGroup, places: dict[Sequence, int], sampled: SamplerOutput
+    ) -> bool:
         """Continue one search. Returns False if it has ended."""
-        search, beams = group.beams, group.sequences
-        assert search is not None
+        beams, count = group.sequences, group.sampling_params.logprobs
         assert sampled.beam_scores is not None
         group.first_token_time = group.first_token_time or time.monotonic()
         rows = [places[one] for one in beams]
@@ -39,14 +143,13 @@ class Beams:
         chosen = search.advance(sampled.beam_scores[rows], outputs)
 
         def scored(one: Candidate) -> list[TokenLogprobs]:
-            if group.sampling_params.logprobs is None:
+            if count is None:
                 return []
             assert sampled.beam_logprobs is not None
             row = sampled.beam_logprobs[rows[one.beam]]
             return [
-                *logprobs[one.beam],
-                *ranked_logprobs(row[None], row.new_tensor([one.token]).long(), [group.sampling_params.logprobs]),
-            ]
+                *logprobs[one.beam], *ranked_logprobs(row[None], row.new_tensor([one.token]).long(), [count])
+            ]  # fmt: skip
 
         for one in search.finished:
             if len(one.tokens) > len(outputs[0]):  # finished in this step
@@ -64,10 +167,8 @@ class Beams:
         return True
 
 
-def show_result(group: SequenceGroup) -> None:
+def show_result(group: SequenceGroup, finished: list[Hypothesis]) -> None:
     """Replace the sequences of a search that has ended by its finished outputs, best first."""
-    assert group.beams is not None
-    finished = group.beams.finished
     for sequence in group.sequences:
         sequence.finish(SequenceStatus.FINISHED_STOPPED)
     del group.sequences[max(1, len(finished)) :]

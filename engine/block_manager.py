@@ -18,11 +18,7 @@ _Content = tuple[int, tuple[int, ...]]
 
 
 class BlockManager:
-    """Assigns blocks of `block_size` token slots.
-
-    Sequences that start from one prompt share its blocks. A shared block is copied before the first write. `tables` has
-    the block tables of all sequences in one array `[max_seqs, max_blocks]`, so that a step reads them with one gather.
-    """
+    """Assigns blocks of `block_size` token slots. Sequences that start from one prompt share its blocks."""
 
     def __init__(
         self, num_blocks: int, block_size: int, *, max_seqs: int, max_blocks: int, prefix_cache: bool = False
@@ -30,6 +26,9 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tables: NDArray[np.int64] = np.zeros((max_seqs, max_blocks), dtype=np.int64)
+        """The block tables of all sequences, so that a step reads them with one gather."""
+        self.rows: dict[int, int] = {}
+        """By sequence: its row of `tables`."""
         self.tokens_looked_up = 0
         """Number of tokens that were looked up in the prefix cache."""
         self.tokens_found = 0
@@ -37,6 +36,7 @@ class BlockManager:
         self._prefix_cache = prefix_cache
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """The next block to be used comes first."""
+        self._free_rows = list(range(max_seqs))[::-1]
         self._count = [0] * num_blocks
         self._known: dict[_Content, tuple[int, int]] = {}
         """(id of the prefix that ends with this content, block)."""
@@ -46,21 +46,14 @@ class BlockManager:
         self._prefixes: dict[int, list[int]] = {}
         """By sequence: the prefix ids of its first blocks, as far as these are known."""
         self._blocks: dict[int, list[int]] = {}
-        self._rows: dict[int, int] = {}
-        self._free_rows = list(range(max_seqs))[::-1]
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks."""
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
-
-    def row(self, seq_id: int) -> int:
-        """Return the sequence's row of `tables`."""
-        return self._rows[seq_id]
 
     def blocks(self, seq_id: int) -> list[int]:
         """Return the sequence's blocks, in the order of its tokens."""
@@ -81,11 +74,11 @@ class BlockManager:
         for block in found:
             self._free.pop(block, None)
             self._count[block] += 1
-        self._adopt(first, found + [self._take() for _ in range(needed)], prefixes)
-        for seq_id in others:
-            for block in self._blocks[first]:
-                self._count[block] += 1
-            self._adopt(seq_id, list(self._blocks[first]), list(prefixes))
+        for seq_id in seq_ids:
+            self.rows[seq_id] = self._free_rows.pop()
+            self._blocks[seq_id] = []
+        self._set(first, found + [self._take() for _ in range(needed)], prefixes)
+        self.take_over(dict.fromkeys(others, first))
         self.tokens_looked_up += len(tokens)
         self.tokens_found += len(found) * self.block_size
         return len(found) * self.block_size
@@ -135,8 +128,7 @@ class BlockManager:
         if not self._free:
             raise MemoryError("no block is free")
         target = self._take()
-        row = self.tables[self._rows[seq_id]]
-        row[index] = target
+        self.tables[self.rows[seq_id], index] = target
         if index == len(blocks):
             blocks.append(target)
             return None
@@ -152,10 +144,8 @@ class BlockManager:
             for block in blocks:
                 self._count[block] += 1
         for child, (blocks, prefixes) in shared.items():
-            for block in reversed(self._blocks[child]):
-                self._release(block)
-            self._blocks[child], self._prefixes[child] = blocks, prefixes
-            self.tables[self._rows[child], : len(blocks)] = blocks
+            self._release(self._blocks[child])
+            self._set(child, blocks, prefixes)
 
     def rewind(self, seq_id: int, num_tokens: int) -> None:
         """Note that the sequence's tokens after the first `num_tokens` will be computed again, and may be others."""
@@ -167,24 +157,27 @@ class BlockManager:
 
     def free(self, seq_id: int) -> None:
         """Free the sequence's blocks. A sequence without blocks is ignored."""
-        self._prefixes.pop(seq_id, None)
-        for block in reversed(self._blocks.pop(seq_id, ())):  # the last one is used again first
-            self._release(block)
-        row = self._rows.pop(seq_id, None)
-        if row is not None:
-            self._free_rows.append(row)
+        if seq_id in self._blocks:
+            self._release(self._blocks.pop(seq_id))
+            self._free_rows.append(self.rows.pop(seq_id))
+            del self._prefixes[seq_id]
 
     def forget_content(self) -> None:
         """Empty the prefix cache."""
         self._known.clear()
         self._content.clear()
 
-    def _release(self, block: int) -> None:
-        self._count[block] -= 1
-        if not self._count[block]:
-            self._free[block] = None
-            if block not in self._content:
-                self._free.move_to_end(block, last=False)
+    def _set(self, seq_id: int, blocks: list[int], prefixes: list[int]) -> None:
+        self._blocks[seq_id], self._prefixes[seq_id] = blocks, prefixes
+        self.tables[self.rows[seq_id], : len(blocks)] = blocks
+
+    def _release(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):  # the last one is used again first
+            self._count[block] -= 1
+            if not self._count[block]:
+                self._free[block] = None
+                if block not in self._content:
+                    self._free.move_to_end(block, last=False)
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
@@ -196,10 +189,3 @@ class BlockManager:
         content = self._content.pop(block, None)
         if content is not None:
             del self._known[content]
-
-    def _adopt(self, seq_id: int, blocks: list[int], prefixes: list[int]) -> None:
-        row = self._free_rows.pop()
-        self._rows[seq_id] = row
-        self._blocks[seq_id] = blocks
-        self._prefixes[seq_id] = prefixes
-        self.tables[row, : len(blocks)] = blocks

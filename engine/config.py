@@ -41,30 +41,30 @@ class EngineConfig:
     Args:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step, prompts and decoded tokens together. Longer
-            prompts are prefilled in chunks. None: 64 on a CPU, where a token takes some 0.3 ms, so that prompts delay
-            decoding little, and 4096 elsewhere. Raised to `max_num_seqs` plus a block if it is less.
+            prompts are prefilled in chunks. None: 64 on a CPU, so that prompts delay decoding little, and 4096
+            elsewhere. At least `max_num_seqs` plus a block.
         max_model_len: maximum length of prompt and output together. None: the model's own limit.
         block_size: tokens per block of the KV cache.
         num_blocks: blocks of the KV cache. None: as many as `kv_cache_bytes` holds.
         kv_cache_bytes: memory for the KV cache, in each process of tensor parallelism. None: on a GPU, what the largest
             step leaves free; else a quarter of the free memory, at most 4 GiB.
-        enable_prefix_caching: keep full blocks of the KV cache after their sequences have ended, while there is room,
-            for prompts that begin with the same tokens. Outputs are the same, except for rounding.
+        enable_prefix_caching: keep full blocks of the KV cache, while there is room, for prompts that begin with the
+            same tokens. Outputs are the same, except for rounding.
         cpu_threads: torch's threads on a CPU. None: one for a small model (docs/design.md), else torch's own default.
         seed: seed of the engine. A request without a seed derives its own from it.
-        forced_tokens: where a constraint allows only one token, append it, and those that follow it without an
-            alternative, without a forward pass for each. Outputs are the same. Read where the mask pool is started.
-        num_speculative_tokens: maximum number of draft tokens per sequence and step. The drafts are the tokens that
-            followed an earlier occurrence of the newest tokens, in prompt or output. Outputs are the same, except for
-            rounding. Useful where outputs copy from prompts. Not with custom logits processors. 0: off.
-        mask_deadline: seconds that a step waits for masks once its logits are computed. The step then continues without
-            the rows that have no mask. They are computed again when their mask is ready: this changes when a token is
-            sampled, not which token. None: 5 % of the mean step, at least 1 ms.
+        forced_tokens: append tokens without an alternative without a forward pass for each. Outputs are the same. Read
+            where the mask pool is started.
+        num_speculative_tokens: maximum number of draft tokens per sequence and step: tokens that followed an earlier
+            occurrence of the newest ones. Outputs are the same, except for rounding. Useful where outputs copy from
+            prompts. Not with custom logits processors. 0: off.
+        mask_deadline: seconds that a step waits for masks once its logits are computed. Rows without a mask by then are
+            computed again when it is ready: this changes when a token is sampled, not which. None: 5 % of the mean
+            step, at least 1 ms.
         limits: limits of the constraint of a request.
         max_n: maximum number of outputs (`n`) of one request. None: `max_num_seqs`.
         logits_processors: custom logits processors in the order in which they run: classes, or `module:Class`
             (docs/logits-processors.md).
-        logits_processor_plugins: also load those of the installed packages' entry points; they run before the others.
+        logits_processor_plugins: load those of installed packages too; they run before the others.
     """
 
     max_num_seqs: int = 64

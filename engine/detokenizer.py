@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,14 +37,11 @@ class TokenTexts:
 
 
 class Detokenizer:
-    """The text of one sequence.
-
-    A character appears once all its bytes are there. Invalid UTF-8 becomes U+FFFD. With stop strings, the end of the
-    text is held back while it may be the beginning of one.
+    """The text of one sequence. A character appears once all its bytes are there. Invalid UTF-8 becomes U+FFFD.
 
     Args:
         spaces_between: write a space between special tokens that follow each other.
-        stop: strings that end the text.
+        stop: strings that end the text. Its end is held back while it may be the beginning of one.
         include_stop: keep the stop string in the text.
         whole_characters: leave an incomplete character at the end out, instead of replacing it by U+FFFD, which the
             constraint may not allow.
@@ -61,11 +59,12 @@ class Detokenizer:
     ) -> None:
         self._pieces = texts.without_special if skip_special_tokens else texts.with_special
         self._special = texts.special if spaces_between and not skip_special_tokens else frozenset[int]()
+        self._stop, self._include_stop, self._whole_characters = tuple(stop), include_stop, whole_characters
+        self._held_back = 0 if include_stop else max([0, *(len(text) - 1 for text in self._stop)])
+        self._begin()
+
+    def _begin(self) -> None:
         self._decoder = _utf8("replace")
-        self._stop = tuple(stop)
-        self._include_stop = include_stop
-        self._whole_characters = whole_characters
-        self._longest = max(map(len, self._stop), default=0)
         self._done = 0
         self.text = ""
         """The text so far, including held-back text."""
@@ -83,8 +82,7 @@ class Detokenizer:
     def rewind(self, count: int) -> None:
         """Forget the tokens after the first `count`. All text is decoded again, because a character may be cut."""
         if count < self._done:
-            self._decoder.reset()
-            self._done, self.text = 0, ""
+            self._begin()
 
     def flush(self) -> None:
         """End the text: replace an incomplete character, or leave it out."""
@@ -92,15 +90,25 @@ class Detokenizer:
             self._decoder.reset()
         self.text += self._decoder.decode(b"", final=True)
 
-    def cut_at_stop(self, fed_before: int) -> str | None:
-        """Cut the text at the first stop string that ends after `fed_before` characters. Return it, or None."""
-        begins = ((text, max(0, fed_before - len(text) + 1)) for text in self._stop)
+    def find_stop(self, token_ids: Sequence[int], min_tokens: int) -> str | None:
+        """Add new tokens, and cut the text at the first stop string that ends in them, after the first `min_tokens`.
+        Returns the string, or None."""
+        self.feed(token_ids, min(min_tokens, len(token_ids)))
+        before = len(self.text)
+        self.feed(token_ids, len(token_ids))
+        begins = ((text, max(0, before - len(text) + 1)) for text in self._stop)
         found = [(at, text) for text, begin in begins if (at := self.text.find(text, begin)) >= 0]
-        if not found:
+        if not found or len(token_ids) <= min_tokens:
             return None
         at, stop = min(found, key=lambda hit: hit[0] + len(hit[1]))
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
+
+    def completes_stop(self, token_ids: Sequence[int], min_tokens: int) -> bool:
+        """Return whether a text of these tokens alone has a stop string. This object does not change."""
+        other = copy.copy(self)
+        other._begin()
+        return other.find_stop(token_ids, min_tokens) is not None
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens alone, without an incomplete character at its end."""
@@ -108,6 +116,4 @@ class Detokenizer:
 
     def visible(self, finished: bool) -> str:
         """Return the text that will not change any more."""
-        if finished or self._include_stop or self._longest <= 1:
-            return self.text
-        return self.text[: -(self._longest - 1)]
+        return self.text if finished or not self._held_back else self.text[: -self._held_back]

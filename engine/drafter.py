@@ -33,12 +33,8 @@ class _History:
 
 
 class Drafter:
-    """Proposes drafts, and makes the rows that are computed for them.
-
-    Args:
-        max_drafts: maximum number of drafts per sequence and step.
-        processor: has the matchers of the rows.
-    """
+    """Proposes up to `max_drafts` drafts per sequence and step, and makes the rows that are computed for them. Their
+    matchers are open in `processor`."""
 
     def __init__(self, max_drafts: int, processor: LogitPostProcessor | None) -> None:
         self._max_drafts, self._processor = max_drafts, processor
@@ -47,7 +43,7 @@ class Drafter:
     def propose(self, sequence: Sequence, budget: int) -> list[int]:
         """Return up to `budget` tokens that may follow."""
         limit = min(self._max_drafts, budget, sequence.max_length - sequence.length - 1)
-        if limit <= 0 or sequence.group.beams is not None or sequence.params.complete:
+        if limit <= 0 or sequence.params.use_beam_search or sequence.params.complete:
             return []
         history = self._histories.setdefault(sequence, _History(sequence.edits))
         tokens = history.tokens

@@ -37,10 +37,9 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # A rank of tensor parallelism begins with a cache without layers.
-        key_bytes = max((shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values()), default=1)
+        key_bytes = max(shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values())
         self.gather_tokens = gather_bytes(device) // key_bytes
-        """Maximum number of tokens of which a decode step gathers the keys at once."""
+        """Maximum number of tokens of which a decode step gathers the keys at once (or one longer sequence)."""
         slots = num_blocks * block_size
 
         def empty(heads: int, dim: int) -> torch.Tensor:
@@ -54,11 +53,13 @@ class KVCache:
         which takes longer than the copy."""
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store `[tokens, kv_heads, dim]` at `slots`, int64 `[tokens]`."""
         self._keys[layer].index_copy_(0, slots, key)
         self._values[layer].index_copy_(0, slots, value)
 
     def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KVStore.gather`. The tensors are overwritten by the next call."""
+        """Read the keys and values of blocks `tables`, int64 `[rows, blocks]`, as `[rows, kv_heads, slots, dim]`. The
+        tensors are overwritten by the next call."""
         return self._gather(self._keys[layer], tables, 0), self._gather(self._values[layer], tables, 1)
 
     def _gather(self, cache: torch.Tensor, tables: torch.Tensor, place: int) -> torch.Tensor:
@@ -79,12 +80,6 @@ class KVCache:
             blocks.index_copy_(0, target, blocks.index_select(0, source))
 
 
-def block_bytes(layers: dict[int, LayerShapes], block_size: int, dtype: torch.dtype) -> int:
-    """Return the memory of one block over all layers, in bytes."""
-    per_token = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers.values())
-    return per_token * block_size * dtype.itemsize
-
-
 def plan_blocks(
     config: EngineConfig,
     layers: dict[int, LayerShapes],
@@ -98,7 +93,8 @@ def plan_blocks(
     bytes for the cache if no option sets them. On a GPU it runs a step: `ModelRunner.memory_for_cache`.
     """
     one = -(-max_model_len // config.block_size)
-    block = block_bytes(layers, config.block_size, dtype)
+    per_token = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers.values())
+    block = per_token * config.block_size * dtype.itemsize
     if config.num_blocks is not None:
         blocks = config.num_blocks
     else:
@@ -117,23 +113,3 @@ def main_memory_share(processes: int = 1) -> int:
     """Return a quarter of the free main memory, at most 4 GiB, for each of several processes together."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(free // 4, 4 << 30) // processes
-
-
-class CudaMemory:
-    """The memory of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def peak_of(self, run: Callable[[], None]) -> int:
-        """Return the peak memory of `run`, in bytes."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        run()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - before
-
-    def free(self) -> int:
-        """Return the bytes that are free."""
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0]

@@ -26,14 +26,8 @@ class LateRows:
         return len(self._skipped)
 
     def add(self, batch: Batch, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
-        """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now.
-
-        Args:
-            late, failed: rows of the step.
-
-        Returns:
-            The rows of all these sequences.
-        """
+        """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now. Returns
+        the rows of all these sequences."""
         rows = dict.fromkeys(late, True)
         sampled = {batch.sequences[row] for row in batch.beams if row not in rows and row not in failed}
         for row in batch.beams:
@@ -48,11 +42,7 @@ class LateRows:
         return frozenset(rows)
 
     def resume(self, decided: Collection[int]) -> None:
-        """Let sequences run again, a group's beams only together.
-
-        Args:
-            decided: ids of the sequences that have their mask, or an error.
-        """
+        """Let the sequences with these ids run again, which have their mask, or an error; beams only together."""
         self._skipped = {one: late and one.seq_id not in decided for one, late in self._skipped.items() if one.is_late}
         self._run([one for one in self._skipped if not any(self._skipped.get(each, True) for each in _together(one))])
 
@@ -74,4 +64,4 @@ class LateRows:
 
 def _together(sequence: Sequence) -> list[Sequence]:
     """Return the sequences that run in the same step: a beam's group, or one sequence."""
-    return [sequence] if sequence.group.beams is None else sequence.group.unfinished()
+    return sequence.group.unfinished() if sequence.params.use_beam_search else [sequence]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -37,26 +37,28 @@ class LLM(BaseLLM):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Generate the outputs of all prompts.
+        """Generate the outputs of all prompts. Returns one `RequestOutput` per prompt, in order. A request that failed
+        has an `error`.
 
         Args:
             prompts: one or many prompts, each as text or token ids.
-            others: not accepted. For a keyword of vLLM, the error says what to use instead.
             sampling_params: one for all prompts, or one for each.
             use_tqdm: show a progress bar.
-
-        Returns:
-            One `RequestOutput` per prompt, in order. A request that failed has an `error`.
+            others: not accepted. For a keyword of vLLM, the error says what to use instead.
 
         Raises:
             InvalidRequest: a request is invalid. None of them was run.
         """
         refuse_unknown("generate()", without_neutral(others), ("prompts", "sampling_params", "use_tqdm"))
-        many = _as_many(prompts)
-        params = _params_for(many, sampling_params)
+        if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+            prompts = [cast(Prompt, prompts)]
+        params = sampling_params or SamplingParams()
+        many = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if len(many) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(many)} sampling_params: give one, or one per prompt")
         groups = [
-            self.engine.admit(f"llm-{next(self._ids)}", prompt, one, stream=False)
-            for prompt, one in zip(many, params, strict=True)
+            self.engine.admit(f"llm-{next(self._ids)}", cast(Prompt, prompt), one, stream=False)
+            for prompt, one in zip(prompts, many, strict=True)
         ]
         try:
             for group in groups:
@@ -77,13 +79,12 @@ class LLM(BaseLLM):
                 if not self.engine.has_work:
                     self.engine.awake.wait()
                 for output in self.engine.step():
-                    if output.request_id not in wanted:
-                        continue
-                    finished[output.request_id] = output
-                    tokens += sum(len(one.token_ids) for one in output.outputs)
-                    if use_tqdm:
-                        rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
-                        bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                    if output.request_id in wanted:
+                        finished[output.request_id] = output
+                        tokens += sum(len(one.token_ids) for one in output.outputs)
+                        if use_tqdm:
+                            rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
+                            bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                         bar.update()
         return finished
 
@@ -93,14 +94,8 @@ class LLM(BaseLLM):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate answers to one or many conversations in the tokenizer's chat template.
-
-        Args:
-            messages: a list of `{"role", "content"}`, or a list of such lists.
-
-        Raises:
-            InvalidRequest: the tokenizer has no chat template, or as in `generate`.
-        """
+        """Generate answers to one or many conversations, lists of `{"role", "content"}`, in the tokenizer's chat
+        template. As `generate`; without a template, `InvalidRequest`."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest("this model's tokenizer has no chat template: use generate()", param="messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -115,21 +110,3 @@ class LLM(BaseLLM):
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
-
-
-def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]  # one prompt of token ids
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _params_for(
-    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params: give one, or one per prompt")
-    return list(params)

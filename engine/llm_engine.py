@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import edits
 from engine.admission import Admission, Prompt
 from engine.batch import Batch, Chunk
 from engine.beams import Beams, show_result
@@ -23,9 +22,11 @@ from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.drafter import Drafter
 from engine.keywords import refuse_unknown, without_neutral
-from engine.kv_cache import CudaMemory, main_memory_share, plan_blocks
+from engine.kv_cache import main_memory_share, plan_blocks
 from engine.late_rows import LateRows
-from engine.logits_processors.loading import processors_of
+from engine.logits_processors.loading import describe, load_classes
+from engine.logits_processors.processors import LogitsProcessors
+from engine.logprobs import TokenLogprobs
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.outputs import RequestOutput
@@ -35,9 +36,9 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
 from guided.bundle import ProcessorBundle
-from guided.errors import BackendError, GuidedError, InternalError, InvalidRequest, PostProcessorFailed, bounded
+from guided.errors import BackendError, GuidedError, InternalError, PostProcessorFailed, bounded
 from guided.pools.protocol import Grammar, MaskPool
-from guided.post_processor import ApplyReport, LogitPostProcessor
+from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processor import FIRST_MASK_SECONDS, GuidedProcessor
 from guided.sequence import SequenceOutput
 
@@ -45,11 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
-    """Runs requests, one step at a time.
-
-    `pool` computes the masks; the engine does not shut it down. `processor` is the post-processor. None: a
-    `GuidedProcessor` on `pool`. If both are None, the engine rejects constraints.
-    """
+    """Runs requests, one step at a time. `pool` computes the masks; the engine does not shut it down. `processor` works
+    beside the standard post-processor. If both are None, the engine rejects constraints."""
 
     def __init__(
         self,
@@ -71,18 +69,19 @@ class LLMEngine:
             prefix_cache=config.enable_prefix_caching,
         )
         self.runner.start(self.blocks)
-        processors = processors_of(model, config, self.max_model_len)
-        if processors.classes and config.num_speculative_tokens:
-            raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
-        self.sampler = Sampler(processors, model.vocabulary.stop_token_ids)
+        description = describe(model, config, self.max_model_len)
+        self.logits_processors = LogitsProcessors(description, model.device, load_classes(config))
+        self.sampler = Sampler(self.logits_processors, model.vocabulary.stop_token_ids)
         if not isinstance(processor, ProcessorBundle):  # it contains the exceptions of its members
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
             members = [*standard, *([] if processor is None else [processor])]
-            processor = ProcessorBundle(*members) if members else None
-        if processor is not None and processor.needs_samples and config.num_speculative_tokens:
-            raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
+            processor = ProcessorBundle(*members, config=description) if members else None
         self.processor = processor
         drafts = config.num_speculative_tokens
+        if drafts and self.logits_processors.classes:
+            raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
+        if drafts and processor is not None and processor.needs_samples:
+            raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
         self.drafter = Drafter(drafts, processor) if drafts else None
         self.scheduler = Scheduler(
             self.blocks,
@@ -97,7 +96,7 @@ class LLMEngine:
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
         """Set when a step could do something new. The thread that waits for it clears it."""
-        admission = Admission(model, config, self.max_model_len, num_blocks, processors.validate)
+        admission = Admission(model, config, self.max_model_len, num_blocks, self.logits_processors.validate)
         self.texts = admission.texts
         self.admit = admission.admit
         """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
@@ -113,8 +112,7 @@ class LLMEngine:
         model, config = self.model, self.config
         if model.device.type == "cuda":
             tokens = config.tokens_per_step(on_cpu=False)
-            memory = CudaMemory(model.device)
-            return self.runner.memory_for_cache(memory, tokens, config.max_num_seqs, self.max_model_len)
+            return self.runner.memory_for_cache(tokens, config.max_num_seqs, self.max_model_len)
         return main_memory_share(1 if model.ranks is None else model.ranks.size)
 
     # -- requests
@@ -153,18 +151,12 @@ class LLMEngine:
         stream: bool = True,
         **others: Any,
     ) -> SequenceGroup:
-        """Admit and submit a request. With `prompt_token_ids`, `prompt` is only repeated in the output.
-
-        Args:
-            arrival_time: in seconds of `time.monotonic()`. None: now.
-            others: not accepted. For a keyword of vLLM, the error says what to use instead.
-        """
+        """Admit and submit a request. With `prompt_token_ids`, `prompt` is only repeated in the output. `arrival_time`
+        is in seconds of `time.monotonic()`. `others` are refused: the error says what to use instead."""
         refuse_unknown("add_request()", without_neutral(others), ("prompt_token_ids", "arrival_time", "stream"))
-        if prompt_token_ids is not None:
+        if prompt is None or prompt_token_ids is not None:
             text = prompt if isinstance(prompt, str) else None
             prompt = {"prompt": text, "prompt_token_ids": prompt_token_ids}
-        elif prompt is None:
-            raise InvalidRequest("a request has neither prompt nor prompt_token_ids", param="prompt")
         group = self.admit(request_id, prompt, sampling_params, stream=stream)
         group.arrival_time = group.arrival_time if arrival_time is None else arrival_time
         self.submit(group)
@@ -251,11 +243,8 @@ class LLMEngine:
             self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
 
     def warm_up(self, guided: bool = True) -> None:
-        """Run one request with the largest prefill, so that no request waits for the compilation of kernels.
-
-        Args:
-            guided: with a constraint.
-        """
+        """Run one request with the largest prefill, so that no request waits for the compilation of kernels. `guided`:
+        with a constraint."""
         started = time.monotonic()
         longest = min(self.scheduler.max_num_batched_tokens, self.max_model_len - 2)
         params = SamplingParams(temperature=0.0, max_tokens=2, regex="[0-9]{9}" if guided else None)
@@ -274,11 +263,8 @@ class LLMEngine:
         logger.info("warm-up on %s: a request with %d tokens %s", self.model.device, longest, how)
 
     def schedule(self) -> Batch:
-        """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run.
-
-        Late sequences run once their mask is decided. If nothing else can run, all of them do: the step then waits for
-        the first mask, and new requests are seen between two steps.
-        """
+        """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run. Late ones
+        run once their mask is decided, or if nothing else can run: the step then waits for the first mask."""
         while self._compiled:
             self._finish_compilation(*self._compiled.popleft())
         if self.processor is not None:
@@ -316,8 +302,7 @@ class LLMEngine:
                 self._changed[group] = None
 
     def prepare(self, batch: Batch) -> None:
-        """Ask the post-processor for the masks of the constrained rows, and announce the batch to the logits
-        processors."""
+        """Ask the post-processor for the masks of constrained rows, and announce the batch to the logits processors."""
         if batch.guided:
             assert self.processor is not None
             started = time.perf_counter()
@@ -326,7 +311,7 @@ class LLMEngine:
             self.processor.prepare(batch.guided, batch.guided_rows, new_tokens)
             self._preparing = time.perf_counter() - started
             self.stats.prepare_seconds += self._preparing
-        self.sampler.begin(batch)
+        self.logits_processors.begin(batch)
 
     def execute(self, batch: Batch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`."""
@@ -335,8 +320,8 @@ class LLMEngine:
             return self.runner.execute(batch)
 
     def compute_logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask. Also
-        score the other tokens with requested log-probabilities."""
+        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask. Score
+        the other tokens with requested log-probabilities."""
 
         def raw() -> torch.Tensor:
             return self.runner.compute_logits(hidden, batch.selected)
@@ -385,17 +370,14 @@ class LLMEngine:
         return deadline
 
     def sample(self, logits: torch.Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
-        """Sample a token for each row.
-
-        Rows with a failed mask or logits processor are skipped, and their groups end. Rows with a late mask are
-        skipped, and their sequences do not run until it is ready.
-        """
+        """Sample a token for each row. Rows with a failed mask or logits processor are skipped, and their groups end.
+        Rows with a late mask are skipped, and their sequences do not run until it is ready."""
         with self.stats.timing("sample_seconds"):
             skipped: frozenset[int] = frozenset()
-            if report.failed or report.late or self.sampler.processors.failed or batch.beams:
+            if report.failed or report.late or self.logits_processors.failed or batch.beams:
                 skipped = self._skip(batch, report)
             sampled = self.sampler.sample(logits, batch, skipped)
-        for row, failure in sampled.failed.items():
+        for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
             if row not in batch.draft_rows:
@@ -406,9 +388,7 @@ class LLMEngine:
         """End the groups of failed rows, and note the late ones. Returns these rows."""
         late_ids = set(report.late)
         late: list[int] = []
-        skipped = set(self.sampler.processors.failed)
-        for row, failure in self.sampler.processors.failed.items():
-            self._fail(batch.sequences[row].group, failure)
+        skipped = set(self.logits_processors.failed)
         for row in batch.guided_rows.tolist():
             sequence = batch.sequences[row]
             error = report.failed.get(sequence.seq_id)
@@ -438,9 +418,9 @@ class LLMEngine:
             any_ended |= self._follow_edits(sampled, batch, others)
         if batch.beams:
             batch.is_repeatable = False  # penalties are counted again
-            for group in self.beams.advance(sampled, batch):
+            for group, finished in self.beams.advance(sampled, batch).items():
                 self._forget(group)
-                show_result(group)
+                show_result(group, finished)
         if any_ended:
             self._drop_ended(batch)
 
@@ -455,7 +435,7 @@ class LLMEngine:
                 continue
             group = sequence.group
             changed[group] = None
-            if group.beams is None:
+            if not sequence.params.use_beam_search:
                 if group.first_token_time is None:
                     group.first_token_time = now
                 if plain:
@@ -465,11 +445,8 @@ class LLMEngine:
         return any_ended
 
     def _accept(self, sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> bool:
-        """Append the tokens that were sampled after accepted drafts. Returns whether the sequence has ended.
-
-        Args:
-            row: the sequence's own row. Those of its drafts follow.
-        """
+        """Append the tokens that were sampled after accepted drafts. Returns whether the sequence has ended. `row` is
+        its own; those of its drafts follow."""
         self.stats.drafted_tokens += len(drafts)
         for draft in drafts:
             accepted = sampled.token_ids[row] == draft
@@ -489,25 +466,51 @@ class LLMEngine:
         samples: list[SequenceOutput | None] = []
         if self.processor.needs_samples:
             for row, sequence in zip(batch.guided_rows.tolist(), batch.guided, strict=True):
-                has_sample = row not in skipped and batch.sequences[row].group.beams is None
+                has_sample = row not in skipped and not batch.sequences[row].params.use_beam_search
                 samples.append(sampled.sample_of(row, sequence.sequence_id) if has_sample else None)
         wanted = self.processor.edits(batch.guided, samples)
         if not wanted:
             return False
         batch.is_repeatable = False  # penalties are counted again
-        any_ended, vocab_size = False, self.model.vocabulary.padded_vocab_size
+        any_ended = False
         for row in batch.guided_rows.tolist():
             sequence = batch.sequences[row]
             edit = wanted.get(sequence.seq_id)
-            if edit is None or row in skipped or sequence.is_finished() or sequence.group.beams is not None:
+            if edit is None or row in skipped or sequence.is_finished() or sequence.params.use_beam_search:
                 continue
             try:
-                self.stats.forced_tokens += edits.follow(edit, sequence, self.scheduler, self.processor, vocab_size)
+                self._follow(edit, sequence, self.processor)
             except Exception as error:
                 wrong = PostProcessorFailed(f"a wrong edit: {bounded(error)}")
                 self._fail(sequence.group, error if isinstance(error, GuidedError) else wrong)
             any_ended |= sequence.is_finished()
         return any_ended
+
+    def _follow(self, edit: SampledEdit, sequence: Sequence, processor: LogitPostProcessor) -> None:
+        """Roll back, append and stop, as the edit says: output, blocks and matcher."""
+        vocab_size = self.model.vocabulary.padded_vocab_size
+        if not all(type(token) is int and 0 <= token < vocab_size for token in edit.append):
+            raise InternalError(f"tokens to append must be integers from 0 to {vocab_size - 1}: {bounded(edit.append)}")
+        if edit.rollback:
+            if not 0 < edit.rollback <= max(1, processor.max_rollback):  # the newest token was not sent
+                raise InternalError(f"{edit.rollback} tokens to roll back; the limit is {processor.max_rollback}")
+            sequence.roll_back(min(edit.rollback, sequence.num_output_tokens))
+            self.scheduler.rewind(sequence)
+            processor.rollback(sequence.seq_id, sequence.num_output_tokens)
+        masked = sequence.params.logprobs_mode == "masked"
+        for token in edit.append:
+            is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
+            if is_last and sequence.needs_logprobs and not masked:
+                break  # sample the last token instead: no later step would score it
+            entries = TokenLogprobs([(token, 0.0, 1)]) if masked and sequence.needs_logprobs else None
+            ended = sequence.append(token, entries, 1, forced=True)
+            self.stats.forced_tokens += 1
+            if not sequence.params.is_greedy:
+                sequence.uniforms.next()  # as if it were sampled
+            if ended:
+                return
+        if edit.stop:
+            sequence.finish(SequenceStatus.FINISHED_STOPPED)
 
     def _drop_ended(self, batch: Batch) -> None:
         self.scheduler.drop_finished()
@@ -540,6 +543,7 @@ class LLMEngine:
         group.finished_time = time.monotonic()
         self.scheduler.remove(group)
         self.late_rows.forget(group.sequences)
+        self.beams.forget(group)
         self._forget_drafts(group.sequences)
         if self.groups.pop(group.request_id, None) is not None and self.processor is not None:
             self.processor.free(group.request_id)

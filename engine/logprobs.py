@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -21,13 +22,16 @@ class TokenLogprobs(Mapping[int, Logprob]):
     garbage collection, which stops all threads, visits every object.
 
     Args:
-        ids, logprobs, ranks: of the token itself, then of its alternatives.
+        rows: (token id, log-probability, rank) of the token itself, then of its alternatives.
     """
 
     __slots__ = ("_ids", "_logprobs", "_ranks")
 
-    def __init__(self, ids: tuple[int, ...], logprobs: tuple[float, ...], ranks: tuple[int, ...]) -> None:
-        self._ids, self._logprobs, self._ranks = ids, logprobs, ranks
+    def __init__(self, rows: list[tuple[int, float, int]]) -> None:
+        columns: Any = zip(*rows, strict=True)
+        self._ids: tuple[int, ...]
+        self._logprobs: tuple[float, ...]
+        self._ids, self._logprobs, self._ranks = columns
 
     @property
     def own(self) -> float:
@@ -39,11 +43,10 @@ class TokenLogprobs(Mapping[int, Logprob]):
         return zip(self._ids, self._logprobs, self._ranks, strict=True)
 
     def __getitem__(self, token_id: int) -> Logprob:
-        try:
-            place = self._ids.index(token_id)
-        except ValueError:
-            raise KeyError(token_id) from None
-        return Logprob(self._logprobs[place], self._ranks[place])
+        for token, logprob, rank in self.rows():
+            if token == token_id:
+                return Logprob(logprob, rank)
+        raise KeyError(token_id)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._ids)

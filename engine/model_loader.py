@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from engine.attention import ATTENTION, PagedContext, UnsupportedModelError, register
+from engine.attention import ATTENTION, PagedContext, UnsupportedModelError
 from engine.config import LoadOptions
-from engine.kv_cache import LayerShapes
+from engine.kv_cache import KVCache, LayerShapes
 from engine.ranks import Ranks
 from engine.tensor_parallel_plans import PLANS, split_heads
 from guided.errors import bounded
@@ -32,7 +31,7 @@ class LoadedModel:
     config: Any
     """transformers' config of the language model."""
     body: torch.nn.Module
-    """The model without its head: token ids to hidden states `[1, tokens, hidden]`."""
+    """Token ids to hidden states `[1, tokens, hidden]`."""
     head: torch.nn.Module
     """Hidden states to logits `[rows, padded_vocab_size]`."""
     layers: dict[int, LayerShapes]
@@ -52,6 +51,10 @@ class LoadedModel:
             raise ValueError(f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens")
         return wanted or self.max_model_len
 
+    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Allocate a KV cache."""
+        return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device)
+
 
 def load_model(model: str, **options: Any) -> LoadedModel:
     """Load a model from a local directory or from the hub.
@@ -65,7 +68,6 @@ def load_model(model: str, **options: Any) -> LoadedModel:
         ValueError: the dtype is unknown, or the machine has no such device.
     """
     how = LoadOptions(**options)
-    register()
     device = _find_device(how.device)
     config = _find_config(model, how.revision)
     _check_config(config)
@@ -89,7 +91,6 @@ def load_part(model: str, how: LoadOptions) -> LoadedModel:
 
 def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
     """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
-    register()
     others: dict[str, Any] = {}
     plan = PLANS.get(config.model_type) if device is None else None
     if device is None:
@@ -117,25 +118,21 @@ _FAST = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn
 """Operators that tell whether this CPU multiplies a dtype quickly."""
 
 
-def _dtype(name: str, config: Any, device: torch.device | None) -> torch.dtype | Literal["auto"]:
+def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
     """Return the dtype to load: for "auto" the checkpoint's, but float32 on a CPU without instructions for it. torch
     multiplies such matrices element by element there (docs/design.md)."""
     if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return getattr(torch, name)
     on_cpu = device.type == "cpu" if device is not None else not torch.cuda.is_available()
-    stored = getattr(config, "dtype", None)
-    if not on_cpu or stored not in _FAST:
-        return "auto"
-    is_fast: bool = getattr(torch.ops.mkldnn, _FAST[stored])()
-    return "auto" if is_fast else torch.float32
+    stored: Any = getattr(config, "dtype", None)
+    check = _FAST.get(stored) if on_cpu else None
+    return "auto" if check is None or getattr(torch.ops.mkldnn, check)() else torch.float32
 
 
 def _check_plan(config: Any, size: int, device: torch.device) -> None:
-    """Reject a model that has no plan, here or in transformers, or that cannot be shared out evenly, and another device
-    than transformers would use."""
+    """Reject a model without a plan, or with heads that cannot be split, and another device than transformers uses."""
     text = config.get_text_config(decoder=True)
-    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    name = _architecture(config)
     if not getattr(text, "base_model_tp_plan", None) and config.model_type not in PLANS:
         raise UnsupportedModelError(f"{name} has no plan for tensor parallelism in transformers")
     heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -150,7 +147,6 @@ def _check_plan(config: Any, size: int, device: torch.device) -> None:
 
 def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
     """Check a transformers `...ForCausalLM`, give it the paged attention and run a probe."""
-    register()
     config = model.config.get_text_config(decoder=True)
     _check_config(model.config)
     model = model.eval().requires_grad_(False)
@@ -191,32 +187,24 @@ def _find_config(model: str, revision: str | None) -> Any:
         return AutoConfig.from_pretrained(model, revision=revision)
     try:
         if try_to_load_from_cache(model, "config.json", revision=revision) is None:
-            _look_up(model, revision)
+            HfApi().model_info(model, revision=revision, timeout=10)  # transformers would try for a minute
         return AutoConfig.from_pretrained(model, revision=revision)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the type depends on the HTTP library
         why = " ".join(str(error).split())
         raise OSError(
             f"there is no local directory {model!r}, and no such model from the hub: {bounded(why)}"
         ) from error
 
 
-def _look_up(model: str, revision: str | None) -> None:
-    """Try to reach the hub once. (transformers would try for a minute.)"""
-    try:
-        HfApi().model_info(model, revision=revision, timeout=10)
-    except ValueError:
-        raise
-    except Exception as error:  # the type depends on the HTTP library
-        if getattr(error, "response", None) is None:
-            raise OSError(f"the hub can't be reached: {error}") from error
-
-
 def _check_config(config: Any) -> None:
     """Reject what the configuration shows to be unsupported, before the weights are read."""
     why = _unsupported(config)
     if why is not None:
-        architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-        raise UnsupportedModelError(f"{architecture} {why}")
+        raise UnsupportedModelError(f"{_architecture(config)} {why}")
+
+
+def _architecture(config: Any) -> str:
+    return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
 
 
 def _unsupported(config: Any) -> str | None:
@@ -240,32 +228,22 @@ def _unsupported(config: Any) -> str | None:
     return None
 
 
-@dataclass
-class _Recorder:
-    """A `KVStore` that records only shapes."""
+class _Recorder(KVCache):
+    """Records the shapes of the layers, and stores nothing."""
 
-    layers: dict[int, LayerShapes] = field(default_factory=dict)
-    block_size: int = 1
-    gather_tokens: int = 1
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShapes] = {}
+        self.block_size = self.gather_tokens = 1
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if layer in self.layers:
             raise UnsupportedModelError(f"two attention modules of the model have layer index {layer}")
         self.layers[layer] = LayerShapes(key.shape[1], key.shape[2], value.shape[2])
 
-    def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("the probe decodes nothing")
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise AssertionError("the probe copies nothing")
-
 
 def _probe(model: Any) -> dict[int, LayerShapes]:
-    """Run two short sequences flattened in one row, and compare the logits with those of eager attention.
-
-    The probe shows what no flag of a model says: the model passes our context to its attention, nothing mixes the
-    sequences, only attention connects tokens, and the head is the only step after the hidden states.
-    """
+    """Run two short sequences flattened in one row, and compare the logits with those of eager attention. No flag of a
+    model says what this shows: nothing mixes the sequences, and only the head follows the hidden states."""
     name = type(model).__name__
     body, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()
     device = head.weight.device
@@ -299,11 +277,9 @@ def _probe(model: Any) -> dict[int, LayerShapes]:
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end an output, from the generation config, the config and the tokenizer."""
-    found: list[int] = []
-    generation = getattr(model, "generation_config", None)
-    for source in (generation, model.config.get_text_config(decoder=True), tokenizer):
+    sources = getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer
+    found: dict[int, None] = {}
+    for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        for token in ids if isinstance(ids, list) else [ids]:
-            if token is not None and token not in found:
-                found.append(int(token))
-    return found
+        found.update((int(token), None) for token in (ids if isinstance(ids, list) else [ids]) if token is not None)
+    return list(found)

@@ -10,7 +10,7 @@ import torch
 from engine.attention import PagedContext, Prefill
 from engine.batch import Batch
 from engine.block_manager import BlockManager
-from engine.kv_cache import CudaMemory, KVCache, gather_bytes
+from engine.kv_cache import KVCache, gather_bytes
 from engine.model_loader import LoadedModel
 from engine.ranks import CacheSize
 
@@ -22,7 +22,7 @@ _PEAK_MARGIN = 1.1
 
 def read_batch(batch: Batch, blocks: BlockManager) -> PagedContext:
     """Read a batch's tokens and blocks."""
-    size, tables, row_of = blocks.block_size, blocks.tables, blocks.row
+    size, tables, row_of = blocks.block_size, blocks.tables, blocks.rows
     decodes = batch.decodes
     num_prefilled = sum(chunk.end - chunk.start for chunk in batch.prefills)
     packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
@@ -32,13 +32,13 @@ def read_batch(batch: Batch, blocks: BlockManager) -> PagedContext:
     for chunk in batch.prefills:
         start = end
         end += chunk.end - chunk.start
-        row = row_of(chunk.sequences[0].seq_id)
+        row = row_of[chunk.sequences[0].seq_id]
         token_ids[start:end] = chunk.token_ids
         positions[start:end] = at = np.arange(chunk.start, chunk.end)
         slots[start:end] = tables[row, at // size] * size + at % size
         table = tables[row : row + 1, : -(-chunk.end // size)].copy() if chunk.start else None
         prefills.append((start, end, chunk.start, table))
-    rows = [row_of(sequence.seq_id) for sequence in decodes]
+    rows = [row_of[sequence.seq_id] for sequence in decodes]
     width = 0
     if decodes:
         token_ids[end:] = [sequence.last_token for sequence in decodes]
@@ -67,9 +67,8 @@ class ModelRunner:
         return contextlib.nullcontext() if ranks is None else ranks.running(message)
 
     def _allocate(self, num_blocks: int) -> None:
-        model = self._model
         with self._everywhere(CacheSize(num_blocks, self._block_size, torch.get_num_threads())):
-            self._cache = KVCache(model.layers, num_blocks, self._block_size, model.dtype, model.device)
+            self._cache = self._model.new_cache(num_blocks, self._block_size)
 
     def execute(self, batch: Batch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
@@ -80,8 +79,7 @@ class ModelRunner:
             return step.run(self._model.body, self._cache, self._model.device)
 
     def compute_logits(self, hidden: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
-        """Compute the logits of these rows, or of all, of what the last `execute` returned: float32
-        `[rows, padded_vocab_size]`."""
+        """Compute the logits of these rows, or of all, of the last hidden states: float32 `[rows, vocab]`."""
         if rows is not None:
             hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
         with self._everywhere(rows):
@@ -89,20 +87,24 @@ class ModelRunner:
         return logits.float()
 
     @torch.inference_mode()
-    def memory_for_cache(self, memory: CudaMemory, tokens: int, rows: int, max_model_len: int) -> int:
-        """Run the largest step, and return the bytes that the KV cache may take beside it.
+    def memory_for_cache(self, tokens: int, rows: int, max_model_len: int) -> int:
+        """Run the largest step, and return the bytes of the GPU that the KV cache may take beside it.
 
         The step has `tokens` tokens of sequences of up to `max_model_len`, and `rows` sampled rows.
         """
+        device = self._model.device
         self._allocate(1)
         starts = np.arange(0, tokens, max_model_len).tolist()
         prefills: list[Prefill] = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
         packed = np.zeros((3, tokens), np.int64)
         packed[1] = np.arange(tokens) % max_model_len
-
-        def largest_step() -> None:
-            hidden = self._execute(PagedContext(packed, prefills))
-            self.compute_logits(hidden, [0] * rows).softmax(-1).sort(-1)  # as for top_p
-
-        peak = memory.peak_of(largest_step)
-        return int(memory.free() * _HEADROOM - peak * _PEAK_MARGIN) - 2 * gather_bytes(self._model.device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        hidden = self._execute(PagedContext(packed, prefills))
+        self.compute_logits(hidden, [0] * rows).softmax(-1).sort(-1)  # as for top_p
+        del hidden
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+        return int(free * _HEADROOM - peak * _PEAK_MARGIN) - 2 * gather_bytes(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.logprobs import TokenLogprobs
@@ -26,12 +26,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n outputs so far.
-
-    `finish_reason` is `stop`, `length` (also if the prompt was too long: see `error`), `abort` or `error`, and None
-    while the output is generated. `stop_reason` is the stop string or stop token that ended the output; it is None for
-    the model's own stop tokens.
-    """
+    """One of a request's n outputs so far."""
 
     index: int
     """Place of the sequence in its group. Outputs are sorted by log-probability, not by it."""
@@ -42,7 +37,9 @@ class CompletionOutput:
     logprobs: Logprobs | None = None
     """For each token: its log-probability and those of the most likely alternatives, by token id."""
     finish_reason: str | None = None
+    """`stop`, `length` (also if the prompt was too long: see `error`), `abort` or `error`. None: it is not finished."""
     stop_reason: str | int | None = None
+    """The stop string or stop token that ended it; None for the model's own stop tokens."""
     error: GuidedError | None = None
     output_type: Any = None
     """The request's `output_type`."""
@@ -53,10 +50,8 @@ class CompletionOutput:
 
     @property
     def parsed(self) -> Any:
-        """The answer as a value of `output_type`. None: the request has no type, or the output did not end `stop`.
-
-        Raises the `ValueError` of a validator of the type.
-        """
+        """The answer as a value of `output_type`. None: there is no type, or the output did not end `stop`. Raises the
+        `ValueError` of a validator of the type."""
         if self.output_type is None or self.finish_reason != "stop":
             return None
         return parse_as(self.output_type, self.text)
@@ -64,18 +59,22 @@ class CompletionOutput:
     @classmethod
     def from_sequence(cls, sequence: Sequence) -> CompletionOutput:
         """Take a snapshot."""
-        finished = sequence.is_finished()
-        wants_logprobs = sequence.params.logprobs is not None
-        has_sum = sequence.params.needs_logprobs or sequence.params.use_beam_search
-        count = sequence.num_output_tokens
-        if not finished:
-            count = max(0, count - sequence.group.held_back)
+        params, finished, guided = sequence.params, sequence.is_finished(), sequence.guided
+        wants_logprobs = params.logprobs is not None
+        has_sum = params.needs_logprobs or params.use_beam_search
+        held_back = 0 if finished else sequence.group.held_back
+        count = max(0, sequence.num_output_tokens - held_back)
         if wants_logprobs:  # those of forced tokens come with the next step
             count = min(count, len(sequence.output_logprobs))
         _read_text(sequence, finished, count)
         text = sequence.detokenizer.visible(finished)
-        if sequence.group.held_back and not finished:  # the search for stop strings has read further
+        if held_back:  # the search for stop strings has read further
             text = text[: len(sequence.detokenizer.text_of(sequence.data.output_token_ids[:count]))]
+        details = sequence.details
+        if details is not None:
+            seconds = 0.0 if guided is None else guided.mask_seconds or 0.0
+            allowed, forced = details.allowed[:count], details.forced[:count]
+            details = replace(details, allowed=allowed, forced=forced, mask_seconds=seconds)
         return cls(
             sequence.index,
             text,
@@ -85,9 +84,9 @@ class CompletionOutput:
             SequenceStatus.get_finished_reason(sequence.status),
             sequence.stop_reason,
             sequence.error,
-            sequence.params.output_type,
-            sequence.guided is not None and sequence.guided.steered,
-            None if sequence.details is None else sequence.details.first(count, sequence.guided),
+            params.output_type,
+            guided is not None and guided.steered,
+            details,
         )
 
 
@@ -119,11 +118,10 @@ class RequestOutput:
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
         """Take a snapshot."""
         params, seqs = group.sampling_params, group.get_seqs()
-        if group.beams is None:
+        if not params.use_beam_search:
             seqs.sort(key=Sequence.get_cumulative_logprob, reverse=True)
         outputs = [CompletionOutput.from_sequence(one) for one in seqs[: params.n]]
         constraint = params.constraint
-        error = next((output.error for output in outputs if output.error is not None), None)
         return cls(
             group.request_id,
             group.prompt,
@@ -134,7 +132,7 @@ class RequestOutput:
             () if constraint is None else constraint.not_enforced,
             group.checked,
             group.compile_seconds,
-            error,
+            next((output.error for output in outputs if output.error is not None), None),
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),
             group.prompt_logprobs[:] if params.prompt_logprobs is not None else None,
         )

@@ -9,16 +9,13 @@ import torch
 from engine.batch import Batch
 
 SUPPRESSED = -1e30
-"""The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
+"""The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it. Where
+a constraint allows no other token, its mask wins."""
 
 
 class Penalties:
     """The biased, penalised and short rows of a batch as tensors. Valid while the batch stays the same. All methods
-    change logits, float32 `[rows, vocab]`, in place.
-
-    Args:
-        stop_token_ids: the model's own. Those of each request are added.
-    """
+    change logits, float32 `[rows, vocab]`, in place. `stop_token_ids` are the model's own."""
 
     def __init__(self, batch: Batch, logits: torch.Tensor, stop_token_ids: Collection[int]) -> None:
         self.batch = batch
@@ -47,8 +44,7 @@ class Penalties:
             logits[self._biased] += self._bias
 
     def suppress_stop_tokens(self, logits: torch.Tensor) -> None:
-        """Suppress stop tokens in rows with fewer than `min_tokens` output tokens. Suppressed logits stay finite: where
-        a constraint allows no other token, its mask wins."""
+        """Suppress stop tokens in rows with fewer than `min_tokens` output tokens."""
         short = [(row, one) for row, one in self._short if one.num_output_tokens < one.params.min_tokens]
         if len(short) < len(self._short):
             self._short = short
@@ -57,24 +53,10 @@ class Penalties:
             logits[self._suppressed] = SUPPRESSED
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Penalise tokens that have appeared.
-
-        The repetition penalty (arXiv:1909.05858, over prompt and output) comes first: positive logits are divided by
-        it, negative ones multiplied. OpenAI's penalties, over the output, follow: frequency once per occurrence,
-        presence once.
-        """
+        """Penalise tokens that have appeared. The repetition penalty (arXiv:1909.05858) comes first, then OpenAI's:
+        frequency once per occurrence, presence once."""
         if not self.batch.penalised:
             return
-        self._count_new()
-        picked = logits[self._rows]
-        appeared = self._counts > 0
-        factor = torch.where(appeared | self._in_prompt, self._repetition, 1.0)
-        picked = torch.where(picked > 0, picked / factor, picked * factor)
-        picked -= self._frequency * self._counts + self._presence * appeared
-        logits[self._rows] = picked
-
-    def _count_new(self) -> None:
-        """Count the tokens that were appended since the last call."""
         fresh: list[tuple[int, int]] = []
         for index, sequence in enumerate(self._sequences):
             new = sequence.data.output_token_ids[self._seen[index] :]
@@ -82,6 +64,12 @@ class Penalties:
             fresh += [(index, token) for token in new]
         if fresh:
             self._counts.index_put_(_places(fresh, self._device), torch.ones((), device=self._device), accumulate=True)
+        picked = logits[self._rows]
+        appeared = self._counts > 0
+        factor = torch.where(appeared | self._in_prompt, self._repetition, 1.0)
+        picked = torch.where(picked > 0, picked / factor, picked * factor)
+        picked -= self._frequency * self._counts + self._presence * appeared
+        logits[self._rows] = picked
 
 
 def _places(pairs: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,6 @@ import torch
 from torch import distributed
 
 from engine.attention import PagedContext
-from engine.kv_cache import KVCache
 from engine.model_loader import load_part
 from engine.ranks import CacheSize, RankSetup, join, open_store
 
@@ -29,14 +28,14 @@ def _serve(connection: Connection) -> None:
     size = options.tensor_parallel_size
     join(open_store(port, size), rank, size, device_type)
     model = load_part(name, options)
-    cache, hidden = KVCache({}, 0, 1, model.dtype, model.device), torch.empty(0)
+    cache, hidden = model.new_cache(1, 1), torch.empty(0)
     while True:
         message = connection.recv()
         if isinstance(message, PagedContext):
             hidden = message.run(model.body, cache, model.device)
         elif isinstance(message, CacheSize):
             torch.set_num_threads(message.threads)
-            cache = KVCache(model.layers, message.num_blocks, message.block_size, model.dtype, model.device)
+            cache = model.new_cache(message.num_blocks, message.block_size)
         else:
             model.head(hidden if message is None else hidden[message])
 

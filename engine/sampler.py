@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from engine.batch import Batch
-from engine.distribution import Distribution
-from engine.logits_processors.processors import LogitsProcessorFailed, LogitsProcessors
+from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
 from engine.penalties import Penalties
 from engine.sampling_params import GREEDY_BELOW
@@ -31,8 +30,6 @@ class SamplerOutput:
     """Rows that were not sampled: their mask is late, or their mask or a logits processor has failed."""
     broken: list[int] = field(default_factory=list)
     """Rows with a sampled logit that is not finite: every token is forbidden, or the model computed NaN."""
-    failed: dict[int, LogitsProcessorFailed] = field(default_factory=dict)
-    """Rows on which a custom logits processor raised, in `adjust` or later."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By row, if requested: those of the sampled token and of the most likely tokens."""
     allowed: dict[int, int] = field(default_factory=dict)
@@ -48,32 +45,23 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Call once per step: `begin` before the forward pass, `adjust` before the mask, `sample` after it.
+    """Call once per step: `adjust` before the mask, `sample` after it. `stop_token_ids` are the model's own.
 
     Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default). With
     `logprobs_mode` masked they are those of the logits after bias, penalties and mask.
-
-    Args:
-        stop_token_ids: the model's own, which `min_tokens` suppresses.
     """
 
     def __init__(self, processors: LogitsProcessors, stop_token_ids: Collection[int]) -> None:
         self.processors = processors
         self._stop_token_ids = stop_token_ids
         self._penalties: Penalties | None = None
-        self._distribution: Distribution | None = None
+        self._distribution: _Distribution | None = None
         self._raw: torch.Tensor | None = None
         self._beam_logprobs: torch.Tensor | None = None
 
-    def begin(self, batch: Batch) -> None:
-        """Announce the step's batch to the logits processors."""
-        self.processors.begin(batch)
-
     def adjust(self, compute: Callable[[], torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the batch's logits, float32 `[rows, vocab]`, with bias, custom processors, penalties and suppression.
-
-        `compute` returns the model's logits. It is called again if a custom processor raises after it has changed some.
-        """
+        """Return the logits of `compute`, float32 `[rows, vocab]`, with bias, custom processors, penalties and
+        suppression. It is called again if a custom processor raises after it has changed some."""
         logits = compute()
         if batch.with_logprobs:
             self._raw = logits[batch.with_logprobs].log_softmax(-1)
@@ -116,7 +104,7 @@ class Sampler:
         best, chosen = logits.max(-1)
         if batch.random:
             best, chosen = self._draw(logits, best, chosen, batch, skip)
-        output = SamplerOutput(chosen.tolist(), skip, failed=self.processors.failed)
+        output = SamplerOutput(chosen.tolist(), skip)
         output.allowed = dict(zip(batch.detailed, allowed, strict=True))
         finite = best.isfinite()
         if not finite.all():
@@ -135,17 +123,16 @@ class Sampler:
         """Return the sampled logits and tokens: drawn in random rows, `best` and `greedy` in the others."""
         plan = self._distribution
         if plan is None or plan.batch is not batch:
-            plan = self._distribution = Distribution(batch, logits.device)
+            plan = self._distribution = _Distribution(batch, logits.device)
         sequences = batch.sequences
         uniforms = [0.5 if row in skip else sequences[row].uniforms.next() for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
         if self.processors.after:
 
             def whole() -> torch.Tensor:
-                return plan.scaled_whole(logits)
+                return logits.index_copy(0, plan.index, plan.scaled(logits[plan.index]))
 
-            processed = self.processors.run(self.processors.after, whole(), batch, whole)
-            scaled = processed if all_random else processed[plan.index]
+            scaled = self.processors.run(self.processors.after, whole(), batch, whole)[plan.index]
         else:
             scaled = plan.scaled(logits if all_random else logits[plan.index])
         drawn = plan.draw(scaled, uniforms)
@@ -177,5 +164,58 @@ def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[
             for place, (other, logprob) in enumerate(zip(ids[:count], values[:count], strict=True), start=1)
             if other != token and logprob > -torch.inf  # the mask may leave fewer
         )
-        found.append(TokenLogprobs(*zip(*entries, strict=True)))
+        found.append(TokenLogprobs(entries))
     return found
+
+
+class _Distribution:
+    """The random rows of a batch and their parameters as tensors. Valid while the batch stays the same."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.batch = batch
+        self.rows = batch.random
+        self.index = torch.tensor(self.rows, device=device)
+        params = [batch.sequences[row].params for row in self.rows]
+
+        def column(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        self._temperatures = column([p.temperature for p in params])
+        self._min_p = column([p.min_p for p in params]).log_() if any(p.min_p for p in params) else None
+        self._ks = [p.top_k for p in params]
+        self._top_p = column([p.top_p for p in params]) if any(p.top_p < 1.0 for p in params) else None
+
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Divide `logits`, float32 `[len(rows), vocab]`, by the temperatures, and set the tokens to -inf that are less
+        than `min_p` times as likely as the most likely one. Returns a new tensor."""
+        scaled = logits / self._temperatures
+        if self._min_p is not None:
+            scaled.masked_fill_(scaled < scaled.max(-1, keepdim=True).values + self._min_p, -torch.inf)
+        return scaled
+
+    def draw(self, logits: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
+        """Draw one token per row, int64 `[rows]`: invert the cumulative distribution of scaled logits, `[rows, vocab]`,
+        at `uniforms`, one number in [0, 1) per row."""
+        logits = self._truncated(logits)
+        cumulated = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+        # Slightly less than the total, so that rounding cannot lead past the last token with a probability.
+        targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
+        targets = targets * (cumulated[:, -1:] * (1 - 2**-40))
+        return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+
+    def _truncated(self, logits: torch.Tensor) -> torch.Tensor:
+        """Set the tokens that top_k and top_p exclude to -inf."""
+        if self._top_p is None and all(k <= 0 for k in self._ks):
+            return logits
+        vocab = logits.shape[1]
+        ks = [k if 0 < k < vocab else vocab for k in self._ks]
+        # The largest top_k of the batch. A row with top_p alone needs all tokens, sorted.
+        values, ids = logits.topk(max(ks), dim=-1)
+        beyond = torch.arange(values.shape[1], device=logits.device) >= torch.tensor(ks, device=logits.device)[:, None]
+        values = values.masked_fill(beyond, -torch.inf)
+        if self._top_p is not None:
+            mass = values.softmax(-1)
+            before = mass.cumsum(-1) - mass
+            # A token stays while the tokens before it sum to less than top_p. The first always stays.
+            values = values.masked_fill((before >= self._top_p) & (self._top_p < 1.0), -torch.inf)
+        return torch.full_like(logits, -torch.inf).scatter_(1, ids, values)

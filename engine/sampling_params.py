@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any, Literal
 
 from engine.keywords import refuse_unknown
@@ -17,26 +17,13 @@ from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops
 
 MAX_LOGPROBS = 20
 """Maximum number of alternatives per token (OpenAI's limit)."""
-MAX_STOPS = 64
-"""Maximum number of stop strings. Each is searched for in every step."""
 MAX_STOP_LENGTH = 1000
 """Maximum number of characters of a stop string."""
-MAX_STOP_TOKENS = 1024
-"""Maximum number of `stop_token_ids`."""
 MAX_BIASES = 1024
 """Maximum number of entries of `logit_bias`."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32."""
-
-
-class SamplingType(Enum):
-    """How a request's tokens are chosen."""
-
-    GREEDY = auto()
-    RANDOM = auto()
-    RANDOM_SEED = auto()
-    """With the request's own seed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,7 @@ class SamplingParams:
         seed: makes the request repeatable. None: derived from the engine's seed and the request id.
         max_tokens: None: the rest of the context.
         min_tokens: suppress stop tokens before this many tokens (unless nothing else is legal).
-        stop: strings that end the output, at most `MAX_STOPS`.
+        stop: strings that end the output.
         stop_token_ids: tokens that end the output, besides the model's own stop tokens.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         ignore_eos: go on after the model's stop tokens. Without effect with a constraint: it ends with such a token.
@@ -151,10 +138,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._check_numbers()
-        if self.logprobs_mode not in ("raw", "masked"):
-            raise InvalidRequest('logprobs_mode is "raw" or "masked"', param="logprobs_mode")
-        self._check_stops()
-        self._check_bias()
+        self._check_names()
+        self._check_lists()
         self._check_beams()
         object.__setattr__(self, "constraint", self._build_constraint())
         self._check_constraint()
@@ -163,13 +148,6 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Nothing is random."""
         return self.use_beam_search or self.temperature < GREEDY_BELOW
-
-    @property
-    def sampling_type(self) -> SamplingType:
-        """How tokens are chosen."""
-        if self.is_greedy:
-            return SamplingType.GREEDY
-        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     @property
     def width(self) -> int:
@@ -198,49 +176,45 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", param="min_tokens"
             )
 
-    def _check_stops(self) -> None:
-        _check_count("stop", self.stop, MAX_STOPS, "strings")
-        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS, "tokens")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise InvalidRequest("stop is a non-empty string, or a list of them", param="stop")
+    def _check_lists(self) -> None:
+        for name, (limit, what) in _MOST.items():
+            values = getattr(self, name) or ()
+            if len(values) > limit:
+                raise InvalidRequest(f"{name} has {len(values)} {what}; the limit is {limit}", param=name)
         for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest("stop is a non-empty string, or a list of them", param="stop")
             if len(text) > MAX_STOP_LENGTH:
-                raise InvalidRequest(
-                    f"a stop string has {len(text)} characters; the limit is {MAX_STOP_LENGTH}", param="stop"
-                )
+                why = f"a stop string has {len(text)} characters; the limit is {MAX_STOP_LENGTH}"
+                raise InvalidRequest(why, param="stop")
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"stop is not valid Unicode: {bounded(error)}", param="stop") from None
         for token in self.stop_token_ids:
             _check_range("stop_token_ids", token, int, Range(0))
-
-    def _check_bias(self) -> None:
-        _check_count("logit_bias", self.logit_bias or (), MAX_BIASES, "entries")
         for token, bias in (self.logit_bias or {}).items():
             _check_range("logit_bias", token, int, Range(0))
             _check_range("logit_bias", bias, float, Range(-100, 100))
 
+    def _check_names(self) -> None:
+        for name, values in (("logprobs_mode", ("raw", "masked")), ("early_stopping", (True, False, "never"))):
+            if getattr(self, name) not in values:
+                raise InvalidRequest(f"{name} is one of {json.dumps(values)}", param=name)
+
     def _check_beams(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequest(f"best_of is {self.best_of}; it must be at least n ({self.n})", param="best_of")
-        if self.early_stopping not in (True, False, "never"):
-            raise InvalidRequest('early_stopping is true, false or "never"', param="early_stopping")
-        if not self.use_beam_search:
-            for name in ("length_penalty", "early_stopping"):
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise InvalidRequest(f"{name} needs use_beam_search", param=name)
-            return
-        wrong = {
-            "top_p": self.top_p < 1 and "must be 1",
-            "top_k": self.top_k > 0 and "must be 0",
-            "min_p": self.min_p > 0 and "must be 0",
-            "mask_details": self.mask_details and "is not supported",
-            "complete": self.complete and "is not supported",
-        }
-        for name, why in wrong.items():
-            if why:
-                raise InvalidRequest(f"{name} {why} with beam search", param=name)
+        if self.use_beam_search:
+            how = "does not work with"
+            given = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+            given |= {"mask_details": self.mask_details, "complete": self.complete}
+        else:
+            how = "needs"
+            given = {"length_penalty": self.length_penalty != 1, "early_stopping": bool(self.early_stopping)}
+        for name, is_given in given.items():
+            if is_given:
+                raise InvalidRequest(f"{name} {how} use_beam_search", param=name)
 
     def _build_constraint(self) -> Constraint | None:
         given = [GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)]
@@ -293,9 +267,8 @@ _RANGES: dict[str, tuple[type, Range]] = {
 }
 
 
-def _check_count(name: str, values: Collection[object], limit: int, what: str) -> None:
-    if len(values) > limit:
-        raise InvalidRequest(f"{name} has {len(values)} {what}; the limit is {limit}", param=name)
+_MOST = {"stop": (64, "strings"), "stop_token_ids": (1024, "tokens"), "logit_bias": (MAX_BIASES, "entries")}
+"""Maximum number of entries. Each stop string is searched for in every step."""
 
 
 def _check_range(name: str, value: object, kind: type, allowed: Range) -> None:

@@ -41,7 +41,7 @@ class Scheduler:
         """The part of `running` with a prefill that has begun and not ended."""
         self.num_preemptions = 0
         self._drafter = drafter
-        self._last = Batch([], [])
+        self._last = Batch([], [], [])
         self._watermark = max(1, blocks.num_blocks // 100)
         """Blocks that stay free when a prefill starts, for the next tokens of the running sequences."""
         self._least_chunk = max(1, blocks.block_size // 2)
@@ -160,7 +160,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence, and queue it to be prefilled again. With a beam, all beams are preempted."""
         preempted = {sequence}
-        if sequence.group.beams is not None:
+        if sequence.params.use_beam_search:
             preempted.update(one for one in self.running if one.group is sequence.group)
         self.running = [one for one in self.running if one not in preempted]
         self.prefilling = [left for prefill in self.prefilling if (left := [o for o in prefill if o not in preempted])]
@@ -218,7 +218,7 @@ class Scheduler:
             return []
         if self.preempted:
             first = self.preempted[0]
-            beams = [one for one in self.preempted if one.group is first.group] if first.group.beams is not None else []
+            beams = [one for one in self.preempted if one.group is first.group] if first.params.use_beam_search else []
             return [[one] for one in beams or [first]]
         return next(([group.sequences[:]] for group in self.waiting if not group.waits_for_grammar), [])
 

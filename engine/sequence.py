@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from engine.beam_search import BeamSearch
 from engine.detokenizer import Detokenizer
 from engine.logprobs import TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -38,11 +37,6 @@ class SequenceStatus(Enum):
     FINISHED_INTERNAL_ERROR = "error"
 
     @staticmethod
-    def is_finished(status: SequenceStatus) -> bool:
-        """Return whether a sequence with this status has ended."""
-        return status not in _UNFINISHED
-
-    @staticmethod
     def get_finished_reason(status: SequenceStatus) -> str | None:
         """Return the `finish_reason`: `stop`, `length`, `abort` or `error`, and None of an unfinished sequence."""
         if status in _UNFINISHED:
@@ -65,11 +59,6 @@ class MaskDetails:
     """The time by which masks have lengthened the sequence's steps."""
     mask_seconds: float = 0.0
     """The time that the workers took for the sequence's masks. Set in snapshots."""
-
-    def first(self, count: int, guided: GuidedSequence | None) -> MaskDetails:
-        """Return a copy for the first `count` output tokens."""
-        seconds = 0.0 if guided is None else guided.mask_seconds or 0.0
-        return MaskDetails(self.allowed[:count], self.forced[:count], self.exposed_seconds, seconds)
 
 
 @dataclass(slots=True)
@@ -104,18 +93,20 @@ class Uniforms:
     def next(self) -> float:
         """Return the next number."""
         if not self._drawn:
-            numbers = torch.rand(self._DRAW, generator=self._generator, dtype=torch.float64)
-            self._drawn = numbers.flip(0).tolist()
+            self._draw()
         return self._drawn.pop()
 
     def ahead(self, count: int) -> Uniforms:
         """Return a copy that is `count` numbers ahead. The numbers of this object stay the same."""
         while len(self._drawn) <= count:
-            numbers = torch.rand(self._DRAW, generator=self._generator, dtype=torch.float64)
-            self._drawn[:0] = numbers.flip(0).tolist()
+            self._draw()
         ahead = copy.copy(self)
         ahead._drawn = self._drawn[: len(self._drawn) - count]
         return ahead
+
+    def _draw(self) -> None:
+        numbers = torch.rand(self._DRAW, generator=self._generator, dtype=torch.float64)
+        self._drawn[:0] = numbers.flip(0).tolist()
 
 
 class Sequence:
@@ -162,8 +153,7 @@ class Sequence:
         """`detokenizer.text` is final."""
         self.error: GuidedError | None = None
         self.is_late = False
-        """Its mask is late, or that of another beam of its group. A late sequence does not run, and keeps its blocks
-        unless it is preempted."""
+        """Its mask is late, or that of another beam of its group. It does not run, and keeps its blocks."""
         self.group: SequenceGroup
         self.details = MaskDetails() if params.mask_details else None
         self.guided: GuidedSequence | None = None
@@ -251,26 +241,18 @@ class Sequence:
     def end_if_complete(self) -> bool:
         """End it at a stop token, at a stop string that the newest token completes, or at its maximum length, in this
         order. Returns whether it has ended."""
-        token = self.last_token
+        token, output, params = self.last_token, self.data.output_token_ids, self.params
         if token in self.stop_ids:
             self.finish(SequenceStatus.FINISHED_STOPPED)
             self.ended_by_stop_token = True
-            self.stop_reason = token if token in self.params.stop_token_ids else None
-        elif self.params.stop and (stop := self._find_stop_string()) is not None:
+            self.stop_reason = token if token in params.stop_token_ids else None
+        elif params.stop and (stop := self.detokenizer.find_stop(output, params.min_tokens)) is not None:
             self.finish(SequenceStatus.FINISHED_STOPPED)
             self.stop_reason = stop
             self.text_complete = True
         elif self.length >= self.max_length:
             self.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
         return self.is_finished()
-
-    def _find_stop_string(self) -> str | None:
-        """Cut the text at a stop string that the newest token completes. Returns the string."""
-        detokenizer, output = self.detokenizer, self.data.output_token_ids
-        detokenizer.feed(output, min(self.params.min_tokens, len(output)))
-        before = len(detokenizer.text)
-        detokenizer.feed(output, len(output))
-        return None if len(output) <= self.params.min_tokens else detokenizer.cut_at_stop(before)
 
     def finish(self, status: SequenceStatus, error: GuidedError | None = None) -> None:
         """End it, unless it has ended already."""
@@ -296,7 +278,7 @@ class StepSeconds(NamedTuple):
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """One request: n sequences from one prompt."""
+    """One request: n sequences from one prompt. Those of a beam search are its beams."""
 
     request_id: str
     sequences: list[Sequence]
@@ -304,8 +286,6 @@ class SequenceGroup:
     prompt: str | None = None
     stream: bool = True
     """Report after every step, not only at the end."""
-    beams: BeamSearch | None = None
-    """Set if it is a beam search. Its sequences are the beams: they are sampled in the same step."""
     held_back: int = 0
     """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None
@@ -340,7 +320,7 @@ class SequenceGroup:
             first = self.sequences[0]
             budget = budget_of(params.constraint, first.max_length - first.length)
         for sequence in self.sequences:
-            sequence.needs_logprobs |= needs_logprobs and self.beams is None
+            sequence.needs_logprobs |= needs_logprobs and not params.use_beam_search
             sequence.guided = GuidedSequence(
                 self.request_id,
                 sequence.seq_id,
@@ -366,6 +346,10 @@ class SequenceGroup:
         """Return the sequences, or those with this status."""
         return [sequence for sequence in self.sequences if status is None or sequence.status is status]
 
+    def unfinished(self) -> list[Sequence]:
+        """Return the sequences that have not ended."""
+        return [sequence for sequence in self.sequences if not sequence.is_finished()]
+
     def is_finished(self) -> bool:
         """Return whether all sequences have ended."""
         return all(sequence.is_finished() for sequence in self.sequences)
@@ -373,10 +357,6 @@ class SequenceGroup:
     @property
     def waits_for_grammar(self) -> bool:
         return self.sequences[0].status is SequenceStatus.WAITING_FOR_GRAMMAR
-
-    def unfinished(self) -> list[Sequence]:
-        """Return the sequences that have not ended."""
-        return [sequence for sequence in self.sequences if not sequence.is_finished()]
 
     def set_status(self, status: SequenceStatus) -> None:
         """Move all unfinished sequences to an unfinished status."""

@@ -4,8 +4,8 @@ In a processor written for vLLM, replace the imports from `vllm`, `vllm.config`,
 `vllm.v1.sample.logits_processor` by `from engine.logits_processors import ...`.
 """
 
-from engine.logits_processors.adapter import AdapterLogitsProcessor
 from engine.logits_processors.interface import (
+    AdapterLogitsProcessor,
     AddedRequest,
     BatchUpdate,
     LogitsProcessor,

@@ -1,10 +1,14 @@
-"""PersistentBatch: the batch as logits processors see it, a list with rows that come, go and move."""
+"""The batch as logits processors see it: a list with rows that come, go and move, or requests with fixed indices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import Any
 
-from engine.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality, MovedRequest
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality, MovedRequest, VllmConfig
 from engine.sequence import Sequence
 
 
@@ -16,32 +20,26 @@ class PersistentBatch:
     """
 
     def __init__(self) -> None:
-        self.rows: list[Sequence] = []
-        """The sequence of each row."""
+        self._rows: list[Sequence] = []
 
-    def update(self, rows: Rows[Sequence]) -> BatchUpdate | None:
+    def update(self, rows: list[Sequence]) -> BatchUpdate | None:
         """Return the update from the previous batch to this one; None if it is the same."""
-        rows = list(rows)
-        if rows == self.rows:
+        if rows == self._rows:
             return None
-        places: list[Sequence | None] = list(self.rows)
-        staying, known = set(rows), set(self.rows)
-        free = [index for index, sequence in enumerate(self.rows) if sequence not in staying]
+        places: list[Sequence | None] = list(self._rows)
+        staying, known = set(rows), set(self._rows)
+        free = [index for index, sequence in enumerate(self._rows) if sequence not in staying]
         added: list[AddedRequest] = []
         for count, sequence in enumerate(sequence for sequence in rows if sequence not in known):
-            if count < len(free):
-                index = free[count]
-                places[index] = sequence
-            else:
-                index = len(places)
-                places.append(sequence)
+            index = free[count] if count < len(free) else len(places)
+            places[index : index + 1] = [sequence]
             data = sequence.data
             added.append((index, sequence.params, data.prompt_token_ids, data.output_token_ids))
         removed = free[len(added) :]
         for index in removed:
             places[index] = None
         moved = _condense(places, removed) + _reorder(places, rows)
-        self.rows = rows
+        self._rows = rows
         return BatchUpdate(len(rows), removed[::-1], added, moved)
 
 
@@ -69,3 +67,46 @@ def _reorder(places: list[Sequence | None], rows: list[Sequence]) -> list[MovedR
             where[other] = place
             moves.append((index, place, MoveDirectionality.SWAP))
     return moves
+
+
+class IndexedBatch:
+    """Tells a processor of the revised model (RFC 25389) the rows of each step. Each sequence has a fixed index. One
+    array has the tokens of all."""
+
+    def __init__(self, processor: Any, config: VllmConfig) -> None:
+        count = config.scheduler_config.max_num_seqs
+        self._processor = processor
+        self._indices: dict[Sequence, int] = {}
+        self._written: dict[Sequence, tuple[int, int]] = {}
+        """Number of edits and of tokens of each sequence when `_token_ids` was written."""
+        self._free = list(range(count))[::-1]
+        self._token_ids: NDArray[np.int32] = np.zeros((count, config.model_config.max_model_len), dtype=np.int32)
+        self._seq_lens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
+        self._mapping: list[int] | None = None
+
+    def update(self, rows: Rows[Sequence]) -> None:
+        """Remove and add requests, write their new tokens, and call `update_state`."""
+        staying = set(rows)
+        for sequence in [one for one in self._indices if one not in staying]:
+            index = self._indices.pop(sequence)
+            del self._written[sequence]
+            self._free.append(index)
+            self._seq_lens[index] = 0
+            self._processor.remove_request(index)
+        for sequence in rows:
+            if sequence not in self._indices:
+                index = self._indices[sequence] = self._free.pop()
+                self._processor.add_request((sequence.params, len(sequence.data.prompt_token_ids), index))
+            self._write(sequence)
+        mapping = [self._indices[sequence] for sequence in rows]
+        same, self._mapping = mapping == self._mapping, mapping
+        self._processor.update_state(None if same else np.array(mapping, np.int64), self._token_ids, self._seq_lens)
+
+    def _write(self, sequence: Sequence) -> None:
+        """Write the tokens that are new, or all, if tokens were removed or replaced."""
+        index, (edits, start) = self._indices[sequence], self._written.get(sequence, (sequence.edits, 0))
+        if edits != sequence.edits:
+            start = 0
+        self._token_ids[index, start : sequence.length] = sequence.data.span(start, sequence.length)
+        self._seq_lens[index] = sequence.length
+        self._written[sequence] = sequence.edits, sequence.length

@@ -2,8 +2,7 @@
 (https://github.com/vllm-project/vllm/issues/25389), the revised model.
 
 In the first, a processor sees the batch as a list: index i is row i of the logits. A `BatchUpdate` tells it before
-the forward pass what has changed in the list. It gets the logits after the forward pass.
-(vLLM: docs/features/custom_logitsprocs.md, vllm/v1/sample/logits_processor/interface.py.)
+the forward pass what has changed in the list. (vLLM: docs/features/custom_logitsprocs.md.)
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -83,14 +83,13 @@ RequestLogitsProcessor = (
 class BatchUpdate:
     """The difference to the previous batch: apply `removed`, then `added`, then `moved`, each in order.
 
-    An added request replaces the request at its index. That index is not in `removed`, so a processor may also apply
-    additions before removals. All indices are below the engine's `max_num_seqs`, those of intermediate steps included.
+    An added request replaces the request at its index. That index is not in `removed`, so additions may also come
+    first. All indices are below the engine's `max_num_seqs`, those of intermediate steps included.
     """
 
     batch_size: int
     """Number of requests in the new batch."""
     removed: Sequence[int]
-    """Indices of requests that have left the batch."""
     added: Sequence[AddedRequest]
     moved: Sequence[MovedRequest]
 
@@ -114,20 +113,12 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Check a request before it is admitted. May be called from any thread.
-
-        Raises:
-            ValueError: the request is rejected with HTTP 400 and this message.
-        """
+        """Check a request before it is admitted, in any thread. A `ValueError` rejects it with HTTP 400."""
         return None
 
     @abstractmethod
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        """
-        Args:
-            device: device of the logits.
-            is_pin_memory: whether pinned memory makes copies to the device faster.
-        """
+        """`device` is that of the logits. `is_pin_memory`: pinned memory makes copies to it faster."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -148,19 +139,19 @@ class LogitsProcessor(ABC):
         """
 
 
+# The methods of both models with their arguments.
 _METHODS: dict[str, tuple[str, ...]] = {
     "__init__": ("vllm_config", "device", "is_pin_memory"),
     "validate_params": ("sampling_params",),
     "is_argmax_invariant": (),
-    "update_state": ("batch_update",),
     "apply": ("logits",),
+    "update_state": ("batch_update",),
 }
-"""The methods of V1's model with their arguments."""
 _REVISED_METHODS = {
     **_METHODS,
+    "update_state": ("index_mapping", "token_ids", "seq_lens"),
     "add_request": ("req_info",),
     "remove_request": ("req_pdx",),
-    "update_state": ("index_mapping", "token_ids", "seq_lens"),
 }
 
 
@@ -170,11 +161,8 @@ def is_revised(kind: type[LogitsProcessor]) -> bool:
 
 
 def check_methods(kind: type[LogitsProcessor]) -> None:
-    """Check that a class has all methods of its model, and that the engine can call them.
-
-    Raises:
-        ValueError: it names the class, the method and the expected signature.
-    """
+    """Check that a class has all methods of its model, and that the engine can call them. A `ValueError` names the
+    class, the method and the expected signature."""
     for name, arguments in (_REVISED_METHODS if is_revised(kind) else _METHODS).items():
         is_class_method = name == "validate_params"
         try:
@@ -194,14 +182,9 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Update a dict from index to a processor's state, which has only the requests that use the processor.
-
-    Args:
-        new_state: returns the state of an added request from (parameters, prompt ids, output ids), or None.
-
-    Returns:
-        Whether the dict has changed.
-    """
+    """Update a dict from index to a processor's state, which has only the requests that use the processor. `new_state`
+    returns the state of an added request from (parameters, prompt ids, output ids), or None. Returns whether the dict
+    has changed."""
     if batch_update is None:
         return False
     changed = False
@@ -222,3 +205,41 @@ def process_dict_updates(
         if theirs is not None and direction is MoveDirectionality.SWAP:
             req_entries[first] = theirs
     return changed
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """Runs one callable per request. Subclass it and define `is_argmax_invariant` and `new_req_logits_processor`. A
+    subclass with its own `__init__` calls `super().__init__(vllm_config, device, is_pin_memory)`.
+
+    A sequence that was preempted gets a new callable with all its output ids, and a callable may be called again with
+    the same ids. So its result should depend on the ids, not on the number of calls.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        """By row: the callable, bound to the lists of token ids."""
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        """Return the callable of a new sequence, or None.
+
+        It gets the output ids and the logits if it has two parameters, and the prompt ids before them if it has three.
+        """
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        def bound(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> Any:
+            callable_ = self.new_req_logits_processor(params)
+            if callable_ is None:
+                return None
+            with_prompt = len(inspect.signature(callable_).parameters) == 3
+            return partial(cast(Any, callable_), *([prompt_ids] if with_prompt else []), output_ids)
+
+        process_dict_updates(self.req_info, batch_update, bound)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, of_row in self.req_info.items():
+            before = logits[row]
+            after = of_row(before)
+            if after is not before:
+                logits[row] = after
+        return logits

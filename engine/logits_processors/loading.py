@@ -1,25 +1,21 @@
-"""Load an engine's custom logits processors: entry points, qualified names, classes. Once, at the start."""
+"""Load an engine's custom logits processors and its post-processor: from entry points, names, classes, at the start."""
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, check_methods
-from engine.logits_processors.processors import LogitsProcessors
 from guided.errors import bounded
+from guided.post_processor import LogitPostProcessor
 
 if TYPE_CHECKING:
     from engine.model_loader import LoadedModel  # slow: transformers
 
 GROUP = "vllm.logits_processors"
 """Entry points of this group are loaded into every engine, unless `logits_processor_plugins` is False."""
-
-
-def processors_of(model: LoadedModel, config: EngineConfig, max_model_len: int) -> LogitsProcessors:
-    """Load and create an engine's logits processors. The `ValueError` of one that cannot be created names it."""
-    return LogitsProcessors(describe(model, config, max_model_len), model.device, load_classes(config))
 
 
 def describe(model: LoadedModel, config: EngineConfig, max_model_len: int) -> VllmConfig:
@@ -41,12 +37,28 @@ def load_classes(config: EngineConfig) -> list[type[LogitsProcessor]]:
     return [*map(_load_plugin, points), *map(_load, config.logits_processors)]
 
 
-def import_named(what: str, name: str | EntryPoint) -> Any:
-    """Import what `module:Class` names. The `ValueError` of one that cannot be imported names it.
+def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConfig) -> LogitPostProcessor:
+    """Return an application's own post-processor (RFC 5423): itself, or made from its class or `module:Class`.
 
-    Args:
-        what: what it should be, for the message.
+    Raises:
+        ValueError: it cannot be imported or made, or is no `LogitPostProcessor`. It is named.
     """
+    found: Any = import_named("post-processor", given) if isinstance(given, str) else given
+    name = getattr(found, "__name__", type(found).__name__)
+    try:
+        if inspect.isclass(found) and issubclass(found, LogitPostProcessor):
+            make: Any = found
+            required = [one for one in inspect.signature(make).parameters.values() if one.default is one.empty]
+            found = make(config) if any(one.kind < one.VAR_POSITIONAL for one in required) else make()
+    except Exception as error:
+        raise ValueError(f"the post-processor {name} can't be made: {bounded(repr(error))}") from error
+    if not isinstance(found, LogitPostProcessor):
+        raise ValueError(f"{name} is not a subclass of guided.LogitPostProcessor (give an object, or module:Class)")
+    return found
+
+
+def import_named(what: str, name: str | EntryPoint) -> Any:
+    """Import what `module:Class` names. The `ValueError` of one that cannot be imported names it, and `what` it is."""
     try:
         if isinstance(name, str):
             if not all(name.partition(":")):

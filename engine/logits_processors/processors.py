@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from functools import partial
 
 import torch
 
 from engine.batch import Batch
-from engine.logits_processors.host import Host
-from engine.logits_processors.interface import LogitsProcessor, VllmConfig
+from engine.logits_processors.batch import IndexedBatch, PersistentBatch
+from engine.logits_processors.interface import LogitsProcessor, VllmConfig, is_revised
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
@@ -28,6 +29,50 @@ class LogitsProcessorFailed(InternalError):
     code = "logits_processor_failed"
 
 
+class _Host:
+    """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one.
+
+    A late sequence stays in the batch, so that the processor keeps its state of it.
+    """
+
+    def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
+        self.name = kind.__name__
+        self._make = partial(kind, config, device, device.type == "cuda")
+        self._config = config if is_revised(kind) else None
+        self.restart()
+        self.argmax_invariant = bool(self._processor.is_argmax_invariant())
+
+    def restart(self) -> None:
+        """Replace the processor by a new instance without state. Raises what its constructor raises."""
+        self._rows: list[Sequence] = []
+        self._late: list[Sequence] = []
+        """Late sequences at the end of the batch. They have no logits in this step."""
+        self._processor: LogitsProcessor = self._make()
+        self._batch = PersistentBatch()
+        self._indexed = None if self._config is None else IndexedBatch(self._processor, self._config)
+
+    def begin(self, rows: Rows[Sequence]) -> None:
+        """Announce the next batch."""
+        self._late = [row for row in self._rows if row.is_late]
+        self._rows = [*rows, *self._late]
+        if self._indexed is not None:
+            self._indexed.update(self._rows)
+        else:
+            self._processor.update_state(self._batch.update(self._rows))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Process the logits of the announced rows, float32 `[rows, vocab]`."""
+        rows = logits
+        if self._late:
+            rows = torch.cat([logits, logits.new_zeros(len(self._late), logits.shape[1])])
+        after: object = self._processor.apply(rows)
+        if not isinstance(after, torch.Tensor):
+            raise TypeError(f"{self.name}.apply returned {type(after).__name__} instead of the logits")
+        if after.shape != rows.shape:
+            raise ValueError(f"{self.name}.apply returned shape {tuple(after.shape)} for {tuple(rows.shape)}")
+        return after[: len(logits)].to(logits)
+
+
 class LogitsProcessors:
     """The custom processors of an engine; `classes` run in their order. The `ValueError` of one that cannot be created
     names it."""
@@ -36,20 +81,20 @@ class LogitsProcessors:
         self.classes = tuple(classes)
         self.failed: dict[int, LogitsProcessorFailed] = {}
         """Rows of this step on which a custom processor has raised."""
-        self._config, self._device = config, device
-        self._hosts = [self._host(one) for one in classes]
+        self._hosts: list[_Host] = []
+        self._broken: set[_Host] = set()
+        """Hosts of processors that have raised and were not restarted yet."""
+        for one in classes:
+            try:
+                self._hosts.append(_Host(one, config, device))
+            except Exception as error:
+                raise ValueError(
+                    f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}"
+                ) from error
         self.before = [one for one in self._hosts if not one.argmax_invariant]
         """Those that run before the penalties."""
         self.after = [one for one in self._hosts if one.argmax_invariant]
         """Those that run on masked and scaled logits. Those of greedy rows are included and not used afterwards."""
-        self._broken: set[Host] = set()
-        """Hosts of processors that have raised and were not restarted yet."""
-
-    def _host(self, one: type[LogitsProcessor]) -> Host:
-        try:
-            return Host(one, self._config, self._device)
-        except Exception as error:
-            raise ValueError(f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}") from error
 
     def validate(self, params: SamplingParams) -> None:
         """Let the custom processors check a request. Call it from any thread.
@@ -73,24 +118,19 @@ class LogitsProcessors:
         """Announce the step's batch. Call it before the forward pass."""
         self.failed = {}
         for host in self._hosts:
-            self._announce(host, batch.sequences)
-
-    def _announce(self, host: Host, rows: Rows[Sequence]) -> None:
-        try:
-            if host in self._broken:
-                host.restart()
-            host.begin(rows)
-            self._broken.discard(host)
-        except Exception:
-            self._note(host)
+            try:
+                if host in self._broken:
+                    host.restart()
+                host.begin(batch.sequences)
+                self._broken.discard(host)
+            except Exception:
+                self._note(host)
 
     def run(
-        self, hosts: list[Host], logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor]
+        self, hosts: list[_Host], logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run `before` or `after` on float32 `[rows, vocab]`.
-
-        `again` computes the unchanged logits again, in case a processor raises.
-        """
+        """Run `before` or `after` on float32 `[rows, vocab]`. `again` computes the unchanged logits again, in case a
+        processor raises."""
         while True:  # each failing round adds a broken host
             for host in hosts:
                 if host in self._broken:
@@ -105,7 +145,7 @@ class LogitsProcessors:
                 return logits
             logits = again()
 
-    def _one_by_one(self, host: Host, logits: torch.Tensor, rows: Rows[Sequence]) -> None:
+    def _one_by_one(self, host: _Host, logits: torch.Tensor, rows: Rows[Sequence]) -> None:
         """Process the rows one by one, in place, and record those on which the processor raises."""
         is_new = False
         for row, sequence in enumerate(rows):
@@ -119,7 +159,7 @@ class LogitsProcessors:
                 self.failed[row] = _failure(host.name, error)
                 is_new = False
 
-    def _note(self, host: Host) -> None:
+    def _note(self, host: _Host) -> None:
         if host not in self._broken:
             logger.exception("logits processor %s raised: a new instance gets the rows one by one", host.name)
             self._broken.add(host)

@@ -29,7 +29,7 @@ def test_sequences_of_a_prompt_share_blocks_until_a_write() -> None:
     assert blocks.append_slot(2, 6) is not None
     assert blocks.append_slot(3, 6) is None, "the last one has the block for itself"
     assert blocks.blocks(3)[1] == shared
-    assert list(blocks.tables[blocks.row(1), :2]) == blocks.blocks(1)
+    assert list(blocks.tables[blocks.rows[1], :2]) == blocks.blocks(1)
 
     for sequence in (1, 2, 3):
         blocks.free(sequence)
@@ -98,7 +98,7 @@ class Blocks(RuleBasedStateMachine):
         for sequence, tokens in self.lengths.items():
             mine = self.blocks.blocks(sequence)
             assert len(mine) == len(set(mine)) == self.blocks.blocks_for(tokens)
-            assert list(self.blocks.tables[self.blocks.row(sequence), : len(mine)]) == mine
+            assert list(self.blocks.tables[self.blocks.rows[sequence], : len(mine)]) == mine
 
 
 TestBlocks = Blocks.TestCase

@@ -87,21 +87,14 @@ def test_the_stop_string_that_ends_first_cuts(
 ) -> None:
     detokenizer = Detokenizer(texts, stop=["o three", "two"], include_stop=include)
     ids = tiny_tokenizer.encode("one two three")
-    detokenizer.feed(ids, len(ids))
-    assert detokenizer.cut_at_stop(0) == "two"
+    assert detokenizer.find_stop(ids, 0) == "two"
     assert detokenizer.visible(True) == expected
 
 
 def test_a_stop_string_across_tokens_is_found(texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     detokenizer = Detokenizer(texts, stop=["狐狸"])
     ids = tiny_tokenizer.encode("棕色狐狸跳")
-    found = None
-    for count in range(1, len(ids) + 1):
-        before = len(detokenizer.text)
-        detokenizer.feed(ids, count)
-        found = detokenizer.cut_at_stop(before)
-        if found:
-            break
+    found = next(stop for count in range(1, len(ids) + 1) if (stop := detokenizer.find_stop(ids[:count], 0)))
     assert found == "狐狸"
     assert detokenizer.text == "棕色"
 

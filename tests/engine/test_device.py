@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import CudaMemory
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel, load_model
@@ -75,34 +74,26 @@ def test_warm_up_says_in_one_line_what_it_found(make_engine: MakeEngine, caplog:
     assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
-class Memory(CudaMemory):
-    """A device with 8 GiB. A step is said to take as much as its logits would."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-
-    def peak_of(self, run: Callable[[], None]) -> int:
-        run()
-        return self.peak
-
-    def free(self) -> int:
-        return 8 << 30
-
-
-def test_the_kv_cache_gets_what_the_largest_step_leaves(tiny_model: LoadedModel) -> None:
+def test_the_kv_cache_gets_what_the_largest_step_leaves(
+    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps: list[tuple[int, int]] = []
 
     def note(module: Any, args: Any, inputs: dict[str, Any], output: Any) -> None:
         steps.append((inputs["input_ids"].shape[1], int(inputs["position_ids"].max())))
 
-    memory, runner = Memory(), ModelRunner(tiny_model, block_size=16)
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))
+    runner, left = ModelRunner(tiny_model, block_size=16), []
     with tiny_model.body.register_forward_hook(note, with_kwargs=True):
-        light = runner.memory_for_cache(memory, 300, rows=5, max_model_len=128)
-        memory.peak = 1 << 30
-        heavy = runner.memory_for_cache(memory, 300, rows=5, max_model_len=128)
+        for peak in (0, 1 << 30):
+            monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, peak=peak: 100 + peak)
+            left.append(runner.memory_for_cache(300, rows=5, max_model_len=128))
     assert steps == [(300, 127)] * 2
-    assert 0 < light < memory.free()
-    assert light - heavy >= memory.peak
+    assert 0 < left[0] < 8 << 30
+    assert left[0] - left[1] >= 1 << 30
 
 
 @pytest.mark.cuda

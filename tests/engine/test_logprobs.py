@@ -6,7 +6,7 @@ from engine.logprobs import Logprob, TokenLogprobs
 
 
 def entries() -> TokenLogprobs:
-    return TokenLogprobs((7, 3, 5), (-2.0, -0.5, -1.0), (3, 1, 2))
+    return TokenLogprobs([(7, -2.0, 3), (3, -0.5, 1), (5, -1.0, 2)])
 
 
 def test_reads_as_a_mapping_with_the_own_token_first() -> None:
@@ -25,5 +25,5 @@ def test_a_garbage_collection_visits_one_object_per_token() -> None:
         return len(gc.get_objects())
 
     before = visited()
-    kept = [TokenLogprobs(*(tuple(kind(n + i) for i in range(21)) for kind in (int, float, int))) for n in range(500)]
+    kept = [TokenLogprobs([(n + i, float(n + i), n + i) for i in range(21)]) for n in range(500)]
     assert visited() - before < 1.1 * len(kept)

@@ -40,13 +40,13 @@ def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed:
 
 
 def batch_of(*sequences: Sequence) -> Batch:
-    return Batch([], list(sequences))
+    return Batch([], list(sequences), [])
 
 
 def begun(rows: Batch) -> Sampler:
     """A sampler at the beginning of a step."""
     sampler = Sampler(LogitsProcessors(VllmConfig(), torch.device("cpu")), {EOS})
-    sampler.begin(rows)
+    sampler.processors.begin(rows)
     return sampler
 
 
@@ -87,12 +87,12 @@ def test_penalties_count_what_comes_while_the_batch_stays() -> None:
     sampler = begun(batch)
     seen = []
     for token in (3, 3, 4):
-        sampler.begin(batch)
+        sampler.processors.begin(batch)
         seen.append(sampler.adjust(lambda: logits_of([0.0] * 5), batch)[0, :5].tolist())
         it.append(token)
     assert seen == [[0.0] * 5, [0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, 0.0]]
     batch = batch_of(sequence(), it)
-    sampler.begin(batch)
+    sampler.processors.begin(batch)
     found = sampler.adjust(lambda: logits_of([0.0] * 5, [0.0] * 5), batch)[:, :5].tolist()
     assert found == [[0.0] * 5, [0.0, 0.0, 0.0, -2.0, -1.0]], "a new batch is counted anew"
 

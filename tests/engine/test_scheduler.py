@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import Batch
-from engine.beam_search import BeamSearch
 from engine.block_manager import BlockManager
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.sampling_params import SamplingParams
@@ -16,8 +17,8 @@ BLOCK = 4
 TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
 
 
-def group(name: str, tokens: int, n: int = 1) -> SequenceGroup:
-    params = SamplingParams(n=n)
+def group(name: str, tokens: int, n: int = 1, **fields: Any) -> SequenceGroup:
+    params = SamplingParams(n=n, **fields)
     sequences = [
         Sequence(
             index, params, [1] * tokens, max_length=64, stop_ids=frozenset(), seed=0, detokenizer=Detokenizer(TEXTS)
@@ -182,9 +183,7 @@ def test_a_finished_sequence_leaves_its_group_running() -> None:
 
 
 def beams(name: str, tokens: int, n: int) -> SequenceGroup:
-    one = group(name, tokens, n)
-    one.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=n, temperature=0), 8, frozenset())
-    return one
+    return group(name, tokens, n, use_beam_search=True, temperature=0)
 
 
 def test_a_wide_group_starts_when_all_of_it_fits() -> None:

@@ -6,7 +6,7 @@ The page's classes are copied to tests/support/sample_processors.py. Only their 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from engine.logits_processors.loading import load_classes
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.server.app import create_app
-from engine.server.options import ServeOptions, ServerSettings
+from engine.server.options import ServerSettings
 from guided.errors import InvalidRequest
 
 source = pytest.mark.source
@@ -91,17 +91,6 @@ def updates(make_engine: MakeEngine) -> Callable[..., list[BatchUpdate | None]]:
     return of
 
 
-def ids(update: BatchUpdate | None) -> dict[int, int]:
-    """The id of each added request, by index."""
-    assert update is not None
-    return {index: (params.extra_args or {})["id"] for index, params, _, _ in update.added}
-
-
-def one_way(update: BatchUpdate | None) -> list[tuple[int, int]]:
-    assert update is not None
-    return [(first, second) for first, second, how in update.moved if how is MoveDirectionality.UNIDIRECTIONAL]
-
-
 def tokens(output: RequestOutput) -> list[int]:
     return list(output.outputs[0].token_ids)
 
@@ -155,30 +144,12 @@ def test_argmax_invariance(make_engine: MakeEngine, run: Run) -> None:
 
 @source("update_state gets the changes of the persistent batch at the beginning of the step.")
 @source("Each step calls update_state() and apply().")
-def test_each_step_calls_update_state_and_apply(make_engine: MakeEngine) -> None:
-    events: list[str] = []
-
-    class Ordered(DummyLogitsProcessor):
-        def update_state(self, batch_update: BatchUpdate | None) -> None:
-            events.append("update_state")
-
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            events.append("apply")
-            return logits
-
-    engine = make_engine(logits_processors=(Ordered,))
-    execute = engine.runner.execute
-    engine.runner.execute = lambda batch: (events.append("forward pass"), execute(batch))[1]  # type: ignore
-    engine.add_request("r", PROMPT, target(None))
-    engine.step()
-    engine.step()
-    assert events == ["update_state", "forward pass", "apply"] * 2
-
-
 @source("batch_update may be None: the batch has not changed.")
 @source("A processor may use the output_token_ids list that it has retained since the request was added.")
-def test_none_and_the_retained_output(make_engine: MakeEngine, run: Run) -> None:
-    seen: list[tuple[int, list[int]]] = []
+def test_the_calls_of_a_step_and_the_retained_output(
+    make_engine: MakeEngine, run: Run, tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, list[int]]] = []
 
     class Retaining(Recorder):
         def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -186,11 +157,20 @@ def test_none_and_the_retained_output(make_engine: MakeEngine, run: Run) -> None
             if batch_update is not None:
                 [(index, _, self.prompt, self.output)] = batch_update.added
                 assert (index, self.prompt) == (0, PROMPT)
-            seen.append((len(self.updates), list(self.output)))
+            events.append(("update_state", list(self.output)))
 
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            events.append(("apply", list(self.output)))
+            return super().apply(logits)
+
+    forward = tiny_model.body.forward
+    monkeypatch.setattr(tiny_model.body, "forward", lambda **it: (events.append(("forward", [])), forward(**it))[1])
     found = run(make_engine(logits_processors=(Retaining,)), {"r": (PROMPT, target(None))})
     assert [update is None for update in Recorder.updates] == [False, True, True, True]
-    assert seen == [(step + 1, tokens(found["r"])[:step]) for step in range(4)]
+    outputs = [tokens(found["r"])[:step] for step in range(4)]
+    assert events == [
+        event for output in outputs for event in (("update_state", output), ("forward", []), ("apply", output))
+    ]
 
 
 # -- how the engine builds the BatchUpdate
@@ -200,22 +180,22 @@ Updates = Callable[..., list[BatchUpdate | None]]
 
 @source("New requests replace finished ones by Add, from the smallest index of a replaced request to the largest.")
 @source("As many new requests as finished ones: nothing else is to be done.")
-def test_added_requests_replace_finished_ones(updates: Updates) -> None:
-    _, update = updates("acad", "bb")
-    assert list(ids(update).items()) == [(0, 4), (2, 5)]
-    assert update is not None
-    assert (update.batch_size, [*update.removed], one_way(update)) == (4, [], [])
-
-
 @source("Condense: move the highest non-empty slot to the lowest empty slot, by a unidirectional move.")
 @source("Continue with increasing targets and decreasing sources until the batch is contiguous.")
 @source("Shrink: batch_size is the number of non-empty slots.")
-def test_the_batch_is_condensed(updates: Updates) -> None:
-    _, update = updates("aabababb", "")
+@pytest.mark.parametrize(
+    ("arrivals", "added", "removed", "moved", "size"),
+    [(("acad", "bb"), {0: 4, 2: 5}, [], [], 4), (("aabababb", ""), {}, [0, 1, 3, 5], [(7, 0), (6, 1), (4, 3)], 4)],
+)
+def test_added_replace_finished_and_the_batch_is_condensed(
+    updates: Updates, arrivals: tuple[str, ...], added: Any, removed: Any, moved: Any, size: int
+) -> None:
+    _, update = updates(*arrivals)
     assert update is not None
-    assert sorted(update.removed) == [0, 1, 3, 5]
-    assert one_way(update) == [(7, 0), (6, 1), (4, 3)]
-    assert update.batch_size == 4
+    ids = {index: (params.extra_args or {})["id"] for index, params, _, _ in update.added}
+    assert list(ids.items()) == list(added.items())
+    one_way = [(first, second) for first, second, how in update.moved if how is MoveDirectionality.UNIDIRECTIONAL]
+    assert (sorted(update.removed), one_way, update.batch_size) == (removed, moved, size)
 
 
 @source(
@@ -295,53 +275,47 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.server import process
     from engine.server.cli import app
 
-    given: list[ServeOptions] = []
-    monkeypatch.setattr(process, "serve", lambda options, listener: given.append(options))
+    given: list[EngineConfig] = []
+    monkeypatch.setattr(process, "serve", lambda options, listener: given.append(options.engine))
     two = ["--logits-processors", FQCN, "--logits-processors", "sample_processors:MyBias"]
-    assert CliRunner().invoke(app, ["serve", "--port", "0", *two]).exit_code == 0
-    assert CliRunner().invoke(app, ["serve", "--port", "0", "--no-logits-processor-plugins"]).exit_code == 0
-    assert [options.engine.logits_processors for options in given] == [(FQCN, "sample_processors:MyBias"), ()]
-    assert [options.engine.logits_processor_plugins for options in given] == [True, False]
+    for arguments in (two, ["--no-logits-processor-plugins"]):
+        assert CliRunner().invoke(app, ["serve", "--port", "0", *arguments]).exit_code == 0
+    assert [config.logits_processors for config in given] == [(FQCN, "sample_processors:MyBias"), ()]
+    assert [config.logits_processor_plugins for config in given] == [True, False]
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that installs a package with the given entry points of `vllm.logits_processors`."""
 
-    def installing(**points: str) -> None:
+    def installing(*points: str) -> None:
         information = tmp_path / "plugins-1.0.dist-info"
         information.mkdir()
         (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
-        entries = "".join(f"{name} = {value}\n" for name, value in points.items())
-        (information / "entry_points.txt").write_text(f"[vllm.logits_processors]\n{entries}")
+        (information / "entry_points.txt").write_text("\n".join(["[vllm.logits_processors]", *points]))
         monkeypatch.syspath_prepend(tmp_path)
 
     return installing
 
 
 @source("Method 2: entry points of the group vllm.logits_processors are loaded automatically.")
-def test_entry_points(install: Callable[..., None], make_engine: MakeEngine, run: Run) -> None:
-    install(second="sample_processors:MyBias", first=FQCN)
-    engine = make_engine(logits_processors=("sample_processors:MyMinP",))
-    names = [kind.__name__ for kind in engine.sampler.processors.classes]
-    assert names == ["DummyLogitsProcessor", "MyBias", "MyMinP"], "without our own entry, which is for vLLM"
-    assert tokens(run(engine, {"r": (PROMPT, target(67))})["r"]) == [67] * 4
-
-
 @source(
     "vLLM always loads all processors of the group.",
     differs="--no-logits-processor-plugins turns that off, and our own entry, which is for vLLM, is left out.",
 )
-def test_entry_points_can_be_turned_off(install: Callable[..., None]) -> None:
-    install(mine=FQCN)
+def test_entry_points(install: Callable[..., None], make_engine: MakeEngine, run: Run) -> None:
+    install("second = sample_processors:MyBias", f"first = {FQCN}")
+    engine = make_engine(logits_processors=("sample_processors:MyMinP",))
+    names = [kind.__name__ for kind in engine.sampler.processors.classes]
+    assert names == ["DummyLogitsProcessor", "MyBias", "MyMinP"], "without our own entry, which is for vLLM"
+    assert tokens(run(engine, {"r": (PROMPT, target(67))})["r"]) == [67] * 4
     assert load_classes(EngineConfig(logits_processor_plugins=False)) == []
-    assert load_classes(EngineConfig()) == [DummyLogitsProcessor]
 
 
 @source("A processor that is loaded must be a subclass of LogitsProcessor (entry points).")
 @pytest.mark.parametrize("value", ["no_such_module:It", "sample_processors:logger", "sample_processors:SamplingParams"])
 def test_entry_points_that_do_not_fit(install: Callable[..., None], value: str) -> None:
-    install(mine=value)
+    install(f"mine = {value}")
     with pytest.raises(ValueError, match=rf"{value} .*\(entry point mine .*--no-logits-processor-plugins"):
         load_classes(EngineConfig())
 
@@ -349,36 +323,21 @@ def test_entry_points_that_do_not_fit(install: Callable[..., None], value: str) 
 # -- requests over HTTP
 
 
-@pytest.fixture(scope="module")
-def client(tiny_llama_dir: Path) -> Iterator[TestClient]:
-    engine = AsyncLLM(str(tiny_llama_dir), dtype="float32", logits_processors=[FQCN])
-    with TestClient(create_app(engine, ServerSettings(model_names=("tiny",)))) as client:
-        yield client
-    engine.shutdown()
-
-
 @source("REST API: configure the processor for a request by vllm_xargs.")
 @source("OpenAI SDK: configure the processor for a request by extra_body.")
-def test_custom_arguments_over_http(client: TestClient) -> None:
-    xargs = {"vllm_xargs": {"target_token": 67, "others": [1, "two", 0.5]}}
-    request = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
-    answer = client.post("/v1/completions", json={**request, "logprobs": 0, **xargs}).json()["choices"][0]
-    assert len({*answer["logprobs"]["tokens"]}) == 1
-    sdk = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=client)
-    assert sdk.completions.create(**request, extra_body=xargs).choices[0].text == answer["text"]
-    chat = sdk.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=4, extra_body=xargs
-    )
-    assert chat.choices[0].message.content == answer["text"]
-
-
 @source("Requests with invalid custom arguments are rejected.")
-def test_invalid_arguments_over_http(client: TestClient) -> None:
-    answer = client.post("/v1/completions", json={"prompt": "Hello", "vllm_xargs": {"target_token": "five"}})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["param"], error["code"]) == ("vllm_xargs", "invalid_request")
-    assert error["message"] == "target_token value five is not int"
-
-
-# -- best practices
+def test_custom_arguments_over_http(tiny_llama_dir: Path) -> None:
+    engine = AsyncLLM(str(tiny_llama_dir), dtype="float32", logits_processors=[FQCN])
+    xargs = {"vllm_xargs": {"target_token": 67, "others": [1, "two", 0.5]}}
+    request: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
+    with TestClient(create_app(engine, ServerSettings(model_names=("tiny",)))) as client:
+        answer = client.post("/v1/completions", json={**request, "logprobs": 0, **xargs}).json()["choices"][0]
+        assert len({*answer["logprobs"]["tokens"]}) == 1
+        sdk = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=client)
+        assert sdk.completions.create(**request, extra_body=xargs).choices[0].text == answer["text"]
+        wrong = client.post("/v1/completions", json={"prompt": "Hello", "vllm_xargs": {"target_token": "five"}})
+        assert wrong.status_code == 400
+        error = wrong.json()["error"]
+        assert (error["param"], error["code"]) == ("vllm_xargs", "invalid_request")
+        assert error["message"] == "target_token value five is not int"
+    engine.shutdown()

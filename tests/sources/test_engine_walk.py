@@ -19,9 +19,9 @@ from engine.llm_engine import LLMEngine
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampler import SamplerOutput
 from engine.sequence import SequenceGroup, SequenceStatus
-from engine.step_views import SequenceGroupMetadata, SequenceGroupOutput, by_group, seq_group_metadata_list
 from guided.errors import InvalidRequest
 from guided.sequence import SequenceOutput
+from tests.sources.step_views import SequenceGroupMetadata, SequenceGroupOutput, by_group, seq_group_metadata_list
 
 source = pytest.mark.source
 MakeEngine = Callable[..., LLMEngine]
@@ -45,10 +45,7 @@ def opt_125m(tiny_llama_dir: Path, tmp_path: Path) -> str:
 
 @source("run.py: LLM(model='facebook/opt-125m', tensor_parallel_size=2), then llm.generate(prompts, sampling_params)")
 def test_quick_start(opt_125m: str) -> None:
-    prompts = [
-        "Have you followed marsggbo in Zhihu?",
-        "Ты ударил три раза подряд?",
-    ]  # fmt: skip
+    prompts = ["Have you followed marsggbo in Zhihu?", "Ты ударил три раза подряд?"]
     sampling_params = SamplingParams(temperature=0.8, top_k=50)
     llm = LLM(model=opt_125m, tensor_parallel_size=2)
     outputs = llm.generate(prompts, sampling_params)
@@ -126,24 +123,19 @@ def test_add_request(make_engine: MakeEngine, finish: Run) -> None:
 @source("SequenceGroupMetadata(request_id, is_prompt, seq_data, sampling_params, block_tables)")
 @source(
     "Scheduler.schedule() returns List[SequenceGroupMetadata]",
-    differs="it returns a Batch, of which `seq_group_metadata_list` is a view",
+    differs="it returns a Batch; tests/sources/step_views.py reads the list off it",
 )
 def test_sequence_group_metadata(make_engine: MakeEngine) -> None:
     engine = make_engine(block_size=4)
     group = engine.add_request("r", [1, 2, 3, 4, 5], SamplingParams(n=2))
     [metadata] = seq_group_metadata_list(engine.scheduler.schedule(), engine.blocks)
-    seq_data = {}
-    block_tables = {}
-    for seq in group.get_seqs(status=SequenceStatus.RUNNING):
-        seq_id = seq.seq_id
-        seq_data[seq_id] = seq.data
-        block_tables[seq_id] = engine.blocks.blocks(seq_id)
+    seqs = group.get_seqs(status=SequenceStatus.RUNNING)
     assert metadata == SequenceGroupMetadata(
         request_id=group.request_id,
         is_prompt=True,
-        seq_data=seq_data,
+        seq_data={seq.seq_id: seq.data for seq in seqs},
         sampling_params=group.sampling_params,
-        block_tables=block_tables,
+        block_tables={seq.seq_id: engine.blocks.blocks(seq.seq_id) for seq in seqs},
     )
 
 
@@ -218,14 +210,11 @@ def test_spaces_between_special_tokens(make_engine: MakeEngine, run: Run) -> Non
 
 def from_seq_group(seq_group: SequenceGroup) -> RequestOutput:
     """`RequestOutput.from_seq_group`, as the document has it."""
-    # 1. Get the top-n sequences.
     n = seq_group.sampling_params.n
     seqs = seq_group.get_seqs()
     sorting_key = lambda seq: seq.get_cumulative_logprob()  # noqa: E731
     sorted_seqs = sorted(seqs, key=sorting_key, reverse=True)
     top_n_seqs = sorted_seqs[:n]
-
-    # 2. Create the outputs.
     outputs: list[CompletionOutput] = []
     for seq in top_n_seqs:
         logprobs = seq.output_logprobs
@@ -239,8 +228,6 @@ def from_seq_group(seq_group: SequenceGroup) -> RequestOutput:
             finshed_reason,
         )
         outputs.append(output)
-
-    # Every sequence in the sequence group should have the same prompt.
     prompt = seq_group.prompt
     prompt_token_ids = seq_group.prompt_token_ids
     finished = seq_group.is_finished()

@@ -11,7 +11,6 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple  # noqa: UP035  as in the RFC
 
 import pytest
@@ -32,6 +31,7 @@ from guided.pools.inline import InlinePool
 from guided.post_processor import ApplyReport, LogitPostProcessor
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
+from tests.engine.conftest import finish as run_all
 
 source = pytest.mark.source
 MakeEngine = Callable[..., LLMEngine]
@@ -98,21 +98,11 @@ class Raising(LogitPostProcessor):
         return True
 
 
-METHODS = [
-    "initialize",
-    "prepare",
-    "apply",
-    "sampled",
-    "edits",
-    "decided",
-    "failures",
-    "rollback",
-    "free_sequence",
-    "free",
-]
+RARE = ("initialize", "sampled", "rollback", "free_sequence")
+METHODS = [*RARE, "free", "prepare", "apply", "edits", "decided", "failures"]
 
 
-def under_load(finish: Callable[..., Any], model: LoadedModel, processor: LogitPostProcessor | None) -> LLMEngine:
+def under_load(model: LoadedModel, processor: LogitPostProcessor | None) -> LLMEngine:
     """An engine with 8 free and 8 guided requests: of several outputs, beams, some with late masks."""
     pool = FaultyPool(model.vocabulary)
     pool.delay = lambda sequence_id, position: 1 if position % 4 == 3 else 0
@@ -137,9 +127,7 @@ def said(outputs: dict[str, RequestOutput]) -> dict[str, list[tuple[int, list[in
 @pytest.fixture(scope="module")
 def expected(tiny_model: LoadedModel) -> dict[str, Any]:
     """What an engine without the processor says."""
-    from tests.engine.conftest import finish
-
-    return said(finish(under_load(finish, tiny_model, None)))
+    return said(run_all(under_load(tiny_model, None)))
 
 
 @source("Problem: upon failures, engine will die")
@@ -149,12 +137,10 @@ def expected(tiny_model: LoadedModel) -> dict[str, Any]:
 @pytest.mark.parametrize("all_rows", [False, True], ids=["guided-rows", "all-rows"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_processor_that_raises_ends_its_groups_only(
-    tiny_model: LoadedModel, expected: dict[str, Any], method: str, all_rows: bool
+    tiny_model: LoadedModel, finish: Run, expected: dict[str, Any], method: str, all_rows: bool
 ) -> None:
-    from tests.engine.conftest import finish
-
     processor = Raising(method, all_rows)
-    engine = under_load(finish, tiny_model, processor)
+    engine = under_load(tiny_model, processor)
     groups = dict(engine.groups)
     found = finish(engine)
     failed = {name: output.error for name, output in found.items() if output.error is not None}
@@ -163,15 +149,9 @@ def test_a_processor_that_raises_ends_its_groups_only(
     assert all(groups[name].get_seqs(SequenceStatus.FINISHED_INTERNAL_ERROR) for name in failed)
     others = {name: value for name, value in said(found).items() if name not in failed}
     assert others == {name: expected[name] for name in others}, "byte for byte"
-    of_free = {name for name in failed if name.startswith("free")}
-    if method == "free":  # the group had ended
-        assert not failed
-    elif method in ("initialize", "sampled", "rollback", "free_sequence"):  # called for one sequence or request
-        assert len(failed) == 1
-    else:
-        assert len(failed) >= (14 if all_rows else 6), "all that had begun"
-    if not all_rows:
-        assert not of_free
+    least, most = (1, 1) if method in RARE else (14 if all_rows else 6, 16)  # else all that had begun
+    assert not failed if method == "free" else least <= len(failed) <= most
+    assert all_rows or not [name for name in failed if name.startswith("free")]
     engine.add_request("next", PROMPT, DIGITS)
     engine.add_request("free", PROMPT, FREE)
     again = finish(engine)
@@ -211,9 +191,9 @@ def test_a_wrong_result_does_not_stop_the_engine(tiny_model: LoadedModel, finish
 def test_after_ctrl_c_the_engine_goes_on(
     tiny_model: LoadedModel, finish: Run, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = engine_with(tiny_model)
-    expected.add_request("guided", PROMPT, DIGITS)
-    tokens = finish(expected)["guided"].outputs[0].token_ids
+    whole = engine_with(tiny_model)
+    whole.add_request("guided", PROMPT, DIGITS)
+    tokens = finish(whole)["guided"].outputs[0].token_ids
 
     class Interrupting(LogitPostProcessor):
         calls = 0
@@ -299,36 +279,23 @@ def test_the_order_within_a_step(tiny_model: LoadedModel) -> None:
 
 @source("if we use Ray, Ray actors can die")
 @source("we should fail the seq_group immediately")
-def test_kill_9_of_an_actor_is_finished_internal_error(tiny_model: LoadedModel, local_ray: None) -> None:
+def test_kill_9_of_an_actor_is_finished_internal_error(tiny_model: LoadedModel, local_ray: None, finish: Run) -> None:
     """With `max_replays=0`, the default: the groups with a matcher on the actor end. All others go on."""
     pool = RayPool(tiny_model.vocabulary, num_actors=2)
     try:
         engine = engine_with(tiny_model, pool=pool, max_model_len=512)
-        for number in range(6):
-            params = SamplingParams(regex="[0-9]{200,}", temperature=0.0, max_tokens=300)
-            engine.add_request(f"guided {number}", PROMPT, params)
-        engine.add_request("free", PROMPT, SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True))
-        groups = dict(engine.groups)
-        ids = {group.sequences[0].seq_id: name for name, group in groups.items()}
-        last: dict[str, RequestOutput] = {}
-        lost: set[str] = set()
-        while engine.has_unfinished:
-            engine.awake.clear()
-            if not engine.has_work:
-                assert engine.awake.wait(60)
-            last.update((output.request_id, output) for output in engine.step())
-            if not lost and last and all(len(last[name].outputs[0].token_ids) > 5 for name in last) and len(last) == 7:
-                pid, open_there = next((pid, ids_) for pid, ids_ in pool.placement().items() if ids_)
-                lost = {ids[one] for one in open_there}
-                os.kill(pid, signal.SIGKILL)
-        assert lost
-        for name, group in groups.items():
-            status = group.sequences[0].status
-            if name in lost:
-                assert status is SequenceStatus.FINISHED_INTERNAL_ERROR
-                assert isinstance(last[name].error, WorkerDied)
-            else:
-                assert last[name].error is None
+        params = SamplingParams(regex="[0-9]{200,}", temperature=0.0, max_tokens=300)
+        groups = [engine.add_request(str(number), PROMPT, params) for number in range(6)]
+        while any(group.sequences[0].num_output_tokens < 5 for group in groups):
+            engine.step()
+        free = engine.add_request("free", PROMPT, SamplingParams(max_tokens=300, ignore_eos=True))
+        pid, lost = next((pid, ids) for pid, ids in pool.placement().items() if ids)
+        os.kill(pid, signal.SIGKILL)
+        finish(engine)
+        for sequence in [one.sequences[0] for one in (*groups, free)]:
+            is_lost = sequence.seq_id in lost
+            assert (sequence.status is SequenceStatus.FINISHED_INTERNAL_ERROR) == is_lost
+            assert isinstance(sequence.error, WorkerDied if is_lost else type(None))
     finally:
         pool.shutdown()
 
@@ -393,13 +360,6 @@ def test_the_literal_sampled_changes_nothing(tiny_model: LoadedModel, finish: Ru
     assert texts[0] == texts[1]
 
 
-@dataclass
-class Told:
-    token: int
-    logprob: float
-    output: list[int]
-
-
 @source("Returns the number of tokens to backtrack, the tokens to append, and whether to stop")
 @source("I'm the one asking for ff_tokens and backtracking")
 def test_sampled_gets_token_and_logprobs_and_edits(tiny_model: LoadedModel, finish: Run) -> None:
@@ -407,10 +367,10 @@ def test_sampled_gets_token_and_logprobs_and_edits(tiny_model: LoadedModel, fini
         max_rollback = 2
 
         def __init__(self) -> None:
-            self.told: list[Told] = []
+            self.told: list[tuple[int, float, list[int]]] = []
 
         def sampled(self, seq: GuidedSequence, token_id: int, logprobs: Any) -> tuple[int, list[int], bool]:
-            self.told.append(Told(token_id, logprobs[token_id].logprob, list(seq.output_token_ids)))
+            self.told.append((token_id, logprobs[token_id].logprob, list(seq.output_token_ids)))
             match len(self.told):
                 case 3:
                     return 1, [30, 31, 32], False  # two tokens become three
@@ -422,12 +382,11 @@ def test_sampled_gets_token_and_logprobs_and_edits(tiny_model: LoadedModel, fini
     engine = engine_with(tiny_model, controller)
     engine.add_request("free", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, stop=["never"]))
     output = finish(engine)["free"].outputs[0]
-    first, second, third = controller.told[:3]
-    assert third.output == [first.token, second.token, third.token], "the output has the token already"
-    assert all(one.logprob <= 0.0 for one in controller.told)
-    assert controller.told[3].output[:4] == [first.token, 30, 31, 32]
-    assert (output.token_ids[:4], output.finish_reason) == ([first.token, 30, 31, 32], "stop")
-    assert output.token_ids[4:] == [one.token for one in controller.told[3:]]
+    (first, *_), (second, *_), (third, _, seen), (*_, after) = controller.told[:4]
+    assert seen == [first, second, third], "the output has the token already"
+    assert all(logprob <= 0.0 for _, logprob, _ in controller.told)
+    assert after[:4] == output.token_ids[:4] == [first, 30, 31, 32]
+    assert (output.token_ids[4:], output.finish_reason) == ([token for token, *_ in controller.told[3:]], "stop")
     assert output.text == tiny_model.tokenizer.decode(output.token_ids)
 
 
@@ -448,29 +407,19 @@ def test_a_bundle_calls_its_members_in_order(tiny_model: LoadedModel, finish: Ru
     bundle = ProcessorBundle(GuidedProcessor(pool), *map(Banning, range(1, 10)))
     engine = LLMEngine(tiny_model, pool=pool, processor=bundle)
     engine.add_request("guided", PROMPT, DIGITS)
-    assert not {*"123456789"} & {*"".join(tokens_of(tiny_model, finish(engine)["guided"]))}
+    texts = [tiny_model.vocabulary.token_bytes[one] for one in finish(engine)["guided"].outputs[0].token_ids]
+    assert not {b"%d" % number for number in range(1, 10)} & {*texts}
     assert order[:9] == [*range(1, 10)]
-
-
-def tokens_of(model: LoadedModel, output: RequestOutput) -> list[str]:
-    """The texts of the tokens of one digit."""
-    texts = [model.vocabulary.token_bytes[token].decode() for token in output.outputs[0].token_ids[:-1]]
-    return [text for text in texts if len(text) == 1]
 
 
 @source("Problem: the current support is kind of broken, it doesn't work for input batches or beam search")
 def test_beams_and_batches_are_guided(make_engine: MakeEngine, run: Run) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": [1, 22, 333]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, 22, 333]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
     fields: dict[str, Any] = {"json_schema": schema, "whitespace_pattern": "", "max_tokens": 30}
-    requests = {
-        "beams": (PROMPT, SamplingParams(use_beam_search=True, n=3, temperature=0.0, **fields)),
-        **{str(number): (PROMPT, SamplingParams(seed=number, **fields)) for number in range(4)},
-    }
+    beams = SamplingParams(use_beam_search=True, n=3, temperature=0.0, **fields)
+    requests = {str(number): (PROMPT, SamplingParams(seed=number, **fields)) for number in range(4)}
+    requests["beams"] = PROMPT, beams
     for output in run(make_engine(), requests).values():
         assert {one.text for one in output.outputs} <= {'{"a":1}', '{"a":22}', '{"a":333}'}
 

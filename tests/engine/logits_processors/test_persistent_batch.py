@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality, VllmConfig, process_dict_updates
-from engine.logits_processors.batch import PersistentBatch
+from engine.logits_processors.batch import IndexedBatch, PersistentBatch
 from engine.logits_processors.interface import ModelConfig, SchedulerConfig
-from engine.logits_processors.revised import RevisedAdapter
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from guided.vocabulary import Vocabulary
@@ -106,10 +105,7 @@ def test_process_dict_updates_keeps_those_it_is_for(history: list[list[int]]) ->
 class Revised(LogitsProcessor):
     """Keeps what it is told."""
 
-    newest: Revised
-
     def __init__(self, *_: Any) -> None:
-        Revised.newest = self
         self.held: dict[int, int] = {}
         self.rows: list[int] = []
 
@@ -136,12 +132,12 @@ class Revised(LogitsProcessor):
 @given(st.lists(st.lists(st.integers(0, COUNT - 1), unique=True, max_size=4), min_size=1), st.integers(0, 2))
 def test_indices_of_the_revised_model_show_their_tokens(history: list[list[int]], removed: int) -> None:
     """Batches of up to four of nine sequences. Between them outputs grow, or their last tokens are replaced."""
-    every, batch = sequences(), PersistentBatch()
+    every = sequences()
     config = VllmConfig(ModelConfig(max_model_len=100), SchedulerConfig(max_num_seqs=4))
-    adapter = RevisedAdapter(Revised, config, torch.device("cpu"), False)
-    processor = Revised.newest
+    processor = Revised()
+    batch = IndexedBatch(processor, config)
     for step, rows in enumerate(history):
-        adapter.update_state(batch.update([every[number] for number in rows]))
+        batch.update([every[number] for number in rows])
         assert [processor.held[index] for index in processor.rows] == rows
         assert len(processor.held) == len(rows)
         for index, tokens in processor.tokens.items():
