@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 class EngineHealth:
     """A snapshot of the engine, for `/health` and the metrics."""
 
+    error: str | None
+    """The error that ended the engine's thread."""
     alive: bool
     """The engine's thread runs."""
-    error: str | None
-    """The error that ended the thread."""
     pool: PoolStatus
     num_running: int
     """Sequences."""
@@ -42,9 +42,8 @@ class EngineHealth:
     """Share of the blocks in use, 0 to 1."""
     num_preemptions: int
     prefix_cache_queries: int
-    """Prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens that were looked up in the prefix cache, and those that it had."""
     stats: EngineStats
 
 
@@ -54,34 +53,26 @@ class _Stream:
     def __init__(self, group: SequenceGroup) -> None:
         self.group = group
         self.loop = asyncio.get_running_loop()
-        self._latest: RequestOutput | None = None
-        self._error: BaseException | None = None
+        self._newest: RequestOutput | BaseException | None = None
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput | BaseException) -> None:
         """Deliver an output or the final error. Runs on the consumer's event loop."""
-        if isinstance(output, RequestOutput):
-            self._latest = output
-        else:
-            self._error = output
+        self._newest = output
         self._ready.set()
 
     async def get(self) -> RequestOutput:
-        while self._latest is None:
-            if self._error is not None:
-                raise self._error
-            self._ready.clear()
-            await self._ready.wait()
-        output, self._latest = self._latest, None
-        return output
+        await self._ready.wait()
+        self._ready.clear()
+        if isinstance(self._newest, BaseException):
+            raise self._newest
+        assert self._newest is not None
+        return self._newest
 
 
 class AsyncLLM(BaseLLM):
-    """Generate from asyncio. Arguments as `BaseLLM`'s.
-
-    The constructor starts the engine's thread and `shutdown` ends it. If the thread dies of an error, every stream
-    raises, and `health().alive` is False from then on.
-    """
+    """Generate from asyncio. Arguments as `BaseLLM`'s. The constructor starts the engine's thread and `shutdown` ends
+    it. If the thread dies of an error, every stream raises, and `health().alive` is False from then on."""
 
     def _start(self) -> None:
         self._inbox: deque[_Stream | str] = deque()
@@ -89,8 +80,7 @@ class AsyncLLM(BaseLLM):
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
         """Guards the inbox against additions after the engine's thread has emptied it for the last time."""
-        self._ended = False
-        self._closing = False
+        self._ended = self._closing = False
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -105,11 +95,8 @@ class AsyncLLM(BaseLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield snapshots of its output.
 
-        The first snapshot comes once the request is admitted, that is, its constraint is compiled. Its outputs may be
-        empty. The last snapshot has `finished`. Leaving the iteration early, or cancelling it, aborts the request.
-
-        Args:
-            stream: False: yield only the last snapshot.
+        The first one comes once the constraint is compiled; its outputs may be empty. The last one has `finished`.
+        Without `stream`, only that one comes. Leaving the iteration early, or cancelling it, aborts the request.
 
         Raises:
             GuidedError: the request failed before it was admitted, or at any time if `stream` is False. A later failure
@@ -158,8 +145,8 @@ class AsyncLLM(BaseLLM):
         waiting = list(scheduler.waiting)
         for_grammar = sum(group.waits_for_grammar for group in waiting)
         return EngineHealth(
-            alive=self._death is None and self._thread.is_alive(),
-            error=None if self._death is None else bounded(f"{type(self._death).__name__}: {self._death}"),
+            None if self._death is None else bounded(f"{type(self._death).__name__}: {self._death}"),
+            self._death is None and self._thread.is_alive(),
             pool=self.pool.status(),
             num_running=len(scheduler.running),
             num_waiting=len(waiting) - for_grammar + len(scheduler.preempted),
@@ -220,10 +207,15 @@ class AsyncLLM(BaseLLM):
 
     def _post(self, items: Sequence[tuple[_Stream, RequestOutput | BaseException]]) -> None:
         """Put each item into its stream, with one call into each event loop."""
+
+        def put(mine: list[tuple[_Stream, RequestOutput | BaseException]]) -> None:
+            for stream, output in mine:
+                stream.put(output)
+
         for loop in {stream.loop for stream, _ in items}:
             mine = [item for item in items if item[0].loop is loop]
             try:
-                loop.call_soon_threadsafe(_put_all, mine)
+                loop.call_soon_threadsafe(put, mine)
             except RuntimeError:  # the event loop is closed
                 for stream, _ in mine:
                     self.engine.abort_request(stream.group.request_id)
@@ -240,8 +232,3 @@ class AsyncLLM(BaseLLM):
     def _ended_error(self) -> InternalError:
         why = "is shutting down" if self._death is None else f"has died: {bounded(self._death)}"
         return InternalError(f"the engine {why}")
-
-
-def _put_all(items: list[tuple[_Stream, RequestOutput | BaseException]]) -> None:
-    for stream, output in items:
-        stream.put(output)

@@ -109,7 +109,7 @@ class Beams:
     """The searches of an engine. Each step continues every sequence from the beam that its search chooses: output,
     blocks and matcher."""
 
-    def __init__(self, scheduler: Scheduler, processor: LogitPostProcessor | None) -> None:
+    def __init__(self, scheduler: Scheduler, processor: LogitPostProcessor) -> None:
         self._scheduler, self._processor = scheduler, processor
         self._searches: dict[SequenceGroup, BeamSearch] = {}
 
@@ -161,7 +161,7 @@ class Beams:
         self._scheduler.blocks.take_over(parents)
         for own, sequence, candidate in zip(outputs, beams, chosen, strict=True):
             output = outputs[candidate.beam]
-            if own != output and self._processor is not None and sequence.guided is not None:
+            if own != output and sequence.guided is not None:
                 self._processor.rollback(sequence.seq_id, common_length(own, output))
             sequence.take_over([*output, candidate.token], candidate.logprob, scored(candidate))
         return True

@@ -1,9 +1,8 @@
 """Speculative decoding with an n-gram drafter (prompt lookup): what followed the newest tokens may follow again.
 
 A step computes a sequence's newest token and its drafts together. Each draft adds a row to the step, with a `Sequence`
-of its own: its output ends with the drafts so far, so that masks, penalties and log-probabilities are those of that
-position. A draft is accepted if the row before it samples the same token. Outputs are those of decoding one by one:
-each position has its own mask and its own random number.
+of its own whose output ends with the drafts so far. A draft is accepted if the row before it samples the same token.
+Outputs are those of decoding one by one: each position has its own mask and its own random number.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Drafter:
     """Proposes up to `max_drafts` drafts per sequence and step, and makes the rows that are computed for them. Their
     matchers are open in `processor`."""
 
-    def __init__(self, max_drafts: int, processor: LogitPostProcessor | None) -> None:
+    def __init__(self, max_drafts: int, processor: LogitPostProcessor) -> None:
         self._max_drafts, self._processor = max_drafts, processor
         self._histories: dict[Sequence, _History] = {}
 
@@ -46,11 +45,9 @@ class Drafter:
         if limit <= 0 or sequence.params.use_beam_search or sequence.params.complete:
             return []
         history = self._histories.setdefault(sequence, _History(sequence.edits))
-        tokens = history.tokens
         if history.edits != sequence.edits:
-            history.edits = sequence.edits
-            tokens.clear()
-            history.after.clear()
+            history = self._histories[sequence] = _History(sequence.edits, guided=history.guided)
+        tokens = history.tokens
         indexed = len(tokens)
         tokens += sequence.data.span(indexed, sequence.length)
         for end in range(max(1, indexed), len(tokens)):
@@ -81,23 +78,19 @@ class Drafter:
         """Return the view of the row after `count` drafts. Its matcher keeps what has not changed."""
         opened = self._histories[sequence].guided
         if len(opened) < count:
-            name = Sequence.next_id()
-            new = replace(
-                main, sequence_id=name, output_token_ids=output, parent_id=main.sequence_id, mask_seconds=None
-            )
+            new = replace(main, sequence_id=Sequence.next_id(), parent_id=main.sequence_id, mask_seconds=None)
+            new.output_token_ids = output
             opened.append(new)
             return new
         guided = opened[count - 1]
         known = guided.output_token_ids
         same = common_length(known, output)
         guided.output_token_ids = output
-        if same < len(known) and self._processor is not None:
+        if same < len(known):
             self._processor.rollback(guided.sequence_id, same)
         return guided
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what a sequence that has ended needed, and free the matchers of its drafts."""
-        history = self._histories.pop(sequence, None)
-        if history is not None and self._processor is not None:
-            for guided in history.guided:
-                self._processor.free_sequence(guided.sequence_id)
+        for guided in self._histories.pop(sequence, _History(0)).guided:
+            self._processor.free_sequence(guided.sequence_id)

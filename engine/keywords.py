@@ -17,17 +17,13 @@ _NOT_SUPPORTED: dict[str, str] = {
     "guided_choice": "give choice",
     "guided_grammar": "give grammar",
     "logits_processors": "give them to LLM(logits_processors=...), and their arguments as extra_args",
-    "vllm_xargs": "give extra_args",
     "beam_width": "give use_beam_search=True and best_of",
     "bad_words": "give logit_bias, or a logits processor",
     "allowed_token_ids": "give logit_bias, or a logits processor",
-    "truncate_prompt_tokens": "send a shorter prompt",
     "detokenize": "text is always there",
-    "max_seq_len_to_capture": "there are no CUDA graphs",
     "enforce_eager": "there are no CUDA graphs: every step is eager",
     "gpu_memory_utilization": "give kv_cache_bytes",
     "swap_space": "preempted sequences are computed again",
-    "max_logprobs": "the limit is fixed: 20",
     **dict.fromkeys(
         ("dtype", "device", "tokenizer", "revision", "tensor_parallel_size"),
         "give it with the name of a model, which is then loaded that way",
@@ -35,15 +31,11 @@ _NOT_SUPPORTED: dict[str, str] = {
     "pipeline_parallel_size": "give tensor_parallel_size",
     "quantization": "the checkpoint's own dtype is used",
     "trust_remote_code": "only models of transformers itself are served",
-    "download_dir": "set HF_HOME",
     "speculative_config": "give num_speculative_tokens",
-    "guided_decoding_backend": "give SamplingParams(backend=...)",
     "prefix_pos": "beginnings are found again by themselves (enable_prefix_caching)",
     "lora_request": "LoRA adapters are not supported: merge them into the checkpoint",
     "enable_lora": "LoRA adapters are not supported: merge them into the checkpoint",
-    "prompt_adapter_request": "prompt adapters are not supported",
     "multi_modal_data": "prompts are text or token ids",
-    "mm_processor_kwargs": "prompts are text or token ids",
 }
 """By keyword of vLLM: what to do instead."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -74,13 +74,13 @@ class LLMEngine:
         self.sampler = Sampler(self.logits_processors, model.vocabulary.stop_token_ids)
         if not isinstance(processor, ProcessorBundle):  # it contains the exceptions of its members
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
-            members = [*standard, *([] if processor is None else [processor])]
-            processor = ProcessorBundle(*members, config=description) if members else None
+            members = [*standard, *([] if processor is None else [processor])] or [_NoProcessor()]
+            processor = ProcessorBundle(*members, config=description)
         self.processor = processor
         drafts = config.num_speculative_tokens
         if drafts and self.logits_processors.classes:
             raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
-        if drafts and processor is not None and processor.needs_samples:
+        if drafts and processor.needs_samples:
             raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
         self.drafter = Drafter(drafts, processor) if drafts else None
         self.scheduler = Scheduler(
@@ -127,7 +127,7 @@ class LLMEngine:
         if group.request_id in self.groups:
             raise ValueError(f"request {group.request_id!r} is running already")
         constrained = group.sampling_params.constraint is not None
-        if self.processor is not None and (constrained or self.processor.all_rows):
+        if constrained or self.processor.all_rows:
             group.held_back = max(0, self.processor.max_rollback - 1)
             group.show(self.model.vocabulary.stop_token_ids[0], self.processor.needs_samples)
         if constrained and not group.is_finished():
@@ -165,8 +165,6 @@ class LLMEngine:
     def _compile(self, group: SequenceGroup) -> None:
         params = group.sampling_params
         assert params.constraint is not None
-        if self.processor is None:
-            raise InternalError("this engine was built without a mask pool: it takes no constraints")
         future = self.processor.initialize(group.request_id, params.constraint, params.backend)
 
         def done(compiled: Future[Grammar]) -> None:  # on a thread of the pool
@@ -224,8 +222,7 @@ class LLMEngine:
             newest = max((one.group for one in batch.computed_sequences), key=lambda group: group.arrival_time)
             self._fail(newest, InternalError(f"the device ran out of memory: {bounded(error)}"))
             self._abandon(batch)
-            if self.model.device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         except BaseException:  # for example Ctrl-C
             self._abandon(batch)
             raise
@@ -258,8 +255,7 @@ class LLMEngine:
         self.blocks.forget_content()
         self.stats.reset()
         error = group.sequences[0].error
-        seconds = time.monotonic() - started
-        how = f"failed: {error}" if error is not None else f"took {seconds:.1f} s"
+        how = f"failed: {error}" if error is not None else f"took {time.monotonic() - started:.1f} s"
         logger.info("warm-up on %s: a request with %d tokens %s", self.model.device, longest, how)
 
     def schedule(self) -> Batch:
@@ -267,12 +263,11 @@ class LLMEngine:
         run once their mask is decided, or if nothing else can run: the step then waits for the first mask."""
         while self._compiled:
             self._finish_compilation(*self._compiled.popleft())
-        if self.processor is not None:
-            for request_id, error in self.processor.failures().items():
-                if request_id in self.groups:
-                    self._fail(self.groups[request_id], error)
+        for request_id, error in self.processor.failures().items():
+            if request_id in self.groups:
+                self._fail(self.groups[request_id], error)
         if self.late_rows:
-            self.late_rows.resume(() if self.processor is None else self.processor.decided())
+            self.late_rows.resume(self.processor.decided())
         batch = self.scheduler.schedule()
         if batch.is_empty and self.late_rows:
             self.late_rows.resume_all()
@@ -292,10 +287,9 @@ class LLMEngine:
             group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds if is_new else 0.0
             group.checked = grammar.checked
             group.compiled_time = time.monotonic()
-        except GuidedError as error:
-            self._fail(group, error)
         except Exception as error:
-            self._fail(group, BackendError(f"compiling failed: {type(error).__name__}: {bounded(error)}"))
+            other = BackendError(f"compiling failed: {bounded(repr(error))}")
+            self._fail(group, error if isinstance(error, GuidedError) else other)
         else:
             group.set_status(SequenceStatus.WAITING)
             if not group.sampling_params.complete:  # with it, the first mask tells whether `max_tokens` suffices
@@ -304,7 +298,6 @@ class LLMEngine:
     def prepare(self, batch: Batch) -> None:
         """Ask the post-processor for the masks of constrained rows, and announce the batch to the logits processors."""
         if batch.guided:
-            assert self.processor is not None
             started = time.perf_counter()
             new_tokens = None if batch.appended is None else batch.appended[batch.guided_rows]
             self._prepared = batch
@@ -353,7 +346,6 @@ class LLMEngine:
         """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
         if not batch.guided:
             return _NOTHING_MASKED
-        assert self.processor is not None
         report = self.processor.apply(logits, self._deadline(batch))
         self._prepared = None
         self.stats.note_masks(report)
@@ -395,7 +387,6 @@ class LLMEngine:
             if error is None and sequence.seq_id not in late_ids:
                 continue
             if row in batch.draft_rows:
-                assert self.processor is not None
                 self.processor.free_sequence(sequence.seq_id)  # opened again when it is needed
                 skipped.add(row)
             elif error is not None:
@@ -462,7 +453,6 @@ class LLMEngine:
 
     def _follow_edits(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
         """Apply the edits that the post-processor requests. Returns whether a sequence has ended."""
-        assert self.processor is not None
         samples: list[SequenceOutput | None] = []
         if self.processor.needs_samples:
             for row, sequence in zip(batch.guided_rows.tolist(), batch.guided, strict=True):
@@ -479,16 +469,16 @@ class LLMEngine:
             if edit is None or row in skipped or sequence.is_finished() or sequence.params.use_beam_search:
                 continue
             try:
-                self._follow(edit, sequence, self.processor)
+                self._follow(edit, sequence)
             except Exception as error:
                 wrong = PostProcessorFailed(f"a wrong edit: {bounded(error)}")
                 self._fail(sequence.group, error if isinstance(error, GuidedError) else wrong)
             any_ended |= sequence.is_finished()
         return any_ended
 
-    def _follow(self, edit: SampledEdit, sequence: Sequence, processor: LogitPostProcessor) -> None:
+    def _follow(self, edit: SampledEdit, sequence: Sequence) -> None:
         """Roll back, append and stop, as the edit says: output, blocks and matcher."""
-        vocab_size = self.model.vocabulary.padded_vocab_size
+        processor, vocab_size = self.processor, self.model.vocabulary.padded_vocab_size
         if not all(type(token) is int and 0 <= token < vocab_size for token in edit.append):
             raise InternalError(f"tokens to append must be integers from 0 to {vocab_size - 1}: {bounded(edit.append)}")
         if edit.rollback:
@@ -518,7 +508,7 @@ class LLMEngine:
             if sequence.is_finished() and sequence.group.request_id in self.groups:
                 if sequence.group.is_finished():
                     self._forget(sequence.group)
-                elif self.processor is not None:
+                else:
                     self.processor.free_sequence(sequence.seq_id)
                     self._forget_drafts([sequence])
 
@@ -545,13 +535,19 @@ class LLMEngine:
         self.late_rows.forget(group.sequences)
         self.beams.forget(group)
         self._forget_drafts(group.sequences)
-        if self.groups.pop(group.request_id, None) is not None and self.processor is not None:
+        if self.groups.pop(group.request_id, None) is not None:
             self.processor.free(group.request_id)
 
     def _forget_drafts(self, sequences: list[Sequence]) -> None:
         if self.drafter is not None:
             for sequence in sequences:
                 self.drafter.forget(sequence)
+
+
+class _NoProcessor(LogitPostProcessor):
+    """That of an engine without a pool, which rejects constraints."""
+
+    all_rows = False
 
 
 _NOTHING_MASKED = ApplyReport()

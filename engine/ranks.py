@@ -2,11 +2,9 @@
 
 transformers splits the layers of a model over processes, the ranks, by the model's own plan. The engine's process is
 rank 0: it alone has sequences, masks and sampling. It sends each step to the other ranks (`engine.rank_process`), and
-all run it together. Each rank has the weights and the KV cache of its own heads. torch.distributed adds the parts up,
-with gloo on CPUs and NCCL on GPUs.
+all run it together. torch.distributed adds their parts up, with gloo on CPUs and NCCL on GPUs.
 
-The ranks are ordinary child processes, not Ray actors: they end with the engine, they run without Ray, and their closed
-socket tells at once that one has died.
+The ranks are child processes, not Ray actors: they end with the engine, and a closed socket tells that one has died.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -36,14 +33,12 @@ RankSetup = tuple[int, int, str, LoadOptions, str]
 """The first message to a rank: its number, the port of the ranks' store, the model, its options, the type of device."""
 
 
-@dataclass(frozen=True)
-class CacheSize:
-    """Allocate a KV cache, in place of the last one."""
+class CacheSize(NamedTuple):
+    """Allocate a KV cache, in place of the last one, and set torch's threads."""
 
     num_blocks: int
     block_size: int
     threads: int
-    """torch's threads in each rank."""
 
 
 class Ranks:

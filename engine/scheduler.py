@@ -14,17 +14,11 @@ class Scheduler:
     """Starts groups in the order of their arrival. A group starts once all its sequences fit.
 
     A step computes one token of each running sequence. The rest of its tokens go to prefills, in chunks: to those that
-    have begun, then to preempted sequences, then to new groups. While others wait, a prefill gets at most half of the
-    tokens that are left, so that a short prompt does not wait for a long one.
+    have begun, then to preempted sequences, then to new groups.
 
     If blocks run out, the newest sequence is preempted: it loses its blocks, and is prefilled again, prompt and output,
     before new groups start. Beams of a group are preempted and started together. Groups that wait for their grammar
     are skipped and keep their place. Late sequences are skipped and keep their blocks.
-
-    Args:
-        max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: maximum number of tokens in one step.
-        drafter: proposes draft tokens. None: there are none.
     """
 
     def __init__(
@@ -44,8 +38,6 @@ class Scheduler:
         self._last = Batch([], [], [])
         self._watermark = max(1, blocks.num_blocks // 100)
         """Blocks that stay free when a prefill starts, for the next tokens of the running sequences."""
-        self._least_chunk = max(1, blocks.block_size // 2)
-        """Tokens with which a prefill starts at least."""
 
     @property
     def has_work(self) -> bool:
@@ -96,13 +88,9 @@ class Scheduler:
     # -- running sequences
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
-        """Assign slots to the new tokens of each running sequence. Preempt the newest while there are too few blocks.
-
-        A sequence with several new tokens (forced tokens) becomes a prefill of its own.
-
-        Returns:
-            The sequences with one new token, and the blocks to copy.
-        """
+        """Assign slots to the new tokens of each running sequence. Preempt the newest while there are too few blocks. A
+        sequence with several new tokens (forced tokens) becomes a prefill of its own. Returns the sequences with one
+        new token, and the blocks to copy."""
         copies: list[tuple[int, int]] = []
         append_slot, block_size = self.blocks.append_slot, self.blocks.block_size
         skipped = {sequence for prefill in self.prefilling for sequence in prefill}
@@ -124,17 +112,11 @@ class Scheduler:
                 done = min(done, len(self.running))
                 continue
             done += 1
-        decodes: list[Sequence] = []
-        behind: list[list[Sequence]] = []
-        for sequence in self.running:
-            if sequence.is_late or sequence in skipped:
-                continue
-            if sequence.computed == sequence.length - 1:
-                sequence.computed = sequence.length
-                decodes.append(sequence)
-            else:
-                behind.append([sequence])
-        self.prefilling[:0] = behind
+        ready = [one for one in self.running if not one.is_late and one not in skipped]
+        decodes = [one for one in ready if one.computed == one.length - 1]
+        self.prefilling[:0] = [[one] for one in ready if one.computed < one.length - 1]
+        for sequence in decodes:
+            sequence.computed = sequence.length
         return decodes, copies
 
     def _schedule_drafts(
@@ -193,29 +175,23 @@ class Scheduler:
 
     def _continue_prefills(self, chunks: list[Chunk], budget: int) -> int:
         """Schedule chunks of prefills that have begun. Returns the number of tokens that are left."""
-        others = len(self.preempted) + len(self.waiting)
-        for place, prefill in enumerate(self.prefilling, start=1):
-            budget -= self._chunk(prefill, chunks, budget, alone=place == len(self.prefilling) and not others)
+        for prefill in self.prefilling:
+            budget -= self._chunk(prefill, chunks, budget)
         self.prefilling = [prefill for prefill in self.prefilling if prefill[0].computed < prefill[0].length]
         return budget
 
     def _start_prefills(self, chunks: list[Chunk], budget: int) -> int:
         """Start prefills while they fit. Returns the number of tokens that are left."""
-        while parts := self._next_prefill():
-            if budget < min(self._least_chunk, parts[0][0].length) or not self._fits(parts):
-                break
+        while budget > 0 and (parts := self._next_prefill()) and self._fits(parts):
             for part in parts:
                 self._start(part)
-                alone = part is parts[-1] and not self.preempted and not self.waiting
-                budget -= self._chunk(part, chunks, budget, alone=alone)
+                budget -= self._chunk(part, chunks, budget)
                 if part[0].computed < part[0].length:
                     self.prefilling.append(part)
         return budget
 
     def _next_prefill(self) -> list[list[Sequence]]:
         """Return the next prefill that could start, in parts that have the same tokens. Empty: there is none."""
-        if len(self.running) >= self.max_num_seqs:
-            return []
         if self.preempted:
             first = self.preempted[0]
             beams = [one for one in self.preempted if one.group is first.group] if first.params.use_beam_search else []
@@ -245,17 +221,10 @@ class Scheduler:
             sequence.computed = computed
         self.running.extend(part)
 
-    def _chunk(self, prefill: list[Sequence], chunks: list[Chunk], budget: int, *, alone: bool) -> int:
-        """Schedule the next chunk of a prefill. Returns its number of tokens.
-
-        If it is not alone, a long prefill takes half of the budget, but no very small chunk: it would read the whole
-        context for few tokens.
-        """
+    def _chunk(self, prefill: list[Sequence], chunks: list[Chunk], budget: int) -> int:
+        """Schedule the next chunk of a prefill. Returns its number of tokens."""
         start = prefill[0].computed
-        tokens = prefill[0].length - start
-        if not alone and tokens > self.blocks.block_size:
-            tokens = min(tokens, max(-(-budget // 2), self._least_chunk))
-        tokens = min(tokens, budget)
+        tokens = min(prefill[0].length - start, budget)
         if tokens > 0:
             for sequence in prefill:
                 sequence.computed = start + tokens

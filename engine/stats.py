@@ -34,17 +34,16 @@ class EngineStats:
     hidden_seconds: float = 0.0
     """The part of `mask_seconds` that no step waited for."""
     drafted_tokens: int = 0
-    """Draft tokens (speculative decoding)."""
     accepted_tokens: int = 0
-    """Draft tokens that were accepted."""
+    """Draft tokens, and those that were accepted."""
     forced_tokens: int = 0
     """Tokens that were appended without a forward pass of their own."""
     late: int = 0
-    """Number of sequences with a late mask after the last step, or with one of another beam of their group."""
+    """Sequences that did not run in the last step because of a late mask."""
     late_rows: int = 0
     """Rows without a mask at the step's deadline."""
     computed_again: int = 0
-    """Sequences that were skipped and run again: the last token of each is computed a second time."""
+    """Late sequences that run again: the last token of each is computed a second time."""
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
 

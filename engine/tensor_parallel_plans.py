@@ -1,13 +1,13 @@
-"""Plans for tensor parallelism, for architectures that transformers has no plan for.
+"""Plans for tensor parallelism, in transformers' terms, for architectures that transformers has no plan for.
 
-A plan says how each linear layer and embedding is split, in transformers' terms. Each process has all of the other
-weights: norms, learned positions. The bias of a "rowwise" layer is added once, after the processes' results are added.
+Each process has all of the other weights. The bias of a "rowwise" layer is added once, after the results are added.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+# By `model_type`.
 PLANS: dict[str, dict[str, str]] = {
     "opt": {
         "model.decoder.embed_tokens": "embedding_rowwise",
@@ -20,14 +20,11 @@ PLANS: dict[str, dict[str, str]] = {
         "lm_head": "colwise_gather_output",
     }
 }
-"""By `model_type`."""
 
 
 def split_heads(model: Any, size: int) -> None:
-    """Set the number of heads in each attention module of a model above to that of one of `size` processes.
-
-    Models with a plan in transformers get this number from the size of the projections' output.
-    """
+    """Give each attention module of a model above the heads of one of `size` processes. (With transformers' own plans
+    it reads them from the size of the projections.)"""
     for module in model.modules():
         if hasattr(module, "num_heads"):
             module.num_heads //= size

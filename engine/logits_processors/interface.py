@@ -139,42 +139,9 @@ class LogitsProcessor(ABC):
         """
 
 
-# The methods of both models with their arguments.
-_METHODS: dict[str, tuple[str, ...]] = {
-    "__init__": ("vllm_config", "device", "is_pin_memory"),
-    "validate_params": ("sampling_params",),
-    "is_argmax_invariant": (),
-    "apply": ("logits",),
-    "update_state": ("batch_update",),
-}
-_REVISED_METHODS = {
-    **_METHODS,
-    "update_state": ("index_mapping", "token_ids", "seq_lens"),
-    "add_request": ("req_info",),
-    "remove_request": ("req_pdx",),
-}
-
-
 def is_revised(kind: type[LogitsProcessor]) -> bool:
     """Return whether a class is of the revised model."""
     return hasattr(kind, "add_request")
-
-
-def check_methods(kind: type[LogitsProcessor]) -> None:
-    """Check that a class has all methods of its model, and that the engine can call them. A `ValueError` names the
-    class, the method and the expected signature."""
-    for name, arguments in (_REVISED_METHODS if is_revised(kind) else _METHODS).items():
-        is_class_method = name == "validate_params"
-        try:
-            method = inspect.getattr_static(kind, name).__get__(None if is_class_method else kind, kind)
-            inspect.signature(method).bind(*arguments)
-        except (AttributeError, TypeError, ValueError):
-            fits = False
-        else:
-            fits = name not in kind.__abstractmethods__
-        if not fits:
-            signature = f"{name}({', '.join(('cls' if is_class_method else 'self', *arguments))})"
-            raise ValueError(f"the logits processor {kind.__name__} needs the method {signature}")
 
 
 def process_dict_updates(

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
-from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, check_methods
+from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, is_revised
 from guided.errors import bounded
 from guided.post_processor import LogitPostProcessor
 
@@ -85,5 +85,7 @@ def _load(one: EntryPoint | str | type) -> type[LogitsProcessor]:
     if not isinstance(found, type) or not issubclass(found, LogitsProcessor):
         name = bounded(getattr(one, "value", one))
         raise ValueError(f"{name} is not a subclass of engine.logits_processors.LogitsProcessor")
-    check_methods(found)
+    missing = {*found.__abstractmethods__} | ({"remove_request"} - {*dir(found)} if is_revised(found) else set())
+    if missing:
+        raise ValueError(f"the logits processor {found.__name__} needs the method {' and '.join(sorted(missing))}")
     return found

@@ -99,71 +99,27 @@ def test_guided_beams_equal_those_of_transformers(make_engine: MakeEngine, run: 
         assert one.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_logprobs_of_beams_are_those_of_their_own_tokens(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, late: bool
-) -> None:
+def test_logprobs_of_beams_are_those_of_their_own_tokens(make_engine: MakeEngine, run: Run) -> None:
     """The same outputs, scored as a prompt, have the same log-probabilities."""
-    pool = FaultyPool(tiny_model.vocabulary)
-    generator = random.Random(3)
-    if late:
-        pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 2])
     prompt = [9] * 5
-    requests = {
-        "free": (prompt, beams(3, logprobs=2, stop_token_ids=STOPS)),
-        "guided": (prompt, beams(3, logprobs=2, regex="[a-z ]{12}")),
-    }
-    config: dict[str, Any] = {"block_size": 4, "num_blocks": 32} if late else {}
-    found = run(make_engine(pool, **config), requests)
-    scored = SamplingParams(prompt_logprobs=2, max_tokens=1)
-    for name, output in found.items():
-        plain = run(make_engine(), {name: (prompt, beams(3, **_without_logprobs(requests[name][1])))})[name]
+    for kind in ({"stop_token_ids": STOPS}, {"regex": "[a-z ]{12}"}):
+        output = run(make_engine(), {"r": (prompt, beams(3, logprobs=2, **kind))})["r"]
+        plain = run(make_engine(), {"r": (prompt, beams(3, **kind))})["r"]
         assert [one.token_ids for one in output.outputs] == [one.token_ids for one in plain.outputs]
         for one in output.outputs:
-            assert one.logprobs is not None
-            assert len(one.logprobs) == len(one.token_ids)
+            scored = SamplingParams(prompt_logprobs=2, max_tokens=1)
             again = run(make_engine(), {"r": (prompt + one.token_ids, scored)})["r"].prompt_logprobs or []
-            for token, entries, same in zip(one.token_ids, one.logprobs, again[len(prompt) :], strict=True):
-                assert entries[token].logprob == pytest.approx((same or {})[token].logprob, abs=1e-3)
-                assert len(entries) >= 2
-            total = sum(entries[token].logprob for token, entries in zip(one.token_ids, one.logprobs, strict=True))
-            assert one.cumulative_logprob == pytest.approx(total, abs=1e-3)
-
-
-def _without_logprobs(params: SamplingParams) -> dict[str, Any]:
-    return {"constraint": params.constraint, "stop_token_ids": params.stop_token_ids}
+            pairs = list(zip(one.token_ids, one.logprobs or (), again[len(prompt) :], strict=True))
+            mine = [(entries or {})[token].logprob for token, entries, _ in pairs]
+            assert mine == pytest.approx([(same or {})[token].logprob for token, _, same in pairs], abs=1e-3)
+            assert all(len(entries or ()) >= 2 for _, entries, _ in pairs)
+            assert one.cumulative_logprob == pytest.approx(sum(mine), abs=1e-3)
 
 
 def test_fewer_outputs_where_the_constraint_has_fewer(make_engine: MakeEngine, run: Run) -> None:
     outputs = run(make_engine(), {"r": ("So?", beams(4, choice=["yes", "no"], length_penalty=0.0))})["r"].outputs
     assert {"yes", "no"} == {one.text for one in outputs}
     assert [one.index for one in outputs] == list(range(len(outputs)))
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(
-    "config", [{}, {"block_size": 4, "num_blocks": 47, "max_num_batched_tokens": 8, "max_num_seqs": 12}]
-)
-def test_late_masks_and_preemption_change_nothing(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, config: dict[str, Any], late: bool
-) -> None:
-    """Beams go on together, also where other requests take their blocks, or where a mask is late."""
-    requests: dict[str, tuple[Any, SamplingParams]] = {
-        "guided": ([9] * 11, beams(4, regex="[a-z ]{30}", max_tokens=34)),
-        "free": ([11] * 7, beams(3, max_tokens=34, stop_token_ids=STOPS, repetition_penalty=1.2)),
-        "other": ([12] * 5, SamplingParams(temperature=0.0, max_tokens=40, n=5)),
-    }
-    expected = run(make_engine(enable_prefix_caching=False), requests)
-    pool = FaultyPool(tiny_model.vocabulary)
-    generator = random.Random(3)
-    if late:
-        pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 0, 0, 2])
-    engine = make_engine(pool, **config)
-    found = run(engine, requests)
-    for name, output in expected.items():
-        assert [one.token_ids for one in found[name].outputs] == [one.token_ids for one in output.outputs]
-    assert (engine.stats.late_rows > 0) >= late
-    assert (engine.scheduler.num_preemptions > 0) == bool(config)
 
 
 def test_beams_that_are_prefilled_one_by_one_continue_together(tiny_model: LoadedModel) -> None:

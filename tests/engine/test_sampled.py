@@ -1,8 +1,7 @@
-"""After sampling: forced tokens, and post-processors that append, roll back or stop."""
+"""After sampling: post-processors that append, roll back or stop."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,74 +14,22 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.bundle import ProcessorBundle
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
-from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 
 Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = "As JSON: "
-NAMES = ("identifier", "description", "approved")
-SCHEMA = {
-    "type": "object",
-    "properties": {"identifier": {"type": "integer"}, "description": {"enum": ["quick"]}, "approved": {"const": True}},
-    "required": list(NAMES),
-    "additionalProperties": False,
-}
-
-
-def requests(**others: Any) -> dict[str, tuple[Any, SamplingParams]]:
-    fields: dict[str, dict[str, Any]] = {
-        "greedy": {"temperature": 0.0},
-        "random": {"seed": 5, "n": 2},
-        "scored": {"seed": 6, "logprobs": 2},
-        "penalised": {"temperature": 0.0, "repetition_penalty": 1.2, "logit_bias": {30: 2.0}},
-        "short": {"temperature": 0.0, "max_tokens": 9},
-        "short and scored": {"seed": 3, "max_tokens": 9, "logprobs": 0},
-    }
-    schema = {"json_schema": SCHEMA, "whitespace_pattern": "", "max_tokens": 60}
-    found = {name: (PROMPT, SamplingParams(**{**schema, **params, **others})) for name, params in fields.items()}
-    return {**found, "free": (PROMPT, SamplingParams(temperature=0.0, max_tokens=20))}
 
 
 @pytest.fixture
 def engine_with(tiny_model: LoadedModel) -> Callable[..., LLMEngine]:
-    def make(forced_tokens: bool, other: Any = None, **config: Any) -> LLMEngine:
-        pool = InlinePool(tiny_model.vocabulary, forced_tokens=forced_tokens)
-        processor = None if other is None else ProcessorBundle(GuidedProcessor(pool), other)
-        return LLMEngine(tiny_model, EngineConfig(max_model_len=128, **config), pool, processor)
+    def make(other: Any = None, **config: Any) -> LLMEngine:
+        pool = InlinePool(tiny_model.vocabulary)
+        return LLMEngine(tiny_model, EngineConfig(max_model_len=128, **config), pool, other)
 
     return make
-
-
-@pytest.mark.parametrize(
-    "config", [{}, {"block_size": 4, "num_blocks": 36}, {"max_num_seqs": 3, "max_num_batched_tokens": 8}]
-)
-def test_forced_tokens_save_steps_and_change_no_output(
-    engine_with: Callable[..., LLMEngine], run: Run, config: dict[str, Any]
-) -> None:
-    without = engine_with(False)
-    expected, engine = run(without, requests()), engine_with(True, **config)
-    found = run(engine, requests())
-    for name, output in expected.items():
-        for one, same in zip(found[name].outputs, output.outputs, strict=True):
-            assert (one.token_ids, one.text, one.finish_reason) == (same.token_ids, same.text, same.finish_reason)
-            assert (one.logprobs is None) == (same.logprobs is None)
-            for entries, others in zip(one.logprobs or (), same.logprobs or (), strict=True):
-                assert entries is not None
-                assert others is not None
-                assert list(entries) == list(others)
-                assert [each.logprob for each in entries.values()] == pytest.approx(
-                    [each.logprob for each in others.values()], abs=1e-3
-                )
-    tokens = sum(len(one.token_ids) for output in found.values() for one in output.outputs)
-    assert engine.stats.forced_tokens > tokens // 4
-    if not config:
-        assert engine.stats.steps < without.stats.steps * 0.8
-    for name in NAMES:
-        assert json.loads(found["greedy"].outputs[0].text).keys() == set(NAMES), name
 
 
 class Own(LogitPostProcessor):
@@ -108,7 +55,6 @@ class Own(LogitPostProcessor):
         return None
 
     def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
-        assert sequences is self.sequences, "the same tuple: nothing is looked up for a step without edits"
         decided = {each.sequence_id: self.decide(list(each.output_token_ids)) for each in sequences}
         return {name: edit for name, edit in decided.items() if edit is not None}
 
@@ -119,7 +65,7 @@ DIGITS = SamplingParams(regex=REGEX, temperature=0.0, max_tokens=30, logprobs=1,
 
 def test_after_a_rollback_a_sequence_takes_another_way(engine_with: Callable[..., LLMEngine], run: Run) -> None:
     """It takes the last four tokens back once, and bans the first of them: no output shows them."""
-    expected = run(engine_with(False), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    expected = run(engine_with(), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
     done: list[list[int]] = []
 
     def decide(output: list[int]) -> SampledEdit | None:
@@ -130,7 +76,7 @@ def test_after_a_rollback_a_sequence_takes_another_way(engine_with: Callable[...
         return SampledEdit(rollback=4)
 
     own = Own(decide, max_rollback=4)
-    engine = engine_with(False, own, block_size=4)
+    engine = engine_with(own, block_size=4)
     engine.add_request("r", PROMPT, DIGITS)
     shown: list[list[int]] = []
     while engine.has_unfinished:
@@ -142,7 +88,7 @@ def test_after_a_rollback_a_sequence_takes_another_way(engine_with: Callable[...
     assert all(last[: len(one)] == one for one in shown), "what was shown stays"
     text = engine.model.vocabulary.decode(last).decode()
     assert re.fullmatch(REGEX, text)
-    again = run(engine_with(False, Own(lambda output: None)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    again = run(engine_with(Own(lambda output: None)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
     assert again.token_ids == expected.token_ids
     assert engine.blocks.num_free == engine.blocks.num_blocks
 
@@ -150,7 +96,7 @@ def test_after_a_rollback_a_sequence_takes_another_way(engine_with: Callable[...
 def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
     engine_with: Callable[..., LLMEngine], run: Run
 ) -> None:
-    expected = run(engine_with(False), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    expected = run(engine_with(), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
     places = [3, 9, 16]
 
     def decide(output: list[int]) -> SampledEdit | None:
@@ -158,7 +104,7 @@ def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
             return SampledEdit(rollback=places.pop(0) // 3 + 1)
         return None
 
-    found = run(engine_with(False, Own(decide, 9), block_size=4), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    found = run(engine_with(Own(decide, 9), block_size=4), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
     assert found.token_ids == expected.token_ids
     assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
     assert len(found.logprobs or ()) == len(found.token_ids)
@@ -168,7 +114,7 @@ def test_drafts_go_on_after_a_rollback(
     engine_with: Callable[..., LLMEngine], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(regex="(ab){20}", temperature=0.0, max_tokens=60)
-    expected = run(engine_with(False), {"r": (PROMPT, params)})["r"].outputs[0]
+    expected = run(engine_with(), {"r": (PROMPT, params)})["r"].outputs[0]
     done: list[int] = []
 
     def once(sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
@@ -179,7 +125,7 @@ def test_drafts_go_on_after_a_rollback(
 
     own = Own(lambda output: None, max_rollback=3)
     monkeypatch.setattr(own, "edits", once)
-    engine = engine_with(False, own, num_speculative_tokens=3)
+    engine = engine_with(own, num_speculative_tokens=3)
     found = run(engine, {"r": (PROMPT, params)})["r"].outputs[0]
     assert (found.error, found.token_ids) == (None, expected.token_ids)
     assert done
@@ -187,7 +133,7 @@ def test_drafts_go_on_after_a_rollback(
 
 
 def test_a_processor_appends_and_stops(engine_with: Callable[..., LLMEngine], run: Run) -> None:
-    engine = engine_with(False)
+    engine = engine_with()
     digits = engine.model.vocabulary.encode("7"), engine.model.vocabulary.encode("8")
     (seven,), (eight,) = digits
 
@@ -196,7 +142,7 @@ def test_a_processor_appends_and_stops(engine_with: Callable[..., LLMEngine], ru
             return SampledEdit(rollback=1, append=[seven, eight, seven])
         return SampledEdit(stop=True) if len(output) > 6 else None
 
-    found = run(engine_with(False, Own(decide, 1)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    found = run(engine_with(Own(decide, 1)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
     assert found.token_ids[1:4] == [seven, eight, seven]
     assert (len(found.token_ids), found.finish_reason) == (7, "stop")
     assert len(found.logprobs or ()) == 7
@@ -219,9 +165,9 @@ def test_edits_of_sequences_that_got_no_token_are_ignored(
         "beams": (PROMPT, SamplingParams(regex=REGEX, temperature=0.0, n=2, use_beam_search=True, max_tokens=30)),
         "edited": (PROMPT, DIGITS),
     }
-    engine = engine_with(False, own, num_speculative_tokens=3)
+    engine = engine_with(own, num_speculative_tokens=3)
     found = run(engine, requests)
-    expected = run(engine_with(False), {"beams": requests["beams"]})["beams"]
+    expected = run(engine_with(), {"beams": requests["beams"]})["beams"]
     assert isinstance(found["failed"].error, BackendError)
     assert [one.token_ids for one in found["beams"].outputs] == [one.token_ids for one in expected.outputs]
     assert found["edited"].outputs[0].token_ids[4] == digit[0]
@@ -231,6 +177,6 @@ def test_edits_of_sequences_that_got_no_token_are_ignored(
 
 def test_more_than_was_declared_is_not_rolled_back(engine_with: Callable[..., LLMEngine], run: Run) -> None:
     own = Own(lambda output: SampledEdit(rollback=2) if len(output) == 3 else None, 1)
-    found = run(engine_with(False, own), {"r": (PROMPT, DIGITS)})["r"]
+    found = run(engine_with(own), {"r": (PROMPT, DIGITS)})["r"]
     assert found.error is not None
     assert "2 tokens to roll back; the limit is 1" in str(found.error)

@@ -34,10 +34,8 @@ def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_token
 
 
 def names(batch: Batch) -> tuple[list[str], list[str]]:
-    return (
-        [chunk.sequences[0].group.request_id for chunk in batch.prefills],
-        [sequence.group.request_id for sequence in batch.decodes],
-    )
+    prefills = [chunk.sequences[0].group.request_id for chunk in batch.prefills]
+    return prefills, [sequence.group.request_id for sequence in batch.decodes]
 
 
 def spans(batch: Batch) -> list[tuple[int, int]]:
@@ -64,37 +62,17 @@ def test_prompts_first_then_one_token_each_and_newcomers_join() -> None:
 
 
 def test_sequences_and_tokens_of_a_step_are_limited() -> None:
-    it = scheduler(max_num_seqs=2, max_num_batched_tokens=12)
-    for name, tokens in (("a", 6), ("b", 9), ("c", 1)):
-        it.add(group(name, tokens))
+    it = scheduler(max_num_seqs=3, max_num_batched_tokens=12)
+    for name, tokens, n in (("a", 6, 1), ("b", 9, 2), ("c", 1, 1)):
+        it.add(group(name, tokens, n))
     batch = it.schedule()
     assert names(batch) == (["a", "b"], []), "c is over the sequences"
-    assert spans(batch) == [(0, 6), (0, 3)]
+    assert spans(batch) == [(0, 6), (0, 6)]
     sample(batch)
     batch = it.schedule()
-    assert names(batch) == (["b"], ["a"])
-    assert spans(batch) == [(3, 9)]
-
-
-def test_a_long_prompt_in_chunks_delays_no_short_prompt() -> None:
-    it = scheduler(num_blocks=64, max_num_batched_tokens=20)
-    it.add(group("running", 4))
-    sample(it.schedule())
-    it.add(group("long", 50, n=2))
-    batch = it.schedule()
+    assert (names(batch), spans(batch)) == ((["b"], ["a"]), [(6, 9)])
     sample(batch)
-    assert (names(batch), spans(batch)) == ((["long"], ["running"]), [(0, 19)])
-    it.add(group("short", 5))
-    batch = it.schedule()
-    sample(batch)
-    assert (names(batch), spans(batch)) == ((["long", "short"], ["running"]), [(19, 29), (0, 5)])
-    sampled = []
-    while not sampled:
-        batch = it.schedule()
-        sampled = [one for chunk in batch.prefills if chunk.is_last for one in chunk.sequences]
-        sample(batch)
-    assert [one.group.request_id for one in sampled] == ["long", "long"]
-    assert [one.num_output_tokens for one in it.running] == [5, 1, 1, 3]
+    assert [one.num_output_tokens for one in it.running] == [2, 1, 1]
 
 
 def test_a_preempted_part_of_a_prefill_starts_again() -> None:
@@ -103,12 +81,10 @@ def test_a_preempted_part_of_a_prefill_starts_again() -> None:
     it.schedule()
     second = it.running.pop()
     it.preempt(second)
-    batch = it.schedule()
-    assert spans(batch) == [(20, 30), (0, 10)]
-    for _ in range(8):
-        sample(batch)
+    for expected in ([(20, 40)], [(40, 50), (0, 10)], [(10, 29)]):
         batch = it.schedule()
-    assert all(one.num_output_tokens > 1 for one in it.running)
+        assert spans(batch) == expected
+        sample(batch)
     it.remove(second.group)
     assert it.blocks.num_free == it.blocks.num_blocks
 
@@ -129,26 +105,16 @@ def test_a_group_that_waits_for_its_grammar_keeps_its_place() -> None:
     assert names(it.schedule()) == (["waiting"], ["third"])
 
 
-def run_out_of_blocks() -> tuple[Scheduler, list[SequenceGroup]]:
-    it = scheduler(num_blocks=6)
-    groups = [group("old", 8), group("new", 7)]
-    for one in groups:
-        it.add(one)
-    sample(it.schedule())
-    return it, groups
-
-
 def test_the_newest_is_preempted_and_started_before_new_ones() -> None:
-    it, (old, new) = run_out_of_blocks()
+    it = scheduler(num_blocks=6)
+    old, new = group("old", 8), group("new", 7)
+    it.add(old)
+    it.add(new)
+    sample(it.schedule())
     it.add(group("newest", 1))
-    preempted_at: int | None = None
-    for step in range(12):
+    while not it.preempted:
         batch = it.schedule()
         sample(batch)
-        if it.preempted:
-            preempted_at = step
-            break
-    assert preempted_at is not None
     assert [sequence.group for sequence in it.preempted] == [new]
     assert it.num_preemptions == 1
     assert names(batch) == ([], ["old"]), "a step that preempts starts no new group"
@@ -158,28 +124,20 @@ def test_the_newest_is_preempted_and_started_before_new_ones() -> None:
     assert batch.prefills[0].end == new.sequences[0].length, "prompt and output are prefilled again"
 
 
-def test_a_group_of_n_is_prefilled_once() -> None:
-    it = scheduler()
-    it.add(group("many", 6, n=3))
+def test_a_group_of_n_is_prefilled_once_and_ends_one_by_one() -> None:
+    it, many = scheduler(), group("many", 6, n=3)
+    it.add(many)
     batch = it.schedule()
-    assert len(batch.prefills) == 1
-    assert len(batch.prefills[0].sequences) == 3
+    assert [chunk.sequences for chunk in batch.prefills] == [many.sequences]
     assert it.blocks.num_free == 14
     sample(batch)
     batch = it.schedule()
     assert len(batch.decodes) == 3
-    assert len(batch.copies) == 2
-    assert len({source for source, _ in batch.copies}) == 1
-
-
-def test_a_finished_sequence_leaves_its_group_running() -> None:
-    it = scheduler()
-    many = group("many", 6, n=2)
-    it.add(many)
-    sample(it.schedule())
+    assert len({source for source, _ in batch.copies}) == 1 < len(batch.copies)
     many.sequences[0].finish(SequenceStatus.FINISHED_STOPPED)
     it.drop_finished()
-    assert it.schedule().decodes == [many.sequences[1]]
+    sample(batch)
+    assert it.schedule().decodes == many.sequences[1:]
 
 
 def beams(name: str, tokens: int, n: int) -> SequenceGroup:

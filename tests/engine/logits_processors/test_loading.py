@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,46 +35,12 @@ def test_what_is_no_processor_is_refused(given: Any, message: str) -> None:
         load_classes(EngineConfig(logits_processors=(given,)))
 
 
-@pytest.mark.parametrize(
-    ("base", "method", "signature"),
-    [
-        (sample.DummyLogitsProcessor, "__init__", "self, vllm_config, device, is_pin_memory"),
-        (sample.DummyLogitsProcessor, "validate_params", "cls, sampling_params"),
-        (sample.DummyLogitsProcessor, "is_argmax_invariant", "self"),
-        (sample.DummyLogitsProcessor, "update_state", "self, batch_update"),
-        (sample.DummyLogitsProcessor, "apply", "self, logits"),
-        (sample.RevisedBias, "add_request", "self, req_info"),
-        (sample.RevisedBias, "remove_request", "self, req_pdx"),
-        (sample.RevisedBias, "update_state", "self, index_mapping, token_ids, seq_lens"),
-    ],
-)
-def test_a_wrong_signature_is_refused(base: type[LogitsProcessor], method: str, signature: str) -> None:
-    def wrong(self: Any, one: Any, two: Any) -> None: ...
-
-    processor = type("Wrong", (base,), {method: wrong})
-    with pytest.raises(ValueError, match=re.escape(f"Wrong needs the method {method}({signature})")):
-        load_classes(EngineConfig(logits_processors=(processor,)))
-
-
-@pytest.mark.parametrize(("method", "signature"), [("apply", "self, logits"), ("remove_request", "self, req_pdx")])
-def test_a_missing_method_is_refused(method: str, signature: str) -> None:
+@pytest.mark.parametrize("method", ["apply", "remove_request"])
+def test_a_missing_method_is_refused(method: str) -> None:
     methods = {name: value for name, value in vars(sample.RevisedBias).items() if name != method}
     processor = type("Incomplete", (LogitsProcessor,), methods)
-    with pytest.raises(ValueError, match=re.escape(f"Incomplete needs the method {method}({signature})")):
+    with pytest.raises(ValueError, match=f"Incomplete needs the method {method}"):
         load_classes(EngineConfig(logits_processors=(processor,)))
-
-
-def test_static_and_class_methods_are_accepted() -> None:
-    class Lenient(sample.DummyLogitsProcessor):
-        @staticmethod
-        def is_argmax_invariant() -> bool:  # type: ignore[override]
-            return False
-
-        @classmethod
-        def apply(cls, logits: Any, scale: float = 1.0) -> Any:  # type: ignore[override]
-            return logits
-
-    assert load_classes(EngineConfig(logits_processors=(Lenient,))) == [Lenient]
 
 
 def test_one_that_can_t_be_made_stops_the_start(make_engine: Callable[..., LLMEngine]) -> None:
