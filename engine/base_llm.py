@@ -86,8 +86,6 @@ class BaseLLM:
             if processor is not None:
                 processor = load_post_processor(processor, describe(self.model, config, self.max_model_len))
             self.engine = LLMEngine(self.model, config, self.pool, processor)
-            if self.model.device.type == "cuda":
-                self.engine.warm_up(guided=not isinstance(pool, LazyPool))
         except BaseException:  # for example a logits processor that cannot be loaded
             BaseLLM.shutdown(self)
             raise
@@ -95,7 +93,7 @@ class BaseLLM:
         self._start()
 
     def _start(self) -> None:
-        """Set up what the subclass adds. Called once the engine exists."""
+        """Start what the subclass adds to the engine."""
 
     def shutdown(self) -> None:
         """Shut down what this object has started: the pool, the processes of tensor parallelism. Idempotent."""

@@ -51,17 +51,9 @@ class Chunk:
 
 
 class Batch:
-    """Chunks of prefills, and one token for each decoding sequence. Row i of the logits is that of `sequences[i]`.
-
-    One object serves step after step while only the same sequences decode.
-
-    Args:
-        prefills: each chunk is of all sequences of a new group, or of one sequence: preempted, or with several new
-            tokens.
-        decodes: shortest first: sequences of similar length are computed together.
-        copies: (source, target) blocks to copy before the forward pass. All sources are read before any target is
-            written.
-    """
+    """Chunks of prefills, and one token for each decoding sequence, shortest first. Row i of the logits is that of
+    `sequences[i]`. `copies` are (source, target) blocks to copy before the forward pass: all sources are read before
+    any target is written. One object serves step after step while only the same sequences decode."""
 
     def __init__(self, prefills: list[Chunk], decodes: list[Sequence], copies: list[tuple[int, int]]) -> None:
         self.prefills = prefills

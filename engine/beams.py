@@ -50,12 +50,8 @@ class BeamSearch:
         self._logprobs = [0.0] + [-math.inf] * (self._width - 1)  # all beams begin with the same tokens
 
     def advance(self, logprobs: torch.Tensor, outputs: list[list[int]]) -> list[Candidate] | None:
-        """Choose the next beams. None: the search has ended, and `finished` is the result.
-
-        Args:
-            logprobs: float32 `[width, vocab]`: log-probabilities of the next token, -inf where it is forbidden.
-            outputs: output tokens of each beam.
-        """
+        """Choose the next beams from the outputs of each and the log-probabilities of the next token, float32
+        `[width, vocab]`, -inf where it is forbidden. None: the search has ended, and `finished` is the result."""
         length = len(outputs[0]) + 1
         best = self._best(logprobs)
         is_last = length >= self._max_tokens

@@ -40,29 +40,26 @@ class EngineConfig:
 
     Args:
         max_num_seqs: maximum number of sequences in one step.
-        max_num_batched_tokens: maximum number of tokens in one step, prompts and decoded tokens together. Longer
-            prompts are prefilled in chunks. None: 64 on a CPU, so that prompts delay decoding little, and 4096
-            elsewhere. At least `max_num_seqs` plus a block.
+        max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are prefilled in chunks. None: 64
+            on a CPU, so that prompts delay decoding little, and 4096 elsewhere. At least `max_num_seqs` plus a block.
         max_model_len: maximum length of prompt and output together. None: the model's own limit.
         block_size: tokens per block of the KV cache.
         num_blocks: blocks of the KV cache. None: as many as `kv_cache_bytes` holds.
         kv_cache_bytes: memory for the KV cache, in each process of tensor parallelism. None: on a GPU, what the largest
             step leaves free; else a quarter of the free memory, at most 4 GiB.
-        enable_prefix_caching: keep full blocks of the KV cache, while there is room, for prompts that begin with the
-            same tokens. Outputs are the same, except for rounding.
+        enable_prefix_caching: keep blocks for prompts that begin alike. Outputs are the same, except for rounding.
         cpu_threads: torch's threads on a CPU. None: one for a small model (docs/design.md), else torch's own default.
         seed: seed of the engine. A request without a seed derives its own from it.
         forced_tokens: append tokens without an alternative without a forward pass for each. Outputs are the same. Read
             where the mask pool is started.
-        num_speculative_tokens: maximum number of draft tokens per sequence and step: tokens that followed an earlier
-            occurrence of the newest ones. Outputs are the same, except for rounding. Useful where outputs copy from
+        num_speculative_tokens: maximum number of draft tokens per sequence and step, which followed an earlier
+            occurrence of the newest tokens. Outputs are the same, except for rounding. Useful where outputs copy from
             prompts. Not with custom logits processors. 0: off.
-        mask_deadline: seconds that a step waits for masks once its logits are computed. Rows without a mask by then are
-            computed again when it is ready: this changes when a token is sampled, not which. None: 5 % of the mean
-            step, at least 1 ms.
+        mask_deadline: seconds that a step waits for masks after its forward pass. Rows without a mask are computed
+            again when it is ready: the same tokens, later. None: 5 % of the mean step, at least 1 ms.
         limits: limits of the constraint of a request.
         max_n: maximum number of outputs (`n`) of one request. None: `max_num_seqs`.
-        logits_processors: custom logits processors in the order in which they run: classes, or `module:Class`
+        logits_processors: custom logits processors in their order: classes, or `module:Class`
             (docs/logits-processors.md).
         logits_processor_plugins: load those of installed packages too; they run before the others.
     """

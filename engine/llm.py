@@ -27,8 +27,7 @@ class LLM(BaseLLM):
     Arguments as `BaseLLM`'s.
     """
 
-    def _start(self) -> None:
-        self._ids = itertools.count()
+    _ids = itertools.count()
 
     def generate(
         self,

@@ -239,25 +239,6 @@ class LLMEngine:
             width = self.model.vocabulary.padded_vocab_size
             self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
 
-    def warm_up(self, guided: bool = True) -> None:
-        """Run one request with the largest prefill, so that no request waits for the compilation of kernels. `guided`:
-        with a constraint."""
-        started = time.monotonic()
-        longest = min(self.scheduler.max_num_batched_tokens, self.max_model_len - 2)
-        params = SamplingParams(temperature=0.0, max_tokens=2, regex="[0-9]{9}" if guided else None)
-        group = self.add_request("warm-up", [0] * max(1, longest), params, stream=False)
-        while not group.is_finished():
-            self.awake.clear()
-            if not self.has_work:
-                self.awake.wait()
-            self.step()
-        self.step()  # reports its end
-        self.blocks.forget_content()
-        self.stats.reset()
-        error = group.sequences[0].error
-        how = f"failed: {error}" if error is not None else f"took {time.monotonic() - started:.1f} s"
-        logger.info("warm-up on %s: a request with %d tokens %s", self.model.device, longest, how)
-
     def schedule(self) -> Batch:
         """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run. Late ones
         run once their mask is decided, or if nothing else can run: the step then waits for the first mask."""

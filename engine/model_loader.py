@@ -14,13 +14,27 @@ from engine.attention import ATTENTION, PagedContext, UnsupportedModelError
 from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
 from engine.ranks import Ranks
-from engine.tensor_parallel_plans import PLANS, split_heads
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
 """Minimum correlation of the probe's logits with those of eager attention."""
+
+
+_PLANS: dict[str, dict[str, str]] = {
+    "opt": {
+        "model.decoder.embed_tokens": "embedding_rowwise",
+        "model.decoder.layers.*.self_attn.q_proj": "colwise",
+        "model.decoder.layers.*.self_attn.k_proj": "colwise",
+        "model.decoder.layers.*.self_attn.v_proj": "colwise",
+        "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+        "model.decoder.layers.*.fc1": "colwise",
+        "model.decoder.layers.*.fc2": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+}
+"""Plans for tensor parallelism by `model_type`, in transformers' terms, where transformers has none."""
 
 
 @dataclass
@@ -92,7 +106,7 @@ def load_part(model: str, how: LoadOptions) -> LoadedModel:
 def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
     """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
     others: dict[str, Any] = {}
-    plan = PLANS.get(config.model_type) if device is None else None
+    plan = _PLANS.get(config.model_type) if device is None else None
     if device is None:
         from transformers.distributed import DistributedConfig
 
@@ -106,8 +120,10 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         attn_implementation=ATTENTION,
         **others,
     )
-    if plan is not None:
-        split_heads(loaded, how.tensor_parallel_size)
+    if plan is not None:  # with its own plans, transformers reads the heads from the size of the projections
+        for module in loaded.modules():
+            if hasattr(module, "num_heads"):
+                module.num_heads //= how.tensor_parallel_size
     tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
     if how.chat_template is not None:
         tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
@@ -133,7 +149,7 @@ def _check_plan(config: Any, size: int, device: torch.device) -> None:
     """Reject a model without a plan, or with heads that cannot be split, and another device than transformers uses."""
     text = config.get_text_config(decoder=True)
     name = _architecture(config)
-    if not getattr(text, "base_model_tp_plan", None) and config.model_type not in PLANS:
+    if not getattr(text, "base_model_tp_plan", None) and config.model_type not in _PLANS:
         raise UnsupportedModelError(f"{name} has no plan for tensor parallelism in transformers")
     heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if any(count % size for count in heads):

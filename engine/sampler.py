@@ -65,7 +65,11 @@ class Sampler:
         logits = compute()
         if batch.with_logprobs:
             self._raw = logits[batch.with_logprobs].log_softmax(-1)
-        penalties = self._penalties_of(batch, logits)
+        penalties = None
+        if batch.biased or batch.penalised or batch.with_min_tokens:
+            penalties = self._penalties
+            if penalties is None or penalties.batch is not batch:
+                penalties = self._penalties = Penalties(batch, logits, self._stop_token_ids)
 
         def biased(logits: torch.Tensor) -> torch.Tensor:
             if penalties is not None:
@@ -84,33 +88,24 @@ class Sampler:
             self._beam_logprobs = (logits[batch.beams] / heat[:, None]).log_softmax(-1)
         return logits
 
-    def _penalties_of(self, batch: Batch, logits: torch.Tensor) -> Penalties | None:
-        if not (batch.biased or batch.penalised or batch.with_min_tokens):
-            return None
-        if self._penalties is None or self._penalties.batch is not batch:
-            self._penalties = Penalties(batch, logits, self._stop_token_ids)
-        return self._penalties
-
     def sample(self, logits: torch.Tensor, batch: Batch, skip: frozenset[int] = frozenset()) -> SamplerOutput:
-        """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`.
-
-        Rows in `skip` are not sampled. Their random generators do not advance.
-        """
-        allowed: list[int] = []
-        if batch.detailed:
-            allowed = (logits[batch.detailed] > -torch.inf).sum(-1).tolist()
+        """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`. Rows in `skip` are not
+        sampled. Their random generators do not advance."""
+        allowed: list[int] = (logits[batch.detailed] > -torch.inf).sum(-1).tolist() if batch.detailed else []
         if (rows := batch.with_masked_logprobs) and self._raw is not None:
             self._raw[np.searchsorted(batch.with_logprobs, rows)] = logits[rows].log_softmax(-1)
         best, chosen = logits.max(-1)
         if batch.random:
             best, chosen = self._draw(logits, best, chosen, batch, skip)
-        output = SamplerOutput(chosen.tolist(), skip)
-        output.allowed = dict(zip(batch.detailed, allowed, strict=True))
+        output = SamplerOutput(chosen.tolist(), skip, allowed=dict(zip(batch.detailed, allowed, strict=True)))
         finite = best.isfinite()
         if not finite.all():
             output.broken = [row for row in (~finite).nonzero()[:, 0].tolist() if row not in skip]
-        if batch.with_logprobs:
-            output.logprobs = self._logprobs(chosen, batch)
+        if rows := batch.with_logprobs:
+            raw, self._raw = self._raw, None
+            assert raw is not None, "adjust comes before sample"
+            counts = [batch.sequences[row].params.logprobs or 0 for row in rows]
+            output.logprobs = dict(zip(rows, ranked_logprobs(raw, chosen[rows], counts), strict=True))
         if self._beam_logprobs is not None:
             forbidden = logits[batch.beams].isneginf()
             output.beam_logprobs, self._beam_logprobs = self._beam_logprobs, None
@@ -124,8 +119,7 @@ class Sampler:
         plan = self._distribution
         if plan is None or plan.batch is not batch:
             plan = self._distribution = _Distribution(batch, logits.device)
-        sequences = batch.sequences
-        uniforms = [0.5 if row in skip else sequences[row].uniforms.next() for row in plan.rows]
+        uniforms = [0.5 if row in skip else batch.sequences[row].uniforms.next() for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
         if self.processors.after:
 
@@ -140,13 +134,6 @@ class Sampler:
         if all_random:
             return values, drawn
         return best.index_copy(0, plan.index, values), greedy.index_copy(0, plan.index, drawn)
-
-    def _logprobs(self, chosen: torch.Tensor, batch: Batch) -> dict[int, TokenLogprobs]:
-        raw, rows = self._raw, batch.with_logprobs
-        assert raw is not None, "adjust comes before sample"
-        self._raw = None
-        counts = [batch.sequences[row].params.logprobs or 0 for row in rows]
-        return dict(zip(rows, ranked_logprobs(raw, chosen[rows], counts), strict=True))
 
 
 def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:

@@ -24,8 +24,7 @@ _sequence_ids = itertools.count()
 
 
 class SequenceStatus(Enum):
-    """State of a sequence. The value of a finished one is its `finish_reason`. There is no SWAPPED: a sequence that
-    was preempted is computed again."""
+    """State of a sequence. The value of a finished one is its `finish_reason`."""
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
@@ -110,11 +109,8 @@ class Uniforms:
 
 
 class Sequence:
-    """One output while it is generated: the `index`th of its group.
-
-    `max_length` counts prompt and output tokens. `stop_ids` are the tokens that end it. `seed` is that of its
-    `uniforms`.
-    """
+    """One output while it is generated: the `index`th of its group. It ends with a token of `stop_ids`, or at
+    `max_length` tokens, the prompt included."""
 
     def __init__(
         self,
@@ -188,13 +184,8 @@ class Sequence:
     def append(
         self, token_id: int, logprobs: TokenLogprobs | None = None, allowed: int | None = None, *, forced: bool = False
     ) -> bool:
-        """Add a token, and end the sequence if the token completes it. Returns whether it has ended.
-
-        Args:
-            logprobs: its log-probabilities, if they are requested.
-            allowed: the number of tokens that the mask allowed, if it is requested.
-            forced: it was appended without a forward pass of its own.
-        """
+        """Add a token, its log-probabilities and the number of tokens that the mask allowed, if they are requested.
+        `forced`: it has no forward pass of its own. Returns whether it has ended the sequence."""
         self.data.output_token_ids.append(token_id)
         self.last_token = token_id
         self.length += 1
@@ -310,11 +301,7 @@ class SequenceGroup:
             sequence.group = self
 
     def show(self, eos_token_id: int | None, needs_logprobs: bool) -> None:
-        """Create the view of each sequence that post-processors get.
-
-        Args:
-            needs_logprobs: compute log-probabilities of each token, because a post-processor reads them.
-        """
+        """Create the view of each sequence that post-processors get. `needs_logprobs`: one of them reads them."""
         params, budget = self.sampling_params, None
         if params.complete and params.constraint is not None:
             first = self.sequences[0]

@@ -54,10 +54,6 @@ class EngineStats:
             self.prepare_seconds, self.forward_seconds, self.wait_seconds, self.sample_seconds, self.steps
         )
 
-    def reset(self) -> None:
-        """Start again from zero."""
-        vars(self).update(vars(EngineStats()))
-
     def note_masks(self, report: ApplyReport) -> None:
         """Add what `apply` reports."""
         self.wait_seconds += report.wait_seconds

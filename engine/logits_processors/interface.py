@@ -97,8 +97,7 @@ class BatchUpdate:
 class LogitsProcessor(ABC):
     """A batch-level logits processor. One instance serves an engine for its lifetime.
 
-    A class that defines `add_request` is of the revised model. A request then has a fixed index, and a batch maps rows
-    to indices:
+    A class that defines `add_request` is of the revised model. A request then has a fixed index:
 
     - `add_request(req_info)`, with the tuple `(params, prompt length, index)`: a new request. Indices are below the
       engine's `max_num_seqs` and are reused. A late sequence keeps its index. A preempted sequence is removed, and

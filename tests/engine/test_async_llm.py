@@ -125,29 +125,20 @@ def test_a_failure_on_the_way_is_the_last_output(llm: AsyncLLM, pool: FaultyPool
 def test_leaving_and_cancelling_abort_the_request(llm: AsyncLLM) -> None:
     long = greedy(max_tokens=240, ignore_eos=True)
 
-    async def leaves() -> None:
+    async def all_three() -> RequestOutput:
         async with aclosing(llm.generate(PROMPT, long, "left")) as stream:
-            async for _ in stream:
-                break
-
-    async def is_cancelled() -> None:
+            await anext(stream)
         task = asyncio.ensure_future(collect(llm.generate(PROMPT, long, "cancelled")))
         await until(lambda: "cancelled" in llm.engine.groups)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    async def is_aborted() -> RequestOutput:
         outputs = []
         async for output in llm.generate(PROMPT, long, "aborted"):
             outputs.append(output)
             llm.abort("aborted")
-        return outputs[-1]
-
-    async def all_three() -> RequestOutput:
-        _, _, aborted = await asyncio.gather(leaves(), is_cancelled(), is_aborted())
         await until(lambda: not llm.engine.groups)
-        return aborted
+        return outputs[-1]
 
     [aborted] = together(all_three())
     assert aborted.outputs[0].finish_reason == "abort"
@@ -165,10 +156,8 @@ def test_when_the_loop_dies_no_stream_stays_open(llm: AsyncLLM, monkeypatch: pyt
 
     [ends] = together(die())
     assert [type(end) for end in ends] == [InternalError] * 3
-    health = llm.health()
-    assert not health.alive
-    assert health.error is not None
-    assert "ZeroDivisionError" in health.error
+    assert not llm.health().alive
+    assert "ZeroDivisionError" in str(llm.health().error)
     [late] = together(collect(llm.generate(PROMPT, greedy())))
     assert isinstance(late, InternalError)
 
@@ -185,10 +174,3 @@ def test_shutdown_ends_open_streams(tiny_model: LoadedModel) -> None:
     [[end]] = together(work())
     assert isinstance(end, InternalError)
     llm.shutdown()
-
-
-def test_health_counts(llm: AsyncLLM) -> None:
-    health = llm.health()
-    assert (health.num_running, health.num_waiting, health.num_waiting_for_grammar) == (0, 0, 0)
-    assert health.kv_cache_usage == 0.0
-    assert health.pool.name == "inline"

@@ -8,7 +8,7 @@ import random
 import jsonschema
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -96,12 +96,6 @@ class TestTokenizer:
         assert tokenizer.decode(ids) == text
         assert Vocabulary.from_tokenizer(tokenizer).decode(ids) == text.encode()
 
-    @settings(max_examples=200, deadline=None)
-    @given(st.text(max_size=60))
-    def test_round_trips_open_ended_text(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        assert tokenizer.decode(ids) == text
-
     @given(st.text(alphabet="abcdefghijklmnopqrstuvwxyzéüßжд", min_size=1, max_size=12))
     def test_a_word_has_the_same_tokens_everywhere(self, tokenizer: PreTrainedTokenizerFast, word: str) -> None:
         tokens = tokenizer.tokenize(word)
@@ -127,10 +121,6 @@ class TestTokenizer:
         ]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert text == "<|begin|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
-
-    def test_chat_template_refuses_an_unknown_role(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        with pytest.raises(Exception, match="unknown role: critic"):
-            tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
 
 
 class TestCorpus:

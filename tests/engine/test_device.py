@@ -1,9 +1,8 @@
-"""What concerns the device: running out of memory, warm-up, and the engine on CUDA."""
+"""What concerns the device: running out of memory, the size of the cache, and the engine on CUDA."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,17 +60,6 @@ def test_out_of_memory_fails_the_newest_group_only(
     for name, output in found.items():
         assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected[name].outputs]
         assert all(one.logprobs is None or len(one.logprobs) == len(one.token_ids) for one in output.outputs)
-
-
-def test_warm_up_says_in_one_line_what_it_found(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "engine")
-    engine = make_engine(max_num_batched_tokens=100)
-    engine.warm_up()
-    (line,) = [record.message for record in caplog.records]
-    assert line.startswith("warm-up on cpu: a request with 100 tokens took")
-    assert not engine.has_unfinished
-    assert engine.stats.steps == 0
-    assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
 def test_the_kv_cache_gets_what_the_largest_step_leaves(

@@ -146,20 +146,6 @@ def test_preempted_and_with_n(pair: Pair) -> None:
     assert llm.engine.blocks.num_free == 34
 
 
-def test_half_precision_runs(pair: Pair) -> None:
-    """bfloat16 rounds too much for equality; the first token after a prefill is clear."""
-    half = copy.deepcopy(pair.reference).to(torch.bfloat16)
-    llm = LLM(prepare_model(half, pair.loaded.tokenizer), config=EngineConfig(block_size=8))
-    many = prompts(4)
-    found = llm.generate(many, greedy(), use_tqdm=False)
-    agree = sum(
-        output.outputs[0].token_ids[:1] == pair.expected(prompt, 1)[0]
-        for prompt, output in zip(many, found, strict=True)
-    )
-    assert agree >= 3
-    assert all(output.outputs[0].finish_reason in ("length", "stop") for output in found)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda(pair: Pair) -> None:

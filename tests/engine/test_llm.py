@@ -87,19 +87,19 @@ def test_the_package_exports_what_it_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "instead"),
+    ("refuser", "name", "instead"),
     [
-        ({"tensor_parallel_size": 2}, "name of a model"),
-        ({"dtype": "float32"}, "name of a model"),
-        ({"gpu_memory_utilization": 0.5}, "kv_cache_bytes"),
-        ({"max_num_seq": 2}, "did you mean max_num_seqs"),
-        ({"lora_request": "x"}, "merge them into the checkpoint"),
+        (LLM, "dtype", "name of a model"),
+        (LLM, "gpu_memory_utilization", "kv_cache_bytes"),
+        (LLM, "max_num_seq", "did you mean max_num_seqs"),
+        (SamplingParams, "guided_json", "json_schema"),
+        (SamplingParams, "max_token", "max_tokens"),
     ],
 )
-def test_an_unknown_option_is_refused_by_name(tiny_model: LoadedModel, keywords: dict[str, Any], instead: str) -> None:
+def test_an_unknown_option_is_refused_by_name(tiny_model: LoadedModel, refuser: Any, name: str, instead: str) -> None:
     with pytest.raises(InvalidRequest, match=instead) as raised:
-        LLM(tiny_model, **keywords)
-    assert raised.value.param == next(iter(keywords))
+        refuser(*([tiny_model] if refuser is LLM else []), **{name: 1})
+    assert raised.value.param == name
 
 
 def test_vllms_quick_start_keywords(tiny_model: LoadedModel) -> None:
@@ -115,13 +115,6 @@ def test_vllms_quick_start_keywords(tiny_model: LoadedModel) -> None:
             llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}, params)
         with pytest.raises(InvalidRequest, match="LoRA"):
             llm.generate("x", params, lora_request="adapter")
-
-
-def test_an_unknown_sampling_parameter_names_what_works_instead() -> None:
-    for name, instead in (("guided_json", "json_schema"), ("max_token", "max_tokens"), ("beam_width", "best_of")):
-        with pytest.raises(InvalidRequest, match=instead) as raised:
-            SamplingParams(**{name: 1})
-        assert raised.value.param == name
 
 
 class Color(Enum):

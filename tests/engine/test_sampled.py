@@ -110,28 +110,6 @@ def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
     assert len(found.logprobs or ()) == len(found.token_ids)
 
 
-def test_drafts_go_on_after_a_rollback(
-    engine_with: Callable[..., LLMEngine], run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = SamplingParams(regex="(ab){20}", temperature=0.0, max_tokens=60)
-    expected = run(engine_with(), {"r": (PROMPT, params)})["r"].outputs[0]
-    done: list[int] = []
-
-    def once(sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
-        if done or len(sequences) == 1 or len(sequences[0].output_token_ids) < 12:  # the rows of drafts follow
-            return {}
-        done.append(engine.stats.accepted_tokens)
-        return {sequences[0].sequence_id: SampledEdit(rollback=3)}
-
-    own = Own(lambda output: None, max_rollback=3)
-    monkeypatch.setattr(own, "edits", once)
-    engine = engine_with(own, num_speculative_tokens=3)
-    found = run(engine, {"r": (PROMPT, params)})["r"].outputs[0]
-    assert (found.error, found.token_ids) == (None, expected.token_ids)
-    assert done
-    assert engine.stats.accepted_tokens > done[0]
-
-
 def test_a_processor_appends_and_stops(engine_with: Callable[..., LLMEngine], run: Run) -> None:
     engine = engine_with()
     digits = engine.model.vocabulary.encode("7"), engine.model.vocabulary.encode("8")

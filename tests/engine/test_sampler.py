@@ -70,15 +70,21 @@ def drawn(count: int, row: list[float], **params: Any) -> Counter[int]:
 # -- adjust
 
 
-def test_bias_is_added() -> None:
-    assert adjusted(sequence(logit_bias={1: 2.5, 2: -1}), [0.0, 1.0, 2.0]) == [0.0, 3.5, 1.0]
+PENALTIES = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25}
+"""CTRL's, over prompt and output, then OpenAI's, over the output."""
 
 
-def test_penalties_are_ctrl_s_and_openai_s() -> None:
-    row = [1.0, 2.0, -2.0, 4.0]
-    params = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25}
-    it = sequence(prompt=(2,), output=(1, 1, 3), **params)
-    assert adjusted(it, row) == [1.0, 2.0 / 2 - 2 * 0.5 - 0.25, -4.0, 4.0 / 2 - 0.5 - 0.25]
+@pytest.mark.parametrize(
+    ("fields", "prompt", "output", "row", "expected"),
+    [
+        ({"logit_bias": {1: 2.5, 2: -1}}, (1,), (), [0.0, 1.0, 2.0], [0.0, 3.5, 1.0]),
+        (PENALTIES, (2,), (1, 1, 3), [1.0, 2.0, -2.0, 4.0], [1.0, 1.0 - 1.25, -4.0, 2.0 - 0.75]),
+        ({"min_tokens": 2}, (1,), (3,), [9.0, 1.0], [pytest.approx(SUPPRESSED), 1.0]),
+        ({"min_tokens": 2}, (1,), (3, 3), [9.0, 1.0], [9.0, 1.0]),
+    ],
+)
+def test_logits_before_the_mask(fields: Any, prompt: Any, output: Any, row: list[float], expected: Any) -> None:
+    assert adjusted(sequence(prompt=prompt, output=output, **fields), row) == expected
 
 
 def test_penalties_count_what_comes_while_the_batch_stays() -> None:
@@ -95,11 +101,6 @@ def test_penalties_count_what_comes_while_the_batch_stays() -> None:
     sampler.processors.begin(batch)
     found = sampler.adjust(lambda: logits_of([0.0] * 5, [0.0] * 5), batch)[:, :5].tolist()
     assert found == [[0.0] * 5, [0.0, 0.0, 0.0, -2.0, -1.0]], "a new batch is counted anew"
-
-
-def test_min_tokens_suppresses_stop_tokens() -> None:
-    assert adjusted(sequence(min_tokens=2, output=(3,)), [9.0, 1.0]) == [pytest.approx(SUPPRESSED), 1.0]
-    assert adjusted(sequence(min_tokens=2, output=(3, 3)), [9.0, 1.0]) == [9.0, 1.0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 100.0])
@@ -126,10 +127,6 @@ def test_the_mask_wins_over_all_suppression(temperature: float) -> None:
 
 
 # -- sample
-
-
-def test_greedy_is_the_best() -> None:
-    assert drawn(3, [1.0, 3.0, 2.0], temperature=0.0) == {1: 3}
 
 
 def test_frequencies_are_the_softmax_s() -> None:
@@ -222,14 +219,3 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert list(output.logprobs) == [1]
     assert [(token, entry.rank) for token, entry in entries.items()] == [(0, 4), (3, 1), (2, 2)]
     assert all(entry.logprob == pytest.approx(expected[token]) for token, entry in entries.items())
-
-
-def test_logprobs_zero_is_the_sampled_token_alone() -> None:
-    it = sequence(temperature=0.0, logprobs=0)
-    batch = batch_of(it)
-    sampler = begun(batch)
-    output = sampler.sample(sampler.adjust(lambda: logits_of([0.0, 2.0]), batch), batch)
-    assert list(output.logprobs[0]) == [1]
-
-
-# -- batches

@@ -22,6 +22,7 @@ from engine.logits_processors import (
 )
 
 logger = logging.getLogger(__name__)
+Array = np.ndarray[Any, Any]
 
 
 class DummyLogitsProcessor(LogitsProcessor):
@@ -202,12 +203,7 @@ class RevisedBias(LogitsProcessor):
     def remove_request(self, req_pdx: int) -> None:
         del self.params[req_pdx]
 
-    def update_state(
-        self,
-        index_mapping: np.ndarray[Any, Any] | None,
-        token_ids: np.ndarray[Any, Any],
-        seq_lens: np.ndarray[Any, Any],
-    ) -> None:
+    def update_state(self, index_mapping: Array | None, token_ids: Array, seq_lens: Array) -> None:
         if index_mapping is not None:
             self.rows = index_mapping.tolist()
 
@@ -235,9 +231,12 @@ class RevisedMinP(RevisedBias):
         return logits
 
 
+POISONS = ("apply", "update_state", "None", "shape")
+
+
 class Poisonable(MyBias):
-    """Raises for requests with `poison` in `extra_args`, in the method that it names ("apply", "update_state"),
-    after it has overwritten the logits. `made` counts its instances."""
+    """Raises for requests with `poison` in `extra_args`, in the method that it names, after it has overwritten the
+    logits, or returns what is wrong. `made` counts its instances."""
 
     made = 0
 
@@ -275,12 +274,7 @@ class RevisedPoisonable(RevisedBias):
         super().add_request(req_info)
         self._raise("add_request", [req_info[2]])
 
-    def update_state(
-        self,
-        index_mapping: np.ndarray[Any, Any] | None,
-        token_ids: np.ndarray[Any, Any],
-        seq_lens: np.ndarray[Any, Any],
-    ) -> None:
+    def update_state(self, index_mapping: Array | None, token_ids: Array, seq_lens: Array) -> None:
         super().update_state(index_mapping, token_ids, seq_lens)
         self._raise("update_state", self.rows)
 
@@ -355,12 +349,7 @@ class RevisedEcho(RevisedBias):
         _, prompt_length, index = req_info
         self.prompt_lens[index] = prompt_length
 
-    def update_state(
-        self,
-        index_mapping: np.ndarray[Any, Any] | None,
-        token_ids: np.ndarray[Any, Any],
-        seq_lens: np.ndarray[Any, Any],
-    ) -> None:
+    def update_state(self, index_mapping: Array | None, token_ids: Array, seq_lens: Array) -> None:
         super().update_state(index_mapping, token_ids, seq_lens)
         self.next: dict[int, int] = {}
         for index in self.rows:
