@@ -50,8 +50,7 @@ class BaseLLM:
 
     Raises:
         InvalidRequest: there is no such option. The message says what works instead.
-        OSError: the model is not found.
-        ValueError: the model cannot be served (`UnsupportedModelError`), or an option is out of range.
+        OSError, ValueError: the model is not found, cannot be served, or an option is out of range.
         PoolUnavailable: the pool cannot be started.
     """
 

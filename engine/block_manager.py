@@ -29,10 +29,8 @@ class BlockManager:
         """The block tables of all sequences, so that a step reads them with one gather."""
         self.rows: dict[int, int] = {}
         """By sequence: its row of `tables`."""
-        self.tokens_looked_up = 0
-        """Number of tokens that were looked up in the prefix cache."""
-        self.tokens_found = 0
-        """Number of these that the prefix cache had."""
+        self.tokens_looked_up = self.tokens_found = 0
+        """Numbers of tokens that were looked up in the prefix cache, and that it had."""
         self._prefix_cache = prefix_cache
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """The next block to be used comes first."""
@@ -61,11 +59,8 @@ class BlockManager:
 
     def allocate(self, seq_ids: Sequence[int], num_tokens: int, tokens: Sequence[int] = ()) -> int:
         """Assign blocks for the `num_tokens` tokens that the sequences have in common. Raises `MemoryError` if too few
-        are free.
-
-        Looks `tokens` up in the prefix cache, unless it is empty. Returns the length of the beginning that was found:
-        never all of it, because the last token has to be computed.
-        """
+        are free. Looks `tokens` up in the prefix cache, and returns the length of the beginning that was found: never
+        all of it, because the last token has to be computed."""
         first, *others = seq_ids
         prefixes, found = self._find(tokens)
         needed = self.blocks_for(num_tokens) - len(found)
@@ -97,12 +92,8 @@ class BlockManager:
         return prefixes, blocks
 
     def note_content(self, seq_id: int, computed: int, span: Callable[[int, int], list[int]]) -> None:
-        """Note what the sequence's full blocks contain, so that other sequences find them.
-
-        Args:
-            computed: number of its tokens that are in the cache, or will be after this step.
-            span: returns the sequence's tokens between two positions.
-        """
+        """Note what the sequence's full blocks contain, so that other sequences find them. `computed` of its tokens are
+        in the cache, or will be after this step. `span` returns its tokens between two positions."""
         size, prefixes = self.block_size, self._prefixes.get(seq_id)
         if prefixes is None or not self._prefix_cache:
             return
@@ -116,11 +107,8 @@ class BlockManager:
             prefixes.append(known[0])
 
     def append_slot(self, seq_id: int, position: int) -> tuple[int, int] | None:
-        """Make the slot of `position` (the sequence's last or next one) writable for the sequence.
-
-        Returns `(source, target)` if a shared block must be copied before the step's forward pass. Raises `MemoryError`
-        if no block is free.
-        """
+        """Make the slot of `position` (the sequence's last or next one) writable. Returns `(source, target)` if a
+        shared block must be copied before the forward pass. Raises `MemoryError` if no block is free."""
         blocks = self._blocks[seq_id]
         index = position // self.block_size
         if index < len(blocks) and self._count[blocks[index]] == 1:

@@ -36,12 +36,12 @@ class Drafter:
     matchers are open in `processor`."""
 
     def __init__(self, max_drafts: int, processor: LogitPostProcessor) -> None:
-        self._max_drafts, self._processor = max_drafts, processor
+        self.max_drafts, self._processor = max_drafts, processor
         self._histories: dict[Sequence, _History] = {}
 
     def propose(self, sequence: Sequence, budget: int) -> list[int]:
         """Return up to `budget` tokens that may follow."""
-        limit = min(self._max_drafts, budget, sequence.max_length - sequence.length - 1)
+        limit = min(self.max_drafts, budget, sequence.max_length - sequence.length - 1)
         if limit <= 0 or sequence.params.use_beam_search or sequence.params.complete:
             return []
         history = self._histories.setdefault(sequence, _History(sequence.edits))

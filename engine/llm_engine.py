@@ -82,7 +82,7 @@ class LLMEngine:
             raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
         if drafts and processor.needs_samples:
             raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
-        self.drafter = Drafter(drafts, processor) if drafts else None
+        self.drafter = Drafter(drafts, processor)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
@@ -119,11 +119,7 @@ class LLMEngine:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue an admitted request. If its prompt is too long for the context, it is `FINISHED_IGNORED` already.
-
-        Raises:
-            InvalidRequest: the backend does not support the constraint.
-            ValueError: a request with this id is running.
-        """
+        Raises `InvalidRequest` if the backend does not support the constraint, `ValueError` if the id is in use."""
         if group.request_id in self.groups:
             raise ValueError(f"request {group.request_id!r} is running already")
         constrained = group.sampling_params.constraint is not None
@@ -192,10 +188,8 @@ class LLMEngine:
     # -- the step
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests that have changed; without `stream`, only those that have finished.
-
-        If no sequence can run, it returns at once.
-        """
+        """Run one step. Returns the requests that have changed; without `stream`, only those that have finished. If no
+        sequence can run, it returns at once."""
         started = time.perf_counter()
         batch = self.schedule()
         if not batch.is_empty:
@@ -491,7 +485,7 @@ class LLMEngine:
                     self._forget(sequence.group)
                 else:
                     self.processor.free_sequence(sequence.seq_id)
-                    self._forget_drafts([sequence])
+                    self.drafter.forget(sequence)
 
     # -- ends
 
@@ -515,14 +509,10 @@ class LLMEngine:
         self.scheduler.remove(group)
         self.late_rows.forget(group.sequences)
         self.beams.forget(group)
-        self._forget_drafts(group.sequences)
+        for sequence in group.sequences:
+            self.drafter.forget(sequence)
         if self.groups.pop(group.request_id, None) is not None:
             self.processor.free(group.request_id)
-
-    def _forget_drafts(self, sequences: list[Sequence]) -> None:
-        if self.drafter is not None:
-            for sequence in sequences:
-                self.drafter.forget(sequence)
 
 
 class _NoProcessor(LogitPostProcessor):

@@ -71,15 +71,11 @@ class LoadedModel:
 
 
 def load_model(model: str, **options: Any) -> LoadedModel:
-    """Load a model from a local directory or from the hub.
-
-    Args:
-        options: fields of `LoadOptions`.
+    """Load a model from a local directory or from the hub. `options` are fields of `LoadOptions`.
 
     Raises:
         UnsupportedModelError: the engine cannot serve this architecture. The message says why.
-        OSError: the model is not found.
-        ValueError: the dtype is unknown, or the machine has no such device.
+        OSError, ValueError: the model is not found, the dtype is unknown, or the machine has no such device.
     """
     how = LoadOptions(**options)
     device = _find_device(how.device)

@@ -22,7 +22,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, drafter: Drafter | None = None
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, drafter: Drafter
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
@@ -75,8 +75,8 @@ class Scheduler:
         budget = self._continue_prefills(chunks, budget)
         if self.num_preemptions == before:
             budget = self._start_prefills(chunks, budget)
-        if self._drafter is not None:
-            decodes = self._schedule_drafts(self._drafter, decodes, chunks, budget)
+        if self._drafter.max_drafts:
+            decodes = self._schedule_drafts(decodes, chunks, budget)
         decodes.sort(key=lambda sequence: sequence.length)
         last = self._last
         if not chunks and last.is_repeatable and not last.prefills and last.decodes == decodes:
@@ -119,20 +119,18 @@ class Scheduler:
             sequence.computed = sequence.length
         return decodes, copies
 
-    def _schedule_drafts(
-        self, drafter: Drafter, decodes: list[Sequence], chunks: list[Chunk], budget: int
-    ) -> list[Sequence]:
+    def _schedule_drafts(self, decodes: list[Sequence], chunks: list[Chunk], budget: int) -> list[Sequence]:
         """Turn decoding sequences with drafts into chunks, as far as tokens and blocks are left. Returns the others."""
         others: list[Sequence] = []
         for sequence in decodes:
-            drafts = drafter.propose(sequence, budget)
+            drafts = self._drafter.propose(sequence, budget)
             try:
                 for position in range(sequence.length, sequence.length + len(drafts)):
                     self.blocks.append_slot(sequence.seq_id, position)
             except MemoryError:
                 drafts = []
             if drafts:
-                rows = drafter.rows(sequence, drafts)
+                rows = self._drafter.rows(sequence, drafts)
                 chunks.append(Chunk([sequence], sequence.length - 1, sequence.length + len(drafts), rows))
                 budget -= len(drafts)
             else:

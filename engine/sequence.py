@@ -55,9 +55,8 @@ class MaskDetails:
     forced: list[bool] = field(default_factory=list)
     """For each output token: it was appended without a forward pass of its own."""
     exposed_seconds: float = 0.0
-    """The time by which masks have lengthened the sequence's steps."""
     mask_seconds: float = 0.0
-    """The time that the workers took for the sequence's masks. Set in snapshots."""
+    """By how much masks have lengthened the sequence's steps, and what they took the workers (in snapshots)."""
 
 
 @dataclass(slots=True)
@@ -230,8 +229,7 @@ class Sequence:
         self.data.cumulative_logprob += entries.own
 
     def end_if_complete(self) -> bool:
-        """End it at a stop token, at a stop string that the newest token completes, or at its maximum length, in this
-        order. Returns whether it has ended."""
+        """End it at a stop token, a stop string, or its maximum length, in this order. Returns whether it has ended."""
         token, output, params = self.last_token, self.data.output_token_ids, self.params
         if token in self.stop_ids:
             self.finish(SequenceStatus.FINISHED_STOPPED)

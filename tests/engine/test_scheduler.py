@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.detokenizer import Detokenizer, TokenTexts
+from engine.drafter import Drafter
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from guided.post_processor import LogitPostProcessor
 from guided.vocabulary import Vocabulary
 
 BLOCK = 4
@@ -30,7 +32,8 @@ def group(name: str, tokens: int, n: int = 1, **fields: Any) -> SequenceGroup:
 
 def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> Scheduler:
     blocks = BlockManager(num_blocks, BLOCK, max_seqs=max_num_seqs, max_blocks=16)
-    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    return Scheduler(blocks, **limits, drafter=Drafter(0, LogitPostProcessor()))
 
 
 def names(batch: Batch) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ from typing import Any, Optional
 import numpy.typing as npt
 import pytest
 import torch
+from sample_processors import DummyLogitsProcessor
 
 from engine.llm_engine import LLMEngine
 from engine.logits_processors import BatchUpdate, LogitsProcessor, SamplingParams, VllmConfig
@@ -31,21 +32,28 @@ AddedRequest = tuple[SamplingParams, int, int]
 
 
 class TargetToken(LogitsProcessor):
-    """Allows only `target_token` of a request's `extra_args`, with the signatures of the RFC."""
+    """Allows only `target_token` of a request's `extra_args`, with the signatures of the RFC. It records the calls; the
+    list is the newest instance's."""
+
+    calls: list[tuple[Any, ...]]
+    newest: TargetToken
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
         self.targets: dict[int, int] = {}
         self.order: list[int] = []
+        TargetToken.calls, TargetToken.newest = [], self
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def add_request(self, req_info: AddedRequest) -> None:
+        self.calls.append(("add_request", req_info))
         params, _, pdx = req_info
         if params.extra_args:
             self.targets[pdx] = params.extra_args["target_token"]
 
     def remove_request(self, req_pdx: RemovedRequest) -> None:
+        self.calls.append(("remove_request", req_pdx))
         self.targets.pop(req_pdx, None)
 
     def update_state(
@@ -54,8 +62,9 @@ class TargetToken(LogitsProcessor):
         token_ids: npt.NDArray,
         seq_lens: npt.NDArray,
     ) -> None:
-        if index_mapping is not None:
-            self.order = index_mapping.tolist()
+        mapping = None if index_mapping is None else index_mapping.tolist()
+        self.calls.append(("update_state", mapping, token_ids.copy(), seq_lens.copy()))
+        self.order = self.order if mapping is None else mapping
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         for row, pdx in enumerate(self.order):
@@ -66,32 +75,9 @@ class TargetToken(LogitsProcessor):
         return logits
 
 
-class Recorder(TargetToken):
-    """Records the calls. The list is the newest instance's."""
-
-    calls: list[tuple[Any, ...]]
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        super().__init__(vllm_config, device, is_pin_memory)
-        Recorder.calls = []
-
-    def add_request(self, req_info: AddedRequest) -> None:
-        self.calls.append(("add_request", req_info))
-        super().add_request(req_info)
-
-    def remove_request(self, req_pdx: RemovedRequest) -> None:
-        self.calls.append(("remove_request", req_pdx))
-        super().remove_request(req_pdx)
-
-    def update_state(self, index_mapping: Any, token_ids: Any, seq_lens: Any) -> None:
-        mapping = None if index_mapping is None else index_mapping.tolist()
-        self.calls.append(("update_state", mapping, token_ids.copy(), seq_lens.copy()))
-        super().update_state(index_mapping, token_ids, seq_lens)
-
-
 def calls(name: str) -> list[Any]:
     """The arguments of the calls of a method."""
-    return [call[1:] for call in Recorder.calls if call[0] == name]
+    return [call[1:] for call in TargetToken.calls if call[0] == name]
 
 
 def target(token: int | None, max_tokens: int) -> SamplingParams:
@@ -111,17 +97,9 @@ def tokens(found: dict[str, RequestOutput]) -> dict[str, list[int]]:
 def test_both_models_run_together(make_engine: MakeEngine, run: Run) -> None:
     seen: list[Any] = []
 
-    class Current(LogitsProcessor):
-        def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None: ...
-
-        def is_argmax_invariant(self) -> bool:
-            return False
-
+    class Current(DummyLogitsProcessor):
         def update_state(self, batch_update: BatchUpdate | None) -> None:
             seen.append(batch_update)
-
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            return logits
 
     found = run(make_engine(logits_processors=(Current, TargetToken)), {"67": (PROMPT, target(67, 2))})
     assert tokens(found) == {"67": [67, 67]}
@@ -133,17 +111,10 @@ def test_both_models_run_together(make_engine: MakeEngine, run: Run) -> None:
 @source("add_request adds information about a new request, or changes nothing.")
 @source("remove_request removes the information, if such information is present.")
 def test_add_request_and_remove_request(make_engine: MakeEngine, run: Run) -> None:
-    created: list[TargetToken] = []
-
-    class Kept(Recorder):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            created.append(self)
-
     free = {"free": ([8, 9], target(None, 3))}
     expected = tokens(run(make_engine(), free))
     requests = {"67": (PROMPT, target(67, 1)), **free, "68": (PROMPT, target(68, 2))}
-    engine = make_engine(logits_processors=(Kept,))
+    engine = make_engine(logits_processors=(TargetToken,))
     assert tokens(run(engine, requests)) == {"67": [67], **expected, "68": [68, 68]}
     assert [info for (info,) in calls("add_request")] == [
         (params, len(prompt), index) for index, (prompt, params) in enumerate(requests.values())
@@ -151,7 +122,7 @@ def test_add_request_and_remove_request(make_engine: MakeEngine, run: Run) -> No
     assert calls("remove_request") == [(0,), (2,)]
     run(engine, {"69": (PROMPT, target(69, 1))})
     assert calls("remove_request") == [(0,), (2,), (1,)]
-    assert [*created[0].targets.values()] == [69]
+    assert [*TargetToken.newest.targets.values()] == [69]
 
 
 @source("The rows of the logits are mapped to requests by the current stepwise ordering: index_mapping.")
@@ -160,7 +131,7 @@ def test_add_request_and_remove_request(make_engine: MakeEngine, run: Run) -> No
 def test_index_mapping(make_engine: MakeEngine, run: Run) -> None:
     lengths = [2, 4, 1, 4]
     requests = {f"{n}": (PROMPT, target(100 + n, length)) for n, length in enumerate(lengths)}
-    engine = make_engine(logits_processors=(Recorder,))
+    engine = make_engine(logits_processors=(TargetToken,))
     assert tokens(run(engine, requests)) == {f"{n}": [100 + n] * length for n, length in enumerate(lengths)}
     assert [call[0] for call in calls("update_state")] == [[0, 1, 2, 3], [0, 1, 3], [1, 3], None]
 
@@ -174,7 +145,7 @@ def test_index_mapping(make_engine: MakeEngine, run: Run) -> None:
     differs="It has one entry for each row of the logits: a sequence that is not sampled in a step has none.",
 )
 def test_index_mapping_has_one_entry_per_row(make_engine: MakeEngine, run: Run) -> None:
-    engine = make_engine(logits_processors=(Recorder,), max_num_seqs=4, max_num_batched_tokens=32)
+    engine = make_engine(logits_processors=(TargetToken,), max_num_seqs=4, max_num_batched_tokens=32)
     run(engine, {"short": (PROMPT, target(67, 3)), "long": ([5] * 40, target(68, 1))})
     assert [call[0] for call in calls("update_state")] == [[0], [1, 0], [0]]
 
@@ -183,7 +154,7 @@ def test_index_mapping_has_one_entry_per_row(make_engine: MakeEngine, run: Run) 
 @source("seq_lens: for each persistent index, the total length (prompt and output tokens).")
 @source("With index_mapping None, a processor may still use the updated token_ids and seq_lens.")
 def test_token_ids_and_seq_lens(make_engine: MakeEngine, run: Run) -> None:
-    run(make_engine(logits_processors=(Recorder,)), {"67": ([8, 9], target(67, 3)), "68": (PROMPT, target(68, 3))})
+    run(make_engine(logits_processors=(TargetToken,)), {"67": ([8, 9], target(67, 3)), "68": (PROMPT, target(68, 3))})
     for step, (mapping, token_ids, seq_lens) in enumerate(calls("update_state")):
         assert (mapping is None) == (step > 0)
         assert seq_lens[:2].tolist() == [2 + step, 3 + step]
