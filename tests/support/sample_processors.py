@@ -85,17 +85,6 @@ class DummyLogitsProcessor(LogitsProcessor):
         return logits
 
 
-class DictUpdatesLogitsProcessor(DummyLogitsProcessor):
-    """The same with `process_dict_updates`. (vLLM: examples/offline_inference/logits_processor/custom.py)"""
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(
-            self.req_info,
-            batch_update,
-            lambda params, _, __: params.extra_args and params.extra_args.get("target_token"),
-        )
-
-
 class DummyPerReqLogitsProcessor:
     """The request-level logits processor masks out all logits except the
     token id identified by `target_token`. (vLLM: docs/features/custom_logitsprocs.md)"""
@@ -335,32 +324,3 @@ class EchoLogitsProcessor(AdapterLogitsProcessor):
             return forced
 
         return echo
-
-
-class RevisedEcho(RevisedBias):
-    """Repeats the prompt, from the tokens that the engine passes."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        super().__init__(vllm_config, device, is_pin_memory)
-        self.prompt_lens: dict[int, int] = {}
-
-    def add_request(self, req_info: tuple[SamplingParams, int, int]) -> None:
-        super().add_request(req_info)
-        _, prompt_length, index = req_info
-        self.prompt_lens[index] = prompt_length
-
-    def update_state(self, index_mapping: Array | None, token_ids: Array, seq_lens: Array) -> None:
-        super().update_state(index_mapping, token_ids, seq_lens)
-        self.next: dict[int, int] = {}
-        for index in self.rows:
-            prompt, length = self.prompt_lens[index], int(seq_lens[index])
-            said = token_ids[index, prompt:length].tolist()
-            wanted = [int(token_ids[index, i % prompt]) for i in range(len(said) + 1)]
-            assert said == wanted[:-1]
-            self.next[index] = wanted[-1]
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for row, index in enumerate(self.rows):
-            logits[row] = float("-inf")
-            logits[row, self.next[index]] = 0.0
-        return logits
