@@ -44,7 +44,7 @@ class CompletionOutput:
     output_type: Any = None
     """The request's `output_type`."""
     completed_early: bool = False
-    """`complete` had an effect: tokens were forbidden because the rest would not have fit in `max_tokens`."""
+    """`complete` has forbidden tokens, because the rest would not have fit in `max_tokens`."""
     mask_details: MaskDetails | None = None
     """Of `token_ids`, if the request asked for them."""
 

@@ -1,8 +1,8 @@
 """One rank of tensor parallelism, other than rank 0. `Ranks` runs `python -m engine.rank_process FD`.
 
-FD is a socket. The messages are a `RankSetup`, then any number of `CacheSize`s, `PagedContext`s, and rows of the last
-hidden states to run the head on (None: all). The process ends when the socket is closed, or on the first error: the
-other ranks notice it in their next collective operation.
+FD is a socket. The messages are a `RankSetup`, then `CacheSize`s, `PagedContext`s, and rows of the last hidden states
+to run the head on (None: all). The process ends when the socket is closed, or on the first error, which the other ranks
+notice in their next collective operation.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from torch import distributed
 from engine.config import LoadOptions
 from guided.errors import InternalError, bounded
 
-_TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others: loading takes minutes. A rank that has ended is noticed at once."""
+_TIMEOUT = timedelta(minutes=10)  # loading takes minutes. A rank that has ended is noticed at once.
 _EXIT_SECONDS = 5.0
 
 RankSetup = tuple[int, int, str, LoadOptions, str]

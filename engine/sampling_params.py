@@ -21,7 +21,6 @@ MAX_STOP_LENGTH = 1000
 """Maximum number of characters of a stop string."""
 MAX_BIASES = 1024
 """Maximum number of entries of `logit_bias`."""
-
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32."""
 
@@ -66,8 +65,7 @@ class SamplingParams:
             include bias and penalties: they are what the search adds up.
         logprobs_mode: `raw`: log-probabilities of the model's own distribution. `masked`: of the distribution after
             bias, penalties and mask; forbidden tokens are not reported.
-        mask_details: report how many tokens each mask allowed, and the time for masks
-            (`CompletionOutput.mask_details`).
+        mask_details: report the allowed tokens and the time of each mask (`CompletionOutput.mask_details`).
         prompt_logprobs: number of alternatives to report per prompt token, as `logprobs`. None is off.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: write a space between special tokens that follow each other, where the text has

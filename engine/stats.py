@@ -27,12 +27,11 @@ class EngineStats:
     """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
     kernel_seconds: float = 0.0
     forward_seconds: float = 0.0
-    """Forward passes and logits, without the time in which a device continues while the engine samples or waits."""
+    """Forward passes and logits."""
     sample_seconds: float = 0.0
     mask_seconds: float = 0.0
-    """Mask time of the workers, exposed or hidden."""
     hidden_seconds: float = 0.0
-    """The part of `mask_seconds` that no step waited for."""
+    """Mask time of the workers, and the part of it that no step waited for."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Draft tokens, and those that were accepted."""

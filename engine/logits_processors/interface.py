@@ -60,15 +60,13 @@ class MoveDirectionality(Enum):
     """Whether a move goes one way or both ways."""
 
     UNIDIRECTIONAL = auto()
-    """i1 -> i2: i2 is overwritten, and i1 is empty afterwards."""
+    """i2 is overwritten, and i1 is empty afterwards."""
     SWAP = auto()
-    """i1 <-> i2."""
 
 
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
 """In V1's model: index, parameters, prompt token ids, output token ids. The engine appends to the last list: do not
-change it. It is not empty if the sequence was preempted before. (The RFC's alias of this name is the argument
-of `add_request`.)"""
+change it. It is not empty if the sequence was preempted before."""
 
 MovedRequest = tuple[int, int, MoveDirectionality]
 """i1, i2, and the direction."""
@@ -105,9 +103,8 @@ class LogitsProcessor(ABC):
     - `remove_request(req_pdx)`: the request at this index has ended or was preempted.
     - `update_state(index_mapping, token_ids, seq_lens)`: called before each forward pass.
       `index_mapping`: int64 `[rows]`: index of each row's request. None: as in the last call.
-      `token_ids`: int32 `[max_num_seqs, max_model_len]`: prompt and output of the request at each index. Read it during
-      this call only, because the engine changes it. Do not write to it.
-      `seq_lens`: int32 `[max_num_seqs]`: number of tokens at each index; 0 if the index is free.
+      `token_ids`: int32 `[max_num_seqs, max_model_len]`: prompt and output of the request at each index. Read it only,
+      and during this call only. `seq_lens`: int32 `[max_num_seqs]`: number of tokens at each index, 0 if it is free.
     """
 
     @classmethod
@@ -125,17 +122,13 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Return True if the processor never changes which token has the highest logit. Called once, at the start.
-
-        Such a processor runs on the masked logits after the temperature, and not at all if all rows are greedy.
-        """
+        """Return True if the processor never changes which token has the highest logit. It then runs on the masked
+        logits after the temperature, and not at all if all rows are greedy. Called once, at the start."""
 
     @abstractmethod
     def update_state(self, *_args: Any, **_kwargs: Any) -> None:
-        """Follow the batch. Called before each forward pass.
-
-        In V1's model the argument is `batch_update: BatchUpdate | None`. None: the batch has not changed.
-        """
+        """Follow the batch, before each forward pass. In V1's model the argument is `batch_update: BatchUpdate | None`.
+        None: the batch has not changed."""
 
 
 def is_revised(kind: type[LogitsProcessor]) -> bool:
@@ -177,8 +170,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
     """Runs one callable per request. Subclass it and define `is_argmax_invariant` and `new_req_logits_processor`. A
     subclass with its own `__init__` calls `super().__init__(vllm_config, device, is_pin_memory)`.
 
-    A sequence that was preempted gets a new callable with all its output ids, and a callable may be called again with
-    the same ids. So its result should depend on the ids, not on the number of calls.
+    A sequence that was preempted gets a new callable, and a callable may be called again with the same ids. So its
+    result should depend on the ids, not on the number of calls.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -187,10 +180,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """Return the callable of a new sequence, or None.
-
-        It gets the output ids and the logits if it has two parameters, and the prompt ids before them if it has three.
-        """
+        """Return the callable of a new sequence, or None. It gets the output ids and the logits if it has two
+        parameters, and the prompt ids before them if it has three."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         def bound(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> Any:
