@@ -171,13 +171,6 @@ def test_best_of_returns_the_most_likely(make_engine: MakeEngine, run: Run) -> N
     assert chosen[0].logprobs is None
 
 
-@pytest.mark.parametrize(("field", "value"), [("top_p", 0.5), ("top_k", 3), ("mask_details", True), ("best_of", 1)])
-def test_what_a_beam_search_does_not_have_is_named(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest) as raised:
-        beams(2, **{field: value})
-    assert raised.value.param == field
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [({"block_size": 4, "num_blocks": 32}, "KV cache of 128 tokens"), ({"max_num_seqs": 7}, "4 beams: the limit is 3")],
