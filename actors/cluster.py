@@ -16,17 +16,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from actors.driver.client import Driver, RayNode
-from actors.driver.scheduling import Scheduling, check_room
+from actors.driver import Driver, RemoteActor
+from actors.processes import CALL_SECONDS, RETRY_SECONDS
 from guided.errors import PoolUnavailable, bounded
-from guided.pools.options import NodePlacement, RayPoolOptions
+from guided.pools.options import LOCAL, NodePlacement, RayPoolOptions
 
 _STORE_BYTES = 80 << 20
 """Size of Ray's object store, Ray's own minimum. A vocabulary or a grammar is there on its way to an actor only."""
-_REACH_SECONDS = 10.0
-_STOP_SECONDS = 15.0
-_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 10.0
-"""Shortest and longest pause between two attempts to reconnect."""
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -65,8 +61,9 @@ class Cluster:
     def __init__(self, address: str | None) -> None:
         self._address = address if address is not None else _address_of_this_process()
         self._driver: Driver | None = None
-        self._node: RayNode | None = None
         self._users = 0
+        self.head: str | None = None
+        """The address of Ray's head. None: there is no connection now."""
         self.connected = threading.Event()
         """Set while there is a driver that is connected."""
         self._leaving = threading.Event()
@@ -85,7 +82,15 @@ class Cluster:
             cluster = cls._current
             if cluster is None:
                 cluster = cls(address)
-                cluster._start()
+                try:
+                    cluster._connect()
+                except BaseException as error:
+                    cluster._disconnect()
+                    if not isinstance(error, Exception):  # interrupted
+                        raise
+                    where = f"join the Ray cluster at {cluster._address}" if cluster._address else "start a local Ray"
+                    raise PoolUnavailable(f"cannot {where}: {bounded(error)}") from error
+                cluster._thread.start()
                 cls._current = cluster
             cluster._users += 1
             return cluster
@@ -98,23 +103,11 @@ class Cluster:
                 Cluster._current = None
                 self._leaving.set()
                 driver = self._driver
-                if driver is not None and not self.connected.is_set():
+                if driver is not None and self.connected.is_set():
+                    driver.close()
+                elif driver is not None:
                     driver.kill()
-                elif driver is not None and not driver.close(_STOP_SECONDS):
-                    _log.error("Ray did not end by itself: its processes were killed")
                 self._thread.join()
-
-    @property
-    def head(self) -> str | None:
-        """The address of Ray's head. None: there is no connection now."""
-        node = self._node
-        return None if node is None else node.head
-
-    def reserved(self, cpus: float | None) -> float:
-        """Return the CPUs that Ray reserves for an actor: `cpus`, or by default 1. A local cluster reserves none."""
-        if self._address is None:
-            return 0.0
-        return 1.0 if cpus is None else cpus
 
     def check_room(self, options: RayPoolOptions) -> None:
         """Check that Ray has room for a pool, whatever runs there now.
@@ -122,40 +115,37 @@ class Cluster:
         Raises:
             PoolUnavailable: it has not; says what there is, and which options lower what the pool takes.
         """
-        driver, node = self.driver()
-        actor = Scheduling(NodePlacement.parse(options.placement), self.reserved(options.actor_cpus))
         try:
-            check_room(actor, options.actors, driver.ask("nodes").result(_REACH_SECONDS), node.node_id)
-        except ValueError as error:
-            raise PoolUnavailable(str(error)) from None
+            self._ask().ask("check_room", *self._reserved(options), options.actors).result(CALL_SECONDS)
         except TimeoutError:
-            raise PoolUnavailable(f"Ray did not describe its nodes within {_REACH_SECONDS:g} s") from None
+            raise PoolUnavailable(f"Ray did not describe its nodes within {CALL_SECONDS:g} s") from None
 
-    def driver(self) -> tuple[Driver, RayNode]:
-        """Return the driver, which can start actors, and this node.
+    def start_actor(self, index: int, options: RayPoolOptions, *arguments: Any) -> RemoteActor:
+        """Start mask actor `index` of a pool.
+
+        Args:
+            arguments: of `MaskActor`.
 
         Raises:
             PoolUnavailable: there is no connection to Ray now.
         """
-        driver, node = self._driver, self._node
-        if driver is None or node is None:
-            raise PoolUnavailable(self.trouble or "Ray is being started")
-        return driver, node
+        return RemoteActor(self._ask(), *self._reserved(options), index, arguments)
 
-    def _start(self) -> None:
-        try:
-            self._connect()
-        except BaseException as error:
-            self._disconnect()
-            if not isinstance(error, Exception):  # interrupted
-                raise
-            where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
-            raise PoolUnavailable(f"cannot {where}: {bounded(error)}") from error
-        self._thread.start()
+    def _ask(self) -> Driver:
+        driver = self._driver
+        if driver is None or not self.connected.is_set():
+            raise PoolUnavailable(self.trouble or "Ray is being started")
+        return driver
+
+    def _reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float]:
+        """Return where an actor may run, and the CPUs that Ray reserves for it there."""
+        placement = NodePlacement.parse(options.placement)
+        if self._address is None:  # one node, which has no CPUs
+            return LOCAL if placement.kind == "spread" else placement, 0.0
+        return placement, 1.0 if options.actor_cpus is None else options.actor_cpus
 
     def _watch(self) -> None:
         """Connect again whenever the driver ends, which it does when this node's raylet has ended."""
-        pause = _FIRST_PAUSE_SECONDS
         while not self._leaving.is_set():
             if self.connected.is_set():
                 assert self._driver is not None
@@ -170,10 +160,9 @@ class Cluster:
             except Exception as error:
                 self.trouble = f"Ray is lost; connecting again fails: {bounded(error)}"
                 _log.error("%s", self.trouble)
-                self._leaving.wait(pause)
-                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+                self._leaving.wait(RETRY_SECONDS)
             else:
-                self.trouble, pause = None, _FIRST_PAUSE_SECONDS
+                self.trouble = None
                 _log.warning("connected to Ray again")
         self._disconnect()
 
@@ -191,41 +180,36 @@ class Cluster:
     def _start_local(self) -> None:
         """Start a local Ray. Try twice, because a busy machine may be too slow for Ray's own time limits."""
         _log.info("starting a local Ray")
-        for is_small in (True, False):
-            directory = tempfile.mkdtemp(prefix="guided-")
-            try:
-                self._start_driver(*_local(directory), directory, is_small)
-                return
-            except PoolUnavailable as error:
-                if not is_small or self._leaving.is_set():
-                    raise
-                _log.warning("Ray did not start: %s; trying once more, with all processes that Ray has", error)
-                self._disconnect()
+        try:
+            self._start_driver(*_local())
+        except PoolUnavailable as error:
+            if self._leaving.is_set():
+                raise
+            _log.warning("Ray did not start: %s; trying once more", error)
+            self._disconnect()
+            self._start_driver(*_local())
 
     def _start_driver(
-        self,
-        options: dict[str, Any],
-        environment: dict[str, str | None],
-        directory: str | None = None,
-        is_small: bool = False,
+        self, options: dict[str, Any], environment: dict[str, str | None], directory: str | None = None
     ) -> None:
         given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
-        self._driver = Driver({**options, **_QUIET}, {**given, **environment}, directory, is_small)
+        self._driver = Driver({**options, **_QUIET}, {**given, **environment}, directory)
         if self._leaving.is_set():  # from now on `leave` kills the driver
             raise PoolUnavailable("the pool was shut down")
-        self._node = self._driver.connect()
+        self.head = self._driver.connect()
         self.connected.set()
 
     def _disconnect(self) -> None:
         """End the driver, if it has not ended yet."""
         self.connected.clear()
-        driver, self._driver, self._node = self._driver, None, None
+        driver, self._driver, self.head = self._driver, None, None
         if driver is not None:
             driver.kill()
 
 
-def _local(directory: str) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """Return the arguments of `ray.init`, and the environment, for a local Ray in `directory`."""
+def _local() -> tuple[dict[str, Any], dict[str, str | None], str]:
+    """Return the arguments of `ray.init`, the environment and a new directory, for a local Ray."""
+    directory = tempfile.mkdtemp(prefix="guided-")
     token = os.path.join(directory, "token")
     with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -240,7 +224,7 @@ def _local(directory: str) -> tuple[dict[str, Any], dict[str, str | None]]:
         # A subdirectory, because Ray makes its own directory accessible to all users (0777).
         "_temp_dir": os.path.join(directory, "ray"),
     }
-    return options, {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": token}
+    return options, {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": token}, directory
 
 
 def _address_of_this_process() -> str | None:
@@ -267,4 +251,4 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "://" in host:
         raise PoolUnavailable("name the cluster by its own address, HOST:6379")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_SECONDS).close()

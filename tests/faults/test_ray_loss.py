@@ -148,7 +148,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     until(well, 120)
     driven.go_on(driven.open("sound length=1000", number=4), 2)  # compiled before the restart
     driven.go_on(driven.open("sound", number=4), 2)
-    (driver,) = [each for each in psutil.Process().children() if "actors.driver.process" in each.cmdline()]
+    (driver,) = [each for each in psutil.Process().children() if "actors.driver_process" in each.cmdline()]
     driver.kill()
     until(lambda: pool.status().trouble is not None)
     until(well, 120)

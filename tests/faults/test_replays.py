@@ -16,8 +16,7 @@ from engine_runs import Requests, errors, generate, said
 from faulty_backend import ADAPTER, NAME
 from serving import wait_until
 
-from actors import RayPool
-from actors.supervision import supervisor
+from actors import RayPool, supervisor
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -50,12 +49,9 @@ def poisoned(fault: str) -> SamplingParams:
 
 @contextlib.contextmanager
 def ray_pool(model: LoadedModel, **options: Any) -> Iterator[RayPool]:
-    with pytest.MonkeyPatch.context() as patched:
-        # Actors end often in these tests: no crash loop, no long delays.
-        patched.setattr(supervisor, "_LAST_PAUSE_SECONDS", 0.5)
-        pool = RayPool(model.vocabulary, num_actors=2, mask_limit=2.0, **options)
-        yield pool
-        pool.shutdown()
+    pool = RayPool(model.vocabulary, num_actors=2, mask_limit=2.0, **options)
+    yield pool
+    pool.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +206,8 @@ def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
     tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: set[str] = set()
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_SECONDS", 20.0)
-    monkeypatch.setattr(supervisor, "_LAST_PAUSE_SECONDS", 20.0)
     pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=3.0)
+    monkeypatch.setattr(supervisor, "package_version", lambda: "another")  # the next ones are refused
 
     def kill_all(engine: LLMEngine) -> None:
         for pid in pids(pool):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from step_driver import WAIT, all_ready, grammar_named, outcomes
 from thread_actor import close_all
 from thread_cluster import Cluster, until
 
-from actors.steps.dispatcher import GrammarsUnused
-from actors.steps.protocol import Failed, Filled
+from actors.dispatcher import unload
+from actors.protocol import Failed, Filled
 from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, TokenRejected, WorkerDied, to_wire
 
 # placement
@@ -83,7 +84,7 @@ def test_a_grammar_is_sent_with_its_first_sequence_only(cluster: Cluster) -> Non
     assert isinstance(row, GuidedError), "it cannot be loaded: there is no backend `scripted`"
     assert other == "ax"
     assert cluster.actors[0].connection.loaded == {"fast"}
-    cluster.dispatcher.announce(GrammarsUnused({"fast", "none"}))
+    cluster.dispatcher.announce(partial(unload, cluster.dispatcher.workers, {"fast", "none"}))
     cluster.step((2, "a"))
     assert {frozenset(actor.connection.loaded) for actor in cluster.actors} == {frozenset(), frozenset({"slow"})}
 
@@ -308,11 +309,6 @@ def test_a_grammar_with_a_fatal_first_mask_is_rejected() -> None:
     assert isinstance(rejected, WorkerDied)
     assert not rejected.retryable
     assert other == "ax"
-    cluster.dispatcher.announce(GrammarsUnused({"slow"}))
-    cluster.join().connection.loaded.add("slow")
-    cluster.end(2)
-    cluster.open(5, grammar="slow")
-    assert cluster.step((5, "")) == ["ax"], "the count ends with the grammar"
     cluster.close()
 
 
@@ -341,7 +337,7 @@ def test_answers_about_other_versions_or_slots_and_garbage_change_nothing(cluste
     error = to_wire(WorkerDied("no"))
     wrong = [Failed(slot, version - 1, error), Failed(99, version, error), Failed(-1, version, error), Filled()]
     for message in (*map(encode, wrong), b"", b"\xc1garbled"):
-        actor.pair.end.send(message)  # the server's thread is in a mask: the socket is free
+        actor.pair.end.send_bytes(message)  # the server's thread is in a mask: the socket is free
     assert cluster.collect(0.2) == ["late", "ax"]
 
 

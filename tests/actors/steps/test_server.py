@@ -17,7 +17,7 @@ from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor
 
-from actors.steps.protocol import (
+from actors.protocol import (
     EDIT,
     FAILED,
     FREE,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
 from functools import partial
-from typing import ClassVar
+from typing import NamedTuple
 
 import ray
 
-from actors.channel import WorkerEnd
-from actors.processes import ActorLocation, enter_session, limit_memory, memory_limit
-from actors.steps.protocol import SegmentName, attach
-from actors.steps.remote import RemoteSteps
-from actors.steps.server import StepServer
+from actors.processes import enter_session, limit_memory, memory_limit, package_version
+from actors.protocol import SegmentName, attach, connect
+from actors.remote import RemoteSteps
+from actors.server import StepServer
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.process_memory import FreeMemory
@@ -23,20 +23,29 @@ from guided.worker import MaskWorker
 
 _SWITCH_SECONDS = 0.00005
 """Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python."""
-_ANSWERS = "answers"
-"""The concurrency group of the call that waits for masks."""
+ANSWERS = "answers"
+"""The concurrency group of the call that waits for masks: it has a thread of its own."""
+
+
+class ActorLocation(NamedTuple):
+    """Where an actor runs, and which version of this package it has."""
+
+    pid: int
+    node_id: str
+    """Ray's id of the node."""
+    host: str
+    version: str
 
 
 class MaskActor:
-    """Runs one `MaskWorker`. Every method is idempotent: Ray may report a call as failed although it ran.
+    """Runs one `MaskWorker`.
 
     Args:
         memory: limit of this process's memory in bytes.
+        forced_tokens: look ahead for tokens without an alternative.
     """
 
-    RAY_OPTIONS: ClassVar = {"max_restarts": 0, "max_concurrency": 1, "concurrency_groups": {_ANSWERS: 1}}
-
-    def __init__(self, vocabulary: Vocabulary, memory: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, memory: int, forced_tokens: bool) -> None:
         limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
         enter_session()
         leave_out_torch()
@@ -47,13 +56,15 @@ class MaskActor:
         # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.
         self._backends[next(iter(BACKENDS))]
         self._worker = MaskWorker(vocabulary)
-        self._is_serving = False
+        self._forced_tokens = forced_tokens
         self._remote: RemoteSteps | None = None
         FreeMemory().watch()
 
     def location(self) -> ActorLocation:
         """Return where this actor runs; also shows that it is alive."""
-        return ActorLocation.of_this_actor()
+        return ActorLocation(
+            os.getpid(), str(ray.get_runtime_context().get_node_id()), platform.node(), package_version()
+        )
 
     def attach(self, path: str, segment: SegmentName) -> bool:
         """Connect to the engine at `path` and start to serve steps.
@@ -61,27 +72,25 @@ class MaskActor:
         Returns:
             False if the engine's shared memory cannot be reached from here; nothing was started then.
         """
-        if self._is_serving:
-            return True
         table = attach(segment)
         if table is None:
             return False
-        end = WorkerEnd.connect(path)
-        StepServer(self._worker, self._backends, end, table, partial(os._exit, 1)).start()
-        self._is_serving = True
+        end = connect(path)
+        StepServer(self._worker, self._backends, end, table, self._forced_tokens, partial(os._exit, 1)).start()
         return True
 
     def serve_remotely(self, slots: int, words: int) -> None:
         """Start to serve steps by `deliver` and `collect`, for an engine on another node."""
-        self._remote = self._remote or RemoteSteps(self._worker, self._backends, slots, words, partial(os._exit, 1))
+        give_up = partial(os._exit, 1)
+        self._remote = RemoteSteps(self._worker, self._backends, slots, words, self._forced_tokens, give_up)
 
     def deliver(self, frame: bytes, slots: bytes, target: bytes, tokens: bytes) -> None:
         """See `RemoteSteps.deliver`."""
         assert self._remote is not None
         self._remote.deliver(frame, slots, target, tokens)
 
-    @ray.method(concurrency_group=_ANSWERS)  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group=ANSWERS)  # type: ignore[untyped-decorator]
     def collect(self) -> bytes:
-        """See `RemoteSteps.collect`. It waits, so it has a thread of its own."""
+        """See `RemoteSteps.collect`."""
         assert self._remote is not None
         return self._remote.collect()

@@ -15,14 +15,13 @@ from msgspec.msgpack import Decoder, encode
 from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 
-from actors.channel import Channel, WorkerEnd
-from actors.driver.forwarder import Forwarder
-from actors.steps.protocol import (
+from actors.protocol import (
     EDIT,
     FAILED,
     IDLE,
     OK,
     Answer,
+    Channel,
     Edit,
     Failed,
     Fill,
@@ -32,9 +31,10 @@ from actors.steps.protocol import (
     Request,
     Segment,
     attach,
+    connect,
     freed,
 )
-from actors.steps.remote import RemoteSteps
+from actors.remote import Forwarder, RemoteSteps
 from guided.backends import Backends
 from guided.errors import TokenRejected, from_wire
 from guided.worker import MaskWorker
@@ -92,11 +92,11 @@ class Actor:
         worker.install("g", FAST)
         worker.install("slow", SLOW)
         self.server_ended = threading.Event()
-        self.steps = RemoteSteps(worker, Backends(BYTES), len(engine.table.ready), WORDS, self.server_ended.set)
+        self.steps = RemoteSteps(worker, Backends(BYTES), len(engine.table.ready), WORDS, False, self.server_ended.set)
         self.has_ended = threading.Event()
         table = attach(engine.segment.name)
         assert table is not None
-        end = WorkerEnd.connect(engine.channel.path)
+        end = connect(engine.channel.path)
         assert engine.channel.accept(10)
         Forwarder(end, table, self.steps.deliver, self._collect).start()
 

@@ -1,6 +1,6 @@
 """Dispatcher: sends each step to the workers that are up, and collects the masks.
 
-Used from the engine's thread, except `announce` and `interrupt`. Supervisors announce workers that come and go. This
+Used from the engine's thread, except `announce` and `interrupt`. Supervisors announce workers that come and go: this
 takes effect at the next call, or at once if `collect` waits.
 
 A sequence is opened on the worker with the fewest open sequences, and stays there until it ends or the worker does.
@@ -14,14 +14,13 @@ import select
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.steps.connection import SequenceState, StepOutputs, StepPart, WorkerConnection, send_all
-from actors.steps.protocol import FREE
+from actors.connection import SequenceState, StepOutputs, StepPart, WorkerConnection, send_all
+from actors.protocol import FREE, STEERED
 from guided.backends import BACKENDS
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
 from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
@@ -29,36 +28,8 @@ from guided.sequence import GuidedSequence
 
 _LOOK_SECONDS = 0.001
 """Poll interval while waiting for masks: a worker that finishes just before `wake` is set sends no message."""
-_PLACE_SECONDS = 0.02
-"""Poll interval while a sequence waits for a worker."""
 _LEAST_DEATHS = 2
 """A grammar is not rejected before this many workers have died with its first mask: one may be killed by anything."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerUp:
-    """Sequences may be opened on an incarnation."""
-
-    worker: WorkerConnection
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDown:
-    """An incarnation is over."""
-
-    worker: WorkerConnection
-    error: GuidedError
-    """For the sequences that are lost."""
-    cause: EndCause = "died"
-    slot: int = FREE
-    """The slot of the row because of which its supervisor ended it, if it did."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarsUnused:
-    """Grammars were evicted from the pool's cache."""
-
-    keys: Collection[str]
 
 
 class _Step:
@@ -116,32 +87,31 @@ class Dispatcher:
         self._forced_tokens = forced_tokens
         self._pool_wait = pool_wait
         self._max_replays = max_replays
-        self._workers: list[WorkerConnection] = []
+        self.workers: list[WorkerConnection] = []
+        """Those that are up."""
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step(())
         self._late: set[SequenceState] = set()
         """Sequences with a late mask, until a later step collects it or they are freed."""
         self._changed: set[SequenceState] = set()
         """Sequences that were edited, moved or failed since the last step."""
-        self._budgeted: set[SequenceState] = set()
-        """Sequences with a budget."""
-        self._holding: set[SequenceState] = set()
-        """Sequences of a backend that holds the interpreter lock while it computes a mask."""
         self._lost: dict[int, GuidedError] = {}
         """Errors for `failures`, by sequence id."""
         self._deaths: Counter[str] = Counter()
         """Number of workers that died while they filled a first mask and no other row, by the grammar's key."""
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
-        self._events: deque[WorkerUp | WorkerDown | GrammarsUnused] = deque()
+        self._events: deque[Callable[[], None]] = deque()
         self._interrupted = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)  # not before the last thread that writes to it is done
         self._poller = select.poll()
         self._poller.register(self._wake, select.POLLIN)
 
-    def announce(self, event: WorkerUp | WorkerDown | GrammarsUnused) -> None:
-        """Report that a worker came or went, or that grammars are not used any more. From any thread."""
+    # events
+
+    def announce(self, event: Callable[[], None]) -> None:
+        """Have the engine's thread call `event`, when it next uses the dispatcher. From any thread."""
         self._events.append(event)
         os.eventfd_write(self._wake, 1)
 
@@ -150,16 +120,76 @@ class Dispatcher:
         self._interrupted = True
         os.eventfd_write(self._wake, 1)
 
+    def _handle_events(self) -> None:
+        while self._events:
+            self._events.popleft()()
+
+    def add(self, worker: WorkerConnection) -> None:
+        """Take up a worker. Sequences may be opened on it."""
+        self.workers.append(worker)
+        self._poller.register(worker.channel.fd, select.POLLIN)
+
+    def end(self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", slot: int = FREE) -> None:
+        """Handle the end of a worker: its sequences fail, or are opened on another one when they are next wanted.
+
+        If its supervisor ended it because of a mask (time, memory), the sequence of that mask ends. If it died: with
+        `max_replays=0` every sequence with an open matcher ends; with `max_replays=n` one that was being filled at the
+        death of n + 1 workers.
+
+        Args:
+            error: for the sequences that are lost.
+            slot: of the row because of which its supervisor ended it, if it did.
+        """
+        if worker not in self.workers:
+            return
+        self._changed.update(worker.receive())  # what it answered before its end still counts
+        self._poller.unregister(worker.channel.fd)
+        self.workers.remove(worker)
+        marked = [state for state in worker.marked() if cause == "died" or state.slot == slot]
+        if cause == "died":
+            for state in marked:
+                state.deaths += 1
+                if len(marked) == 1 and not state.has_answered:  # with two, it need not be the cause
+                    self._deaths[state.grammar.key] += 1
+        for state in worker.sequences.values():
+            if cause != "died":
+                is_lost = state in marked
+            elif self._max_replays:
+                is_lost = state.deaths > self._max_replays
+            else:
+                is_lost = state in marked or state.has_answered
+            if is_lost:
+                self._fail(state, _error_of(state, error, marked))
+        for part in self._step.parts:
+            if part.worker is worker:
+                self._step.take(part)
+        for state in worker.sequences.values():
+            self.replays += state.error is None
+            state.leave()
+            self._changed.add(state)
+        worker.sequences.clear()
+        worker.close()
+
+    def _fail(self, state: SequenceState, error: GuidedError) -> None:
+        """Fail a sequence for another reason than a worker's answer. `failures` reports it."""
+        state.error = state.error or error
+        self._lost[state.sequence.sequence_id] = state.error
+        self._changed.add(state)
+
+    def close(self) -> None:
+        """Give up all connections and memory. Every open sequence is lost."""
+        self._handle_events()
+        error = PoolUnavailable("the pool is shut down")
+        for state in self._sequences.values():
+            self._fail(state, error)
+        for worker in list(self.workers):
+            self.end(worker, error)
+
     # sequences
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         """See `MaskPool.open`."""
-        state = self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar)
-        if sequence.budget is not None:
-            self._budgeted.add(state)
-        adapter = BACKENDS.get(grammar.backend)
-        if adapter is not None and adapter.holds_interpreter_lock:
-            self._holding.add(state)
+        self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         """See `MaskPool.free`."""
@@ -167,13 +197,13 @@ class Dispatcher:
             self._lost.pop(sequence_id, None)
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
-                for states in (self._late, self._changed, self._budgeted, self._holding):
-                    states.discard(state)
+                self._late.discard(state)
+                self._changed.discard(state)
                 if state.worker is not None:
                     state.worker.free(state)
                 state.error = state.error or BackendError("the sequence was freed before its mask was collected")
         if not self._sequences:  # there may be no next step to send the messages with
-            send_all(self._workers)
+            send_all(self.workers)
 
     def rollback(self, sequence_id: int, length: int) -> None:
         """See `MaskPool.rollback`."""
@@ -192,7 +222,7 @@ class Dispatcher:
         """Return the ids of the open sequences of each worker that is up, by the worker's pid."""
         self._handle_events()
         return {
-            worker.pid: {state.sequence.sequence_id for state in worker.sequences.values()} for worker in self._workers
+            worker.pid: {state.sequence.sequence_id for state in worker.sequences.values()} for worker in self.workers
         }
 
     # a step: out
@@ -214,7 +244,7 @@ class Dispatcher:
             outputs = StepOutputs(sequences)
             for part in step.parts:
                 part.send_outputs(outputs)
-        send_all(self._workers)
+        send_all(self.workers)
 
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
@@ -259,27 +289,21 @@ class Dispatcher:
         parent = self._sequences.get(state.sequence.parent_id) if state.sequence.parent_id is not None else None
         worker = parent.worker if parent is not None else None
         if worker is None or not worker.has_slot():
-            able = [each for each in self._workers if each.has_slot()]
+            able = [each for each in self.workers if each.has_slot()]
             if not able:
                 state.waiting_since = state.waiting_since or time.monotonic()
-                if self._has_waited(state):
+                if state.waited >= self._pool_wait:
                     text = f"no mask worker could take the sequence for {self._pool_wait:g} s"
                     self._fail(state, PoolUnavailable(text))
                 return
-            worker = min(able, key=lambda each: (self._mixes(each, state), len(each.sequences)))
+            # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
+            # its sequences go to the last worker, and others avoid that worker as long as there are such sequences.
+            last, holds = self.workers[-1], _holds_lock(state)
+            if holds or any(map(_holds_lock, last.sequences.values())):
+                worker = min(able, key=lambda each: ((each is last) != holds, len(each.sequences)))
+            else:
+                worker = min(able, key=lambda each: len(each.sequences))
         worker.open(state, parent)
-
-    def _has_waited(self, state: SequenceState) -> bool:
-        """Return whether a sequence has waited for a worker for too long."""
-        return bool(state.waiting_since) and time.monotonic() - state.waiting_since >= self._pool_wait
-
-    def _mixes(self, worker: WorkerConnection, state: SequenceState) -> bool:
-        """Return whether a backend that holds the interpreter lock would share the worker with another one.
-
-        While it computes a mask, no other thread of the worker runs. So its sequences go to the last worker, and the
-        others avoid that worker as long as there are such sequences.
-        """
-        return bool(self._holding) and (worker is self._workers[-1]) != (state in self._holding)
 
     # a step: back
 
@@ -288,18 +312,18 @@ class Dispatcher:
         step = self._step
         if step.look():
             self._wait_for_step(step, math.inf if deadline is None else time.monotonic() + deadline)
-        found = StepMasks(failed=step.failed, seconds=sum([worker.take_seconds() for worker in self._workers]))
+        found = StepMasks(failed=step.failed, seconds=sum([worker.take_seconds() for worker in self.workers]))
         ready_rows = 0
         for part in step.parts:
-            slots, rows = part.slots[part.ready], part.rows[part.ready]
-            found.ready.append(ReadyMasks(part.table.mask, slots, rows, part.table.seconds))
+            table, slots, rows = part.table, part.slots[part.ready], part.rows[part.ready]
+            found.ready.append(ReadyMasks(table.mask, slots, rows, table.seconds))
             if self._forced_tokens:
-                found.forced |= forced_runs(part.table.forced[slots], rows)
+                found.forced |= forced_runs(table.forced[slots], rows)
             ready_rows += len(rows)
+            for index in np.flatnonzero(table.status[part.slots] == STEERED).tolist():
+                part.states[index].sequence.steered = True
             if self._late:
                 self._late.difference_update(part.ready_states())
-        for state in self._budgeted:
-            state.note_steered()
         step.all_ready = ready_rows == len(step.sequences)
         if not step.all_ready:
             undecided = step.undecided()
@@ -310,132 +334,57 @@ class Dispatcher:
     def _wait_for_step(self, step: _Step, deadline: float) -> None:
         """Wait until every row is decided, or until `deadline`, a `time.monotonic()`."""
         while True:
-            for worker in self._workers:
+            for worker in self.workers:
                 worker.request_wakeup()
-                self._receive(worker)
+                self._changed.update(worker.receive())
             self._handle_events()
-            if step.waiting:
-                self._place_waiting(step)
-            undecided = step.look()
+            for row, state in list(step.waiting.items()):
+                if state.worker is None and state.error is None:
+                    self._place(state)
+                if state.error is not None:
+                    step.failed[row] = state.error
+                elif state.worker is not None:
+                    step.parts.append(StepPart(state.worker, [row], [state]))
+                else:
+                    continue
+                del step.waiting[row]
+            send_all(self.workers)
             now = time.monotonic()
-            if not undecided or self._interrupted or now >= deadline:
+            if not step.look() or self._interrupted or now >= deadline:
                 return
-            limit = _PLACE_SECONDS if undecided == len(step.waiting) else _LOOK_SECONDS
-            self._wait(min(limit, deadline - now))
-
-    def _wait(self, seconds: float) -> None:
-        """Wait for an answer or an event."""
-        for fd, happened in self._poller.poll(math.ceil(1000 * seconds)):
-            if fd == self._wake:
-                os.eventfd_read(self._wake)
-            elif happened & select.POLLHUP:  # its supervisor is about to announce its end
-                time.sleep(_LOOK_SECONDS)
-
-    def _place_waiting(self, step: _Step) -> None:
-        """Open the sequences that wait for a worker, as far as workers can take them."""
-        for row, state in list(step.waiting.items()):
-            if state.worker is None and state.error is None:
-                self._place(state)
-            if state.error is not None:
-                step.failed[row] = state.error
-            elif state.worker is not None:
-                step.parts.append(StepPart(state.worker, [row], [state]))
-            else:
-                continue
-            del step.waiting[row]
-        send_all(self._workers)
+            for fd, happened in self._poller.poll(math.ceil(1000 * min(_LOOK_SECONDS, deadline - now))):
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                elif happened & select.POLLHUP:  # its supervisor is about to announce its end
+                    time.sleep(_LOOK_SECONDS)
 
     def decided(self) -> list[int]:
         """See `MaskPool.decided`."""
         if not self._late:
             return []
         self._handle_events()
-        for worker in self._workers:
-            self._receive(worker)
-        has_slot = any(worker.has_slot() for worker in self._workers)
+        for worker in self.workers:
+            self._changed.update(worker.receive())
+        has_slot = any(worker.has_slot() for worker in self.workers)
         return sorted(
             state.sequence.sequence_id
             for state in self._late
             if state.error is not None
             or state.is_ready
-            or (state.worker is None and (has_slot or self._has_waited(state)))
+            or (state.worker is None and (has_slot or state.waited >= self._pool_wait))
         )
 
-    def _receive(self, worker: WorkerConnection) -> None:
-        for state, error in worker.receive():
-            state.error = state.error or error
-            self._changed.add(state)
 
-    # workers that come and go
+def unload(workers: Collection[WorkerConnection], keys: Collection[str]) -> None:
+    """Have workers drop grammars that are not used any more."""
+    for worker in workers:
+        worker.unload(keys)
 
-    def _handle_events(self) -> None:
-        while self._events:
-            event = self._events.popleft()
-            if isinstance(event, WorkerUp):
-                event.worker.look_ahead = self._forced_tokens
-                self._workers.append(event.worker)
-                self._poller.register(event.worker.channel.fd, select.POLLIN)
-            elif isinstance(event, GrammarsUnused):
-                for worker in self._workers:
-                    worker.unload(event.keys)
-                for key in event.keys:
-                    self._deaths.pop(key, None)
-            elif event.worker in self._workers:
-                self._end(event)
 
-    def _end(self, down: WorkerDown) -> None:
-        """Handle the end of a worker: its sequences fail, or are opened on another one when they are next wanted."""
-        worker = down.worker
-        self._receive(worker)  # what it answered before its end still counts
-        self._poller.unregister(worker.channel.fd)
-        self._workers.remove(worker)
-        marked = worker.marked()
-        if down.cause != "died":
-            marked = [state for state in marked if state.slot == down.slot]
-        for state in marked:
-            state.deaths += down.cause == "died"
-            if len(marked) == 1 and not state.has_answered:  # with two, it need not be the cause
-                self._deaths[state.grammar.key] += 1
-        lost = [state for state in worker.sequences.values() if self._is_lost(state, down, marked)]
-        for state in lost:
-            self._fail(state, _error_of(state, down.error, marked))
-        for part in self._step.parts:
-            if part.worker is worker:
-                self._step.take(part)
-        for state in worker.sequences.values():
-            self.replays += state.error is None
-            state.leave()
-            self._changed.add(state)
-        worker.sequences.clear()
-        worker.close()
-
-    def _is_lost(self, state: SequenceState, down: WorkerDown, marked: Sequence[SequenceState]) -> bool:
-        """Return whether a sequence ends with its worker.
-
-        If its supervisor ended it because of a mask (time, memory), the sequence of that mask ends.
-        If the worker died: with `max_replays=0` every sequence with an open matcher ends; with `max_replays=n` one that
-        was being filled at the death of n + 1 workers. The others are opened again.
-        """
-        if down.cause != "died":
-            return state in marked
-        if not self._max_replays:
-            return state.has_answered or state in marked
-        return state.deaths > self._max_replays
-
-    def _fail(self, state: SequenceState, error: GuidedError) -> None:
-        """Fail a sequence for another reason than a worker's answer. `failures` reports it."""
-        state.error = state.error or error
-        self._lost[state.sequence.sequence_id] = state.error
-        self._changed.add(state)
-
-    def close(self) -> None:
-        """Give up all connections and memory. Every open sequence is lost."""
-        self._handle_events()
-        error = PoolUnavailable("the pool is shut down")
-        for state in self._sequences.values():
-            self._fail(state, error)
-        for worker in list(self._workers):
-            self._end(WorkerDown(worker, error))
+def _holds_lock(state: SequenceState) -> bool:
+    """Return whether a sequence's backend holds the interpreter lock while it computes a mask."""
+    adapter = BACKENDS.get(state.grammar.backend)
+    return adapter is not None and adapter.holds_interpreter_lock
 
 
 def _error_of(state: SequenceState, error: GuidedError, marked: Sequence[SequenceState]) -> GuidedError:

@@ -1,4 +1,4 @@
-"""The step protocol: the slot table that the engine and one worker share, and the messages between them.
+"""What the engine and one worker share: the channel between them, its messages, and the slot table.
 
 A sequence that is open on a worker holds a slot there, one line of the table. Each column has one writer:
 
@@ -16,9 +16,6 @@ the output changes by a message (open, edit) instead of through the columns, so 
 version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`. Once the worker has handled
 everything it was sent, `ready` equals `target` in all slots but the failed ones.
 
-The table is a memfd, which the worker opens through `/proc/<pid>/fd`, so that it vanishes with its owner. (Python
-3.11's `multiprocessing.shared_memory` does not: the resource tracker of a killed actor unlinks the engine's segment.)
-
 In the usual step the engine writes `tokens` and `target` of the batch's slots and sends one `Fill` with the slot
 numbers; after the forward pass it compares `ready` with `target`. Everything else is a message in the same socket,
 handled in order. A slot is used again only after the worker has handled its `Free`, or the worker's process is gone.
@@ -31,7 +28,12 @@ import fcntl
 import mmap
 import os
 import secrets
+import socket
+import struct
+import weakref
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,12 +59,118 @@ THREADS = 2
 """Threads of a worker that fill rows."""
 SLOW_SECONDS = 0.001
 """If the last mask of a row took longer than this, the next one is expected to be slow."""
+_LENGTH = struct.Struct("!i")
+"""What a `Connection` sends before each message."""
+_CHUNK = 1 << 18
 _NONCE_BYTES = 32
 _MARK_OFFSET = 64
 _MARK = np.dtype(
     [("since", "f8", THREADS), ("busy", "i4", THREADS), ("seconds", "f8"), ("filled", "i8"), ("wake", "i4")]
 )
 _COLUMNS_OFFSET = 128
+_COLUMNS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "target": (np.int64, ()),
+    "ready": (np.int64, ()),
+    "seconds": (np.float32, ()),
+    "status": (np.int32, ()),
+    "tokens": (np.int32, (MAX_NEW_TOKENS,)),
+    "forced": (np.int32, (MAX_FORCED_TOKENS,)),
+}
+"""The columns before `mask`: type and shape of a line."""
+
+
+# channel
+
+
+class Channel:
+    """The engine's end: a Unix socket, used by one incarnation only. Sends never block.
+
+    The engine's thread itself writes to the socket: to wake another thread for it takes tens of microseconds.
+    """
+
+    def __init__(self) -> None:
+        self.path = f"\0guided-{os.getpid()}-{secrets.token_hex(8)}"
+        """Where the worker connects to: an abstract address (unix(7)), which leaves no file."""
+        self._stream = socket.socket(socket.AF_UNIX)
+        self._stream.bind(self.path)
+        self._stream.listen(1)
+        self._received = bytearray()
+        self._unsent = b""
+
+    def accept(self, timeout: float) -> bool:
+        """Return whether the worker connected within `timeout` seconds. Nothing can connect after this."""
+        with self._stream as listening:
+            listening.settimeout(timeout)
+            try:
+                connected, _ = listening.accept()
+            except TimeoutError:
+                return False
+        if _user_of(connected) != os.getuid():  # other users can see the address
+            connected.close()
+            return False
+        connected.setblocking(False)
+        self._stream = connected
+        return True
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to poll: readable if there is a message; `POLLHUP` once the worker's end is closed."""
+        return self._stream.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Queue a message, and send what the socket takes now. A lost connection is noticed by its supervisor."""
+        self._unsent += _LENGTH.pack(len(message)) + message
+        self.push()
+
+    def push(self) -> None:
+        """Send what is left of the queue."""
+        if self._unsent:
+            with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
+                self._unsent = self._unsent[self._stream.send(self._unsent, socket.MSG_NOSIGNAL) :]
+
+    def receive(self) -> bytes | None:
+        """Return the next message that has arrived, or None."""
+        start = _LENGTH.size
+        while True:
+            if len(self._received) >= start:
+                end = start + max(0, *_LENGTH.unpack_from(self._received))
+                if len(self._received) >= end:
+                    message = bytes(self._received[start:end])
+                    del self._received[:end]
+                    return message
+            try:
+                chunk = self._stream.recv(_CHUNK)
+            except OSError:  # nothing has arrived, or the connection is lost
+                return None
+            if not chunk:
+                return None
+            self._received += chunk
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._stream.close()
+
+
+def _user_of(stream: socket.socket) -> int:
+    """Return the user id of the process at the other end (SO_PEERCRED)."""
+    _, user, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)
+
+
+def connect(path: str) -> Connection[Any, Any]:
+    """Worker side: connect to `Channel.path`."""
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.connect(path)
+        return Connection(stream.detach())
+
+
+def hang_up(end: Connection[Any, Any]) -> None:
+    """Worker side: end the connection, also for a thread that waits for a message."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as stream:
+        stream.shutdown(socket.SHUT_RDWR)
+
+
+# messages
 
 
 class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
@@ -70,8 +178,6 @@ class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
 
     slots: bytes
     """int32 `[n]`, in native byte order."""
-    look_ahead: bool = False
-    """Fill `forced` too."""
 
 
 class Load(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
@@ -147,15 +253,7 @@ Answer = Failed | Filled
 """From the worker; a frame is one of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentName:
-    """What an actor needs to open a segment, and to verify that it is the right one."""
-
-    pid: int
-    fd: int
-    nonce: bytes
-    slots: int
-    words: int
+# slot table
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,35 +273,20 @@ class SlotTable:
     engine waits; the worker sends a message when it is done."""
 
     @classmethod
-    def over(cls, memory: mmap.mmap | bytearray, slots: int, words: int) -> SlotTable:
-        """Return the table that lies in `memory`, of `_size(slots, words)` bytes."""
+    def over(cls, memory: mmap.mmap, slots: int, words: int) -> SlotTable:
+        """Return the table that lies in `memory`."""
         offset = _COLUMNS_OFFSET
-        columns: dict[str, NDArray[np.generic]] = {}
-        for name, dtype in (("target", np.int64), ("ready", np.int64), ("seconds", np.float32), ("status", np.int32)):
-            columns[name] = np.frombuffer(memory, dtype, slots, offset)
+        columns: dict[str, NDArray[Any]] = {}
+        for name, (dtype, shape) in _COLUMNS.items():
+            columns[name] = np.ndarray((slots, *shape), dtype, memory, offset)
             offset += columns[name].nbytes
-        tokens = np.frombuffer(memory, np.int32, slots * MAX_NEW_TOKENS, offset).reshape(slots, MAX_NEW_TOKENS)
-        offset += tokens.nbytes
-        forced = np.frombuffer(memory, np.int32, slots * MAX_FORCED_TOKENS, offset).reshape(slots, MAX_FORCED_TOKENS)
-        mask = np.frombuffer(memory, np.int32, slots * words, _mask_offset(slots)).reshape(slots, words)
-        mark = np.frombuffer(memory, _MARK, 1, _MARK_OFFSET)
-        return cls(tokens=tokens, mask=mask, forced=forced, mark=mark, **columns)  # type: ignore[arg-type]
-
-    def clear(self) -> None:
-        """Mark every slot as free and the worker as idle."""
-        self.target[:] = FREE
-        self.ready[:] = FREE
-        self.forced[:] = -1
-        self.mark["busy"] = IDLE
-
-
-def _size(slots: int, words: int) -> int:
-    return _mask_offset(slots) + slots * words * 4
+        mask = np.ndarray((slots, words), np.int32, memory, _mask_offset(slots))
+        return cls(mask=mask, mark=np.ndarray(1, _MARK, memory, _MARK_OFFSET), **columns)
 
 
 def _mask_offset(slots: int) -> int:
-    columns = slots * (8 + 8 + 4 + 4 + 4 * MAX_NEW_TOKENS + 4 * MAX_FORCED_TOKENS)
-    return -(-(_COLUMNS_OFFSET + columns) // mmap.PAGESIZE) * mmap.PAGESIZE
+    width = sum(np.dtype((dtype, shape)).itemsize for dtype, shape in _COLUMNS.values())
+    return -(-(_COLUMNS_OFFSET + slots * width) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def freed(version: int) -> int:
@@ -215,33 +298,45 @@ def freed(version: int) -> int:
     return ~(version // EDIT)
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentName:
+    """What an actor needs to open a segment, and to verify that it is the right one."""
+
+    pid: int
+    fd: int
+    nonce: bytes
+    slots: int
+    words: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return _mask_offset(self.slots) + self.slots * self.words * 4
+
+
 class Segment:
     """Engine side: creates the shared memory of one table.
 
+    It is a memfd, which the worker opens through `/proc/<pid>/fd`, so that it vanishes with its owner. (Python 3.11's
+    `multiprocessing.shared_memory` does not: the resource tracker of a killed actor unlinks the engine's segment.)
     Pages are allocated when a slot's mask is first written, so reserving many slots costs nothing.
     """
 
     def __init__(self, slots: int, words: int) -> None:
-        length = _size(slots, words)
-        self._fd = os.memfd_create("guided-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, length)
+        fd = os.memfd_create("guided-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.close = weakref.finalize(self, os.close, fd)
+        """Closes the descriptor: no worker can attach any more. Idempotent."""
+        self.name = SegmentName(os.getpid(), fd, secrets.token_bytes(_NONCE_BYTES), slots, words)
+        os.ftruncate(fd, self.name.nbytes)
         # An actor that shrank it would cause a SIGBUS in the engine.
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._map = mmap.mmap(self._fd, length)
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._map[:_NONCE_BYTES] = nonce
-        self.table = SlotTable.over(self._map, slots, words)
-        self.table.clear()
-        self.name = SegmentName(os.getpid(), self._fd, nonce, slots, words)
-
-    def close(self) -> None:
-        """Drop the memory. A worker that has it mapped may still write, but nothing reads it any more. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.table = SlotTable.over(bytearray(_size(0, self.name.words)), 0, self.name.words)
-            with contextlib.suppress(BufferError):  # an array still refers to it: it is unmapped with the last one
-                self._map.close()
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        memory = mmap.mmap(fd, self.name.nbytes)
+        memory[:_NONCE_BYTES] = self.name.nonce
+        self.table = table = SlotTable.over(memory, slots, words)
+        """Unmapped with the last reference to one of its arrays."""
+        table.target[:] = table.ready[:] = FREE
+        table.forced[:] = -1
+        table.mark["busy"] = IDLE
 
 
 def attach(name: SegmentName) -> SlotTable | None:
@@ -250,16 +345,10 @@ def attach(name: SegmentName) -> SlotTable | None:
     Another machine may have the same pid and descriptor: only the nonce proves that it is the same segment.
     """
     try:
-        fd = os.open(f"/proc/{name.pid}/fd/{name.fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        length = _size(name.slots, name.words)
-        if os.fstat(fd).st_size != length:
-            return None
-        mapped = mmap.mmap(fd, length)
+        with open(f"/proc/{name.pid}/fd/{name.fd}", "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != name.nbytes:
+                return None
+            memory = mmap.mmap(file.fileno(), name.nbytes)
     except (OSError, ValueError):
         return None
-    finally:
-        os.close(fd)
-    return SlotTable.over(mapped, name.slots, name.words) if mapped[:_NONCE_BYTES] == name.nonce else None
+    return SlotTable.over(memory, name.slots, name.words) if memory[:_NONCE_BYTES] == name.nonce else None

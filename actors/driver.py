@@ -3,8 +3,8 @@
 Ray (2.60) may end its driver without a message when the raylet is lost: when the raylet, one of its agents or the head
 of the cluster ends. So the driver is a process of its own, and the engine's process never loads Ray.
 
-The engine sends (number, name, arguments): a request of `process.Requests`. The driver sends (number, result, error).
-Both are pickled, over a socket pair that only these two processes have.
+The engine sends (number, name, arguments): a method of `driver_process.Requests`. The driver sends (number, result,
+error). Both are pickled, over a socket pair that only these two processes have.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
-import weakref
-from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from actors.driver.scheduling import Scheduling
-from actors.processes import remove_later
-from actors.steps.protocol import SegmentName
+from actors.processes import CALL_SECONDS, START_SECONDS, STOP_SECONDS
+from actors.protocol import SegmentName
 from guided.errors import PoolUnavailable
 
-_START_SECONDS = 120.0
-_SAY_SECONDS = 15.0
-"""After this time the log says what is waited for."""
 _STDERR = 2
+# The processes of a Ray that lost its driver still write into the directory for a moment.
+_CLEAN_UP = """
+exec 3<&0
+(read -r _ <&3
+ for pause in 0 1 3 5; do sleep "$pause"; [ -e "$1" ] || exit; rm -rf -- "$1"; done) &
+"""
+_actor_numbers = itertools.count()
 _log = logging.getLogger(__name__)
 _ENDED = "the process that was connected to Ray ended"
 
@@ -46,131 +47,84 @@ class ActorFailed(Exception):
     """The actor, or Ray, raised an exception. Raised by the future of a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class RayNode:
-    """Where the driver has connected to Ray."""
-
-    node_id: str
-    """Ray's id of this machine's node."""
-    head: str
-    """Address of Ray's head."""
-
-
 class Driver:
     """A process that is connected to Ray. When it ends, its actors end. It is never restarted.
 
     Args:
         options: arguments of `ray.init`.
         environment: variables for it and for a Ray that it starts, added to those of this process; None removes one.
-        directory: of a local Ray. It is removed when the driver ends. None: the driver joins a cluster.
-        is_small: start a local Ray with as few processes as possible.
+        directory: of a local Ray, which is started. It is removed when the driver ends. None: join a cluster.
     """
 
     def __init__(
-        self,
-        options: dict[str, Any],
-        environment: Mapping[str, str | None],
-        directory: str | None = None,
-        is_small: bool = False,
+        self, options: dict[str, Any], environment: Mapping[str, str | None], directory: str | None = None
     ) -> None:
         ours, theirs = socket.socketpair()
         path = [os.environ.get("PYTHONPATH"), *sys.path]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **environment}
+        alive, held = os.pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "actors.driver.process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "actors.driver_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), held],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,
                 env={name: value for name, value in variables.items() if value is not None},
                 start_new_session=True,  # an interrupt from the terminal is for the engine's process
             )
+        os.close(held)
+        if directory is not None:
+            _remove_at_the_end(directory, alive)
+        os.close(alive)
         self._connection: Connection[Any, Any] = Connection(ours.detach())
         self._directory = directory
         # Ray adds the directory of this program to the path of its workers.
-        self._connect = options, is_small, directory, sys.argv[0]
+        self._connect = options, directory is not None, sys.argv[0]
         self._reader = threading.Thread(target=self._receive, name="ray-driver", daemon=True)
         self._lock = threading.Lock()
         """For sending."""
         self._numbers = itertools.count(1)
         self._futures: dict[int, Future[Any]] = {}
-        self._dropped: deque[int] = deque()
-        """Actors that lost their last reference here. The driver is told before the next request."""
         self.ended = threading.Event()
         """Set when the process has ended: calls fail."""
 
-    def connect(self) -> RayNode:
-        """Wait until the driver has connected to Ray.
+    def connect(self) -> str:
+        """Wait until the driver has connected to Ray. Returns the address of Ray's head.
 
         Raises:
             PoolUnavailable: it cannot; says why.
         """
         try:
             self._connection.send(self._connect)
-            if not self._connection.poll(_SAY_SECONDS):
+            if not self._connection.poll(CALL_SECONDS):
                 text = "waiting for Ray's GCS server and this node's raylet for %g s already, and for %g s at most"
-                _log.warning(text, _SAY_SECONDS, _START_SECONDS)
-                if not self._connection.poll(_START_SECONDS - _SAY_SECONDS):
-                    text = f"Ray's GCS server and this node's raylet did not answer within {_START_SECONDS:g} s"
+                _log.warning(text, CALL_SECONDS, START_SECONDS)
+                if not self._connection.poll(START_SECONDS - CALL_SECONDS):
+                    text = f"Ray's GCS server and this node's raylet did not answer within {START_SECONDS:g} s"
                     raise PoolUnavailable(text)
-            _, node, error = self._connection.recv()
+            _, head, error = self._connection.recv()
         except (EOFError, OSError):
             raise PoolUnavailable("the process that connects to Ray ended") from None
         if error is not None:
             raise PoolUnavailable(str(error))
         self._reader.start()
-        assert isinstance(node, RayNode)
-        return node
+        return str(head)
 
-    def create(self, actor_class: str, *arguments: Any, scheduling: Scheduling | None = None) -> Future[RemoteActor]:
-        """Start an actor.
-
-        Args:
-            actor_class: `module:class`. Its `RAY_OPTIONS` are the arguments of `ray.remote`.
-            scheduling: where it runs. None: on this process's node, without reserved CPUs.
-        """
-        number = next(self._numbers)
-        created: Future[RemoteActor] = Future()
-
-        def finish(accepted: Future[Any]) -> None:
-            error = accepted.exception()
-            if error is None:
-                actor = RemoteActor(self, number)
-                # A deque, because the garbage collector may run on any thread, which may be sending.
-                weakref.finalize(actor, self._dropped.append, number).atexit = False
-                created.set_result(actor)
-            else:
-                created.set_exception(error)
-
-        accepted = self.ask("create", number, actor_class, scheduling or Scheduling(), arguments)
-        accepted.add_done_callback(finish)
-        return created
-
-    def close(self, timeout: float) -> bool:
-        """Disconnect from Ray, which ends the actors, and Ray itself if the driver has started it.
-
-        Returns:
-            Whether it ended by itself within `timeout` seconds. If not, it was killed.
-        """
+    def close(self) -> None:
+        """Disconnect from Ray, which ends the actors, and Ray itself if the driver has started it."""
         self.ask("close")
         try:
-            self._process.wait(timeout)
+            self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self.kill()
-            return False
-        self._end()
-        return True
+            _log.error("Ray did not end by itself: its processes are killed")
+        self.kill()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self) -> None:
         """End the process now, and fail all calls. From any thread, also while another one waits in `connect`."""
         self._process.kill()
         self._process.wait()
-        self._end()
-        if self._directory is not None and os.path.exists(self._directory):
-            remove_later(self._directory)
-
-    def _end(self) -> None:
-        """Wait until the calls have failed."""
         if self._reader.ident is not None:
             self._reader.join()
 
@@ -182,38 +136,39 @@ class Driver:
             if not self.ended.is_set():
                 self._futures[number] = future
                 with contextlib.suppress(OSError):  # the driver has ended: `_receive` fails the futures
-                    while self._dropped:
-                        self._connection.send((0, "end", (self._dropped.popleft(),)))
                     self._connection.send((number, name, arguments))
                 return future
         future.set_exception(ActorDied(_ENDED))
         return future
 
     def _receive(self) -> None:
-        try:
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 number, result, error = self._connection.recv()
-                future = self._futures.pop(number, None)
-                if future is not None and error is None:
+                future = self._futures.pop(number)
+                if error is None:
                     future.set_result(result)
-                elif future is not None:
+                else:
                     future.set_exception(error)
-        except (EOFError, OSError):
-            pass
         with self._lock:
             self.ended.set()
-        for future in list(self._futures.values()):
+        for future in self._futures.values():
             future.set_exception(ActorDied(_ENDED))
         self._connection.close()
 
 
 class RemoteActor:
-    """An actor of a driver. Its calls fail with `ActorDied` when it dies, or the driver ends. It is ended with the last
-    reference here."""
+    """A `MaskActor` of a driver. Its calls fail with `ActorDied` when it dies, or the driver ends.
 
-    def __init__(self, driver: Driver, number: int) -> None:
+    Args:
+        arguments: of `driver_process.Requests.create`, after the number.
+    """
+
+    def __init__(self, driver: Driver, *arguments: Any) -> None:
         self._driver = driver
-        self._number = number
+        self._number = next(_actor_numbers)
+        self.created: Future[None] = driver.ask("create", self._number, *arguments)
+        """Done when Ray has accepted the actor. It can be called from then on."""
 
     @property
     def is_lost(self) -> bool:
@@ -229,5 +184,18 @@ class RemoteActor:
         return self._driver.ask("forward", self._number, path, segment)
 
     def end(self) -> None:
-        """Have Ray end the actor. Does not wait."""
+        """Have Ray end the actor, at once or as soon as it is created. Does not wait."""
         self._driver.ask("end", self._number)
+
+
+def _remove_at_the_end(directory: str, alive: int) -> None:
+    """Start a process that removes a directory when the pipe `alive` closes: when the driver ends, however it does."""
+    subprocess.run(
+        ["/bin/sh", "-c", _CLEAN_UP, "guided-cleanup", directory],
+        stdin=alive,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+        check=False,
+    )
