@@ -1,7 +1,7 @@
 """This process's connection to Ray: a light local cluster started here, or a cluster that runs already.
 
-A process has one connection, which its pools share. One thread connects, and connects again when the driver has ended:
-to a new local cluster, or to the same cluster once that is up again.
+A process has one connection, which its pools share. The driver ends when this node's raylet has ended. Then the next
+actor that is started connects again: to a new local cluster, or to the same cluster once that is up again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.driver import Driver, RemoteActor
-from actors.processes import CALL_SECONDS, RETRY_SECONDS
+from actors.processes import CALL_SECONDS
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import LOCAL, NodePlacement, RayPoolOptions
 
@@ -61,15 +61,10 @@ class Cluster:
     def __init__(self, address: str | None) -> None:
         self._address = address if address is not None else _address_of_this_process()
         self._driver: Driver | None = None
+        self._connecting = threading.Lock()
         self._users = 0
-        self.head: str | None = None
-        """The address of Ray's head. None: there is no connection now."""
-        self.connected = threading.Event()
-        """Set while there is a driver that is connected."""
-        self._leaving = threading.Event()
-        self.trouble: str | None = None
-        """Why there is no connection to Ray now; None if there is one."""
-        self._thread = threading.Thread(target=self._watch, name="ray-connection", daemon=True)
+        self._has_left = False
+        self._failure = "Ray is lost: the process that was connected to it ended"
 
     @classmethod
     def join(cls, address: str | None = None) -> Cluster:
@@ -79,19 +74,9 @@ class Cluster:
             PoolUnavailable: Ray cannot be reached or started; says why.
         """
         with cls._lock:
-            cluster = cls._current
-            if cluster is None:
-                cluster = cls(address)
-                try:
-                    cluster._connect()
-                except BaseException as error:
-                    cluster._disconnect()
-                    if not isinstance(error, Exception):  # interrupted
-                        raise
-                    where = f"join the Ray cluster at {cluster._address}" if cluster._address else "start a local Ray"
-                    raise PoolUnavailable(f"cannot {where}: {bounded(error)}") from error
-                cluster._thread.start()
-                cls._current = cluster
+            cluster = cls._current or cls(address)
+            cluster._connected()
+            cls._current = cluster
             cluster._users += 1
             return cluster
 
@@ -101,13 +86,19 @@ class Cluster:
             self._users -= 1
             if self._users == 0 and Cluster._current is self:
                 Cluster._current = None
-                self._leaving.set()
-                driver = self._driver
-                if driver is not None and self.connected.is_set():
-                    driver.close()
-                elif driver is not None:
-                    driver.kill()
-                self._thread.join()
+                self._has_left = True
+                if self._driver is not None:
+                    self._driver.close()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why there is no connection to Ray now; None if there is one."""
+        return None if self.head is not None else self._failure
+
+    @property
+    def head(self) -> str | None:
+        """The address of Ray's head. None: there is no connection now."""
+        return None if self._driver is None else self._driver.head
 
     def check_room(self, options: RayPoolOptions) -> None:
         """Check that Ray has room for a pool, whatever runs there now.
@@ -116,26 +107,20 @@ class Cluster:
             PoolUnavailable: it has not; says what there is, and which options lower what the pool takes.
         """
         try:
-            self._ask().ask("check_room", *self._reserved(options), options.actors).result(CALL_SECONDS)
+            self._connected().ask("check_room", *self._reserved(options), options.actors).result(CALL_SECONDS)
         except TimeoutError:
             raise PoolUnavailable(f"Ray did not describe its nodes within {CALL_SECONDS:g} s") from None
 
     def start_actor(self, index: int, options: RayPoolOptions, *arguments: Any) -> RemoteActor:
-        """Start mask actor `index` of a pool.
+        """Start mask actor `index` of a pool. Connects again if the connection is lost.
 
         Args:
             arguments: of `MaskActor`.
 
         Raises:
-            PoolUnavailable: there is no connection to Ray now.
+            PoolUnavailable: Ray cannot be reached or started now.
         """
-        return RemoteActor(self._ask(), *self._reserved(options), index, arguments)
-
-    def _ask(self) -> Driver:
-        driver = self._driver
-        if driver is None or not self.connected.is_set():
-            raise PoolUnavailable(self.trouble or "Ray is being started")
-        return driver
+        return RemoteActor(self._connected(), *self._reserved(options), index, arguments)
 
     def _reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float]:
         """Return where an actor may run, and the CPUs that Ray reserves for it there."""
@@ -144,67 +129,48 @@ class Cluster:
             return LOCAL if placement.kind == "spread" else placement, 0.0
         return placement, 1.0 if options.actor_cpus is None else options.actor_cpus
 
-    def _watch(self) -> None:
-        """Connect again whenever the driver ends, which it does when this node's raylet has ended."""
-        while not self._leaving.is_set():
-            if self.connected.is_set():
-                assert self._driver is not None
-                self._driver.ended.wait()
-                if self._leaving.is_set():
-                    break
-                self.trouble = "Ray is lost: the process that was connected to it ended"
-                _log.error("%s; it is %s again", self.trouble, "joined" if self._address else "started")
-            self._disconnect()
+    def _connected(self) -> Driver:
+        """Return a driver that is connected."""
+        with self._connecting:
+            if self._driver is not None and self._driver.head is not None:
+                return self._driver
             try:
-                self._connect()
+                if self._driver is not None:
+                    self._driver.close()
+                if self._address is not None:
+                    return self._join(_find_cluster() if self._address == "auto" else self._address)
+                try:
+                    return self._start_driver(*_local())
+                except PoolUnavailable as error:  # a busy machine may be too slow for Ray's own time limits
+                    _log.warning("Ray did not start: %s; trying once more", error)
+                    return self._start_driver(*_local())
             except Exception as error:
-                self.trouble = f"Ray is lost; connecting again fails: {bounded(error)}"
-                _log.error("%s", self.trouble)
-                self._leaving.wait(RETRY_SECONDS)
-            else:
-                self.trouble = None
-                _log.warning("connected to Ray again")
-        self._disconnect()
+                where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
+                self._failure = f"cannot {where}: {bounded(error)}"
+                raise PoolUnavailable(self._failure) from error
 
-    def _connect(self) -> None:
-        address = self._address
-        if address is None:
-            self._start_local()
-            return
-        if address == "auto":
-            address = _find_cluster()
-        _check_reachable(address)
-        _log.info("joining the Ray cluster at %s", address)
-        self._start_driver({"address": address}, {})
-
-    def _start_local(self) -> None:
-        """Start a local Ray. Try twice, because a busy machine may be too slow for Ray's own time limits."""
-        _log.info("starting a local Ray")
-        try:
-            self._start_driver(*_local())
-        except PoolUnavailable as error:
-            if self._leaving.is_set():
-                raise
-            _log.warning("Ray did not start: %s; trying once more", error)
-            self._disconnect()
-            self._start_driver(*_local())
+    def _join(self, address: str) -> Driver:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or "://" in host:
+            raise PoolUnavailable("name the cluster by its own address, HOST:6379")
+        # Fails within seconds, where Ray would try for minutes.
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_SECONDS).close()
+        return self._start_driver({"address": address}, {})
 
     def _start_driver(
         self, options: dict[str, Any], environment: dict[str, str | None], directory: str | None = None
-    ) -> None:
+    ) -> Driver:
         given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
-        self._driver = Driver({**options, **_QUIET}, {**given, **environment}, directory)
-        if self._leaving.is_set():  # from now on `leave` kills the driver
-            raise PoolUnavailable("the pool was shut down")
-        self.head = self._driver.connect()
-        self.connected.set()
-
-    def _disconnect(self) -> None:
-        """End the driver, if it has not ended yet."""
-        self.connected.clear()
-        driver, self._driver, self.head = self._driver, None, None
-        if driver is not None:
-            driver.kill()
+        driver = self._driver = Driver({**options, **_QUIET}, {**given, **environment}, directory)
+        try:
+            if self._has_left:  # from now on `leave` ends the driver
+                raise PoolUnavailable("the pool was shut down")
+            driver.connect()
+        except BaseException:
+            driver.close()
+            raise
+        _log.info("connected to Ray at %s", driver.head)
+        return driver
 
 
 def _local() -> tuple[dict[str, Any], dict[str, str | None], str]:
@@ -244,11 +210,3 @@ def _find_cluster() -> str:
         return Path(directory, "ray", "ray_current_cluster").read_text().strip()
     except OSError:
         raise PoolUnavailable("`ray start` has not run on this machine: name the cluster as HOST:6379") from None
-
-
-def _check_reachable(address: str) -> None:
-    """Fail within seconds, where Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "://" in host:
-        raise PoolUnavailable("name the cluster by its own address, HOST:6379")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_SECONDS).close()

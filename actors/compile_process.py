@@ -96,7 +96,7 @@ class ForkServer:
             file.write(vocabulary)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._control = socket.socket()
         self._closed = False
         self.started = time.monotonic()
         """`time.monotonic()` when the fork server was last ready."""
@@ -107,19 +107,21 @@ class ForkServer:
         Raises:
             OSError: not possible now: out of memory, or the fork server does not start.
         """
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as undo:
             if self._closed:
                 raise OSError("the fork server was closed")
+            undo.callback(self._discard)
             if self._process is None or self._process.poll() is not None:
                 self._start()
             ours, theirs = socket.socketpair()
-            with contextlib.ExitStack() as undo:
-                undo.callback(ours.close)
-                with theirs:
-                    pid = self._ask(CALL_SECONDS, theirs.fileno())
-                if pid < 0:
-                    raise OSError(-pid, os.strerror(-pid))
-                undo.pop_all()
+            undo.callback(ours.close)
+            with theirs:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            pid = self._answer(CALL_SECONDS)
+            undo.pop_all()
+            if pid < 0:
+                ours.close()
+                raise OSError(-pid, os.strerror(-pid))
             return CompileProcess(pid, ours)
 
     def close(self) -> None:
@@ -145,25 +147,15 @@ class ForkServer:
                 pass_fds=descriptors,
                 env={**os.environ, **one_thread, **path},
             )
-        try:
-            self._ask(START_SECONDS)
-        except OSError as error:
-            raise OSError(f"the fork server of the compile processes did not start: {error!r}") from error
+        self._answer(START_SECONDS)
         self.started = time.monotonic()
 
-    def _ask(self, seconds: float, *descriptors: int) -> int:
-        """Send descriptors, and wait for the answer. The fork server is discarded if none comes."""
-        assert self._control is not None
-        try:
-            if descriptors:
-                socket.send_fds(self._control, [b"f"], descriptors)
-            self._control.settimeout(seconds)
-            answer = self._control.recv(_NUMBER.size)
-            if not answer:
-                raise ConnectionResetError("the fork server is gone")
-        except OSError:
-            self._discard()
-            raise
+    def _answer(self, seconds: float) -> int:
+        """Wait for an answer of the fork server."""
+        self._control.settimeout(seconds)
+        answer = self._control.recv(_NUMBER.size)
+        if not answer:
+            raise ConnectionResetError("the fork server of the compile processes ended")
         return int(*_NUMBER.unpack(answer))
 
     def _discard(self) -> None:
@@ -171,9 +163,7 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
             self._process = None
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+        self._control.close()
 
 
 class CompileProcess:

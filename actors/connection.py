@@ -20,7 +20,6 @@ from actors.protocol import (
     FAILED,
     FREE,
     IDLE,
-    MAX_NEW_TOKENS,
     POSITION,
     SLOW_SECONDS,
     UNKNOWN,
@@ -138,7 +137,7 @@ class StepPart:
             tokens: int32 `[rows of the whole step]`.
         """
         self.target += 1
-        self.table.tokens[self.slots, 0] = tokens[self.rows]
+        self.table.tokens[self.slots] = tokens[self.rows]
         self.table.target[self.slots] = self.target
         self._fill = self._fill or _fill(self.slots)
         self.worker.requests.append(self._fill)
@@ -148,31 +147,17 @@ class StepPart:
         table, slots = self.table, self.slots
         self.target = table.target[slots]
         new = outputs.lengths[self.rows] - (self.target & POSITION)
-        written = (new == 1) & (table.ready[slots] == self.target)
-        if written.all():
+        usual = (new == 1) & (table.ready[slots] == self.target)
+        if usual.all():
             self.send_tokens(outputs.last)
             return
-        table.tokens[slots[written], 0] = outputs.last[self.rows[written]]
-        for index in np.flatnonzero(~written & (new != 0)).tolist():
-            written[index] = self._write(index, int(new[index]), outputs.tokens[self.rows[index]])
-        if written.any():
-            table.target[slots[written]] += new[written]
-            self.worker.requests.append(_fill(slots[written]))
+        for index in np.flatnonzero(~usual & (new != 0)).tolist():
+            self.worker.edit(self.states[index])
+        if usual.any():
+            table.tokens[slots[usual]] = outputs.last[self.rows[usual]]
+            table.target[slots[usual]] += 1
+            self.worker.requests.append(_fill(slots[usual]))
         self.target = table.target[slots]
-
-    def _write(self, index: int, new: int, tokens: Sequence[int]) -> bool:
-        """Write several new tokens into the table and return True. If that is impossible, send a message.
-
-        Args:
-            new: how many tokens are new; negative if the output has become shorter.
-            tokens: the output.
-        """
-        slot = self.slots[index]
-        if 1 <= new <= MAX_NEW_TOKENS and self.table.ready[slot] == self.target[index]:
-            self.table.tokens[slot, :new] = tokens[-new:]
-            return True
-        self.worker.edit(self.states[index], len(tokens))
-        return False
 
 
 class WorkerConnection:
@@ -194,7 +179,6 @@ class WorkerConnection:
         self.loaded: set[str] = set()
         """Keys of the grammars that the worker has."""
         self._segment = segment
-        self._seconds_taken = 0.0
         # Last freed, first used: few pages of the segment are ever touched.
         self._free_slots = list(range(len(self.table.target) - 1, -1, -1))
         self._leaving: list[int] = []
@@ -229,12 +213,14 @@ class WorkerConnection:
         opened = Open(slot, version, grammar.key, parent_slot, tokens, sequence.request_id, sequence.budget, seconds)
         self.requests.append(opened)
 
-    def edit(self, state: SequenceState, start: int) -> None:
-        """Send a sequence's output in a message, because it changed or does not fit in the table: from position `start`
-        on, or from the first token that the worker may not know, whichever comes first."""
+    def edit(self, state: SequenceState) -> None:
+        """Send a sequence's output in a message, because it changed or does not fit in the table: from the first token
+        that has changed or that the worker may not know."""
         output, ready = state.sequence.output_token_ids, int(self.table.ready[state.slot])
         filled, sent = ready & POSITION if ready >= 0 else 0, int(self.table.target[state.slot]) & POSITION
-        start = min(start, filled, sent, len(output))
+        start = min(filled, sent, len(output))
+        if state.changed_from is not None:
+            start, state.changed_from = min(start, state.changed_from), None
         tokens = list(output[start:])
         self.requests.append(Edit(state.slot, self._next_version(state.slot, start + len(tokens)), start, tokens))
 
@@ -289,12 +275,6 @@ class WorkerConnection:
         return failed
 
     # progress
-
-    def take_seconds(self) -> float:
-        """Return the seconds that masks have taken since the last call."""
-        total = float(self.table.mark["seconds"][0])
-        taken, self._seconds_taken = total - self._seconds_taken, total
-        return taken
 
     def has_work(self) -> bool:
         """Return whether the worker was asked for a mask, or to free a slot, and has not done so. From any thread."""

@@ -1,7 +1,7 @@
 """Dispatcher: sends each step to the workers that are up, and collects the masks.
 
-Used from the engine's thread, except `announce` and `interrupt`. Supervisors announce workers that come and go: this
-takes effect at the next call, or at once if `collect` waits.
+Used from the engine's thread, except `announce`. Supervisors announce workers that come and go: this takes effect at
+the next call, or at once if `collect` waits.
 
 A sequence is opened on the worker with the fewest open sequences, and stays there until it ends or the worker does.
 """
@@ -44,34 +44,27 @@ class _Step:
         self.all_ready = False
         """Set by `collect`."""
 
-    def look(self) -> int:
-        """Compare the versions; return how many rows are undecided."""
-        undecided = len(self.waiting)
+    def look(self) -> dict[int, SequenceState]:
+        """Compare the versions; return the undecided rows."""
+        undecided = dict(self.waiting)
         for part in self.parts:
             if part.look():
-                for row, state in part.missing().items():
-                    if state.error is None:
-                        undecided += 1
-                    else:
-                        self.failed[row] = state.error
+                self._sort(part, undecided)
         return undecided
 
     def take(self, part: StepPart) -> None:
         """Take the rows without a mask out of a part: its worker has ended."""
         part.look()
-        for row, state in part.missing().items():
-            if state.error is None:
-                self.waiting[row] = state
-            else:
-                self.failed[row] = state.error
+        self._sort(part, self.waiting)
         part.keep_ready()
 
-    def undecided(self) -> dict[int, SequenceState]:
-        """Return the undecided rows, as of the last `look`."""
-        rows = dict(self.waiting)
-        for part in self.parts:
-            rows |= {row: state for row, state in part.missing().items() if state.error is None}
-        return rows
+    def _sort(self, part: StepPart, undecided: dict[int, SequenceState]) -> None:
+        """Add the rows without a mask to `failed` or to `undecided`."""
+        for row, state in part.missing().items():
+            if state.error is None:
+                undecided[row] = state
+            else:
+                self.failed[row] = state.error
 
 
 class Dispatcher:
@@ -102,7 +95,7 @@ class Dispatcher:
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._events: deque[Callable[[], None]] = deque()
-        self._interrupted = False
+        self._closed = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)  # not before the last thread that writes to it is done
         self._poller = select.poll()
@@ -113,11 +106,6 @@ class Dispatcher:
     def announce(self, event: Callable[[], None]) -> None:
         """Have the engine's thread call `event`, when it next uses the dispatcher. From any thread."""
         self._events.append(event)
-        os.eventfd_write(self._wake, 1)
-
-    def interrupt(self) -> None:
-        """End a `collect` that waits, for good. From any thread."""
-        self._interrupted = True
         os.eventfd_write(self._wake, 1)
 
     def _handle_events(self) -> None:
@@ -178,6 +166,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
+        self._closed = True
         self._handle_events()
         error = PoolUnavailable("the pool is shut down")
         for state in self._sequences.values():
@@ -219,7 +208,7 @@ class Dispatcher:
         return lost
 
     def placement(self) -> dict[int, set[int]]:
-        """Return the ids of the open sequences of each worker that is up, by the worker's pid."""
+        """Return the ids of the open sequences of each worker that is up, by the pid of its process."""
         self._handle_events()
         return {
             worker.pid: {state.sequence.sequence_id for state in worker.sequences.values()} for worker in self.workers
@@ -251,8 +240,7 @@ class Dispatcher:
         step = self._step = _Step(sequences)
         for changed in self._changed:
             if changed.worker is not None and changed.changed_from is not None:
-                changed.worker.edit(changed, changed.changed_from)
-            changed.changed_from = None
+                changed.worker.edit(changed)
         self._changed.clear()
         rows: dict[WorkerConnection, tuple[list[int], list[SequenceState]]] = {}
         for row, sequence in enumerate(sequences):
@@ -278,7 +266,7 @@ class Dispatcher:
 
         Fails a sequence that has waited for too long, or has a grammar that has ended workers.
         """
-        if self._interrupted:
+        if self._closed:
             self._fail(state, PoolUnavailable("the pool is shut down"))
             return
         if self._deaths[state.grammar.key] >= max(_LEAST_DEATHS, self._max_replays + 1):
@@ -299,10 +287,8 @@ class Dispatcher:
             # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
             # its sequences go to the last worker, and others avoid that worker as long as there are such sequences.
             last, holds = self.workers[-1], _holds_lock(state)
-            if holds or any(map(_holds_lock, last.sequences.values())):
-                worker = min(able, key=lambda each: ((each is last) != holds, len(each.sequences)))
-            else:
-                worker = min(able, key=lambda each: len(each.sequences))
+            apart = holds or any(map(_holds_lock, last.sequences.values()))
+            worker = min(able, key=lambda each: (apart and (each is last) != holds, len(each.sequences)))
         worker.open(state, parent)
 
     # a step: back
@@ -310,29 +296,29 @@ class Dispatcher:
     def collect(self, deadline: float | None = None) -> StepMasks:
         """See `MaskPool.collect`."""
         step = self._step
-        if step.look():
-            self._wait_for_step(step, math.inf if deadline is None else time.monotonic() + deadline)
-        found = StepMasks(failed=step.failed, seconds=sum([worker.take_seconds() for worker in self.workers]))
+        undecided = step.look()
+        if undecided:
+            undecided = self._wait_for_step(step, math.inf if deadline is None else time.monotonic() + deadline)
+        found = StepMasks(failed=step.failed)
         ready_rows = 0
         for part in step.parts:
             table, slots, rows = part.table, part.slots[part.ready], part.rows[part.ready]
             found.ready.append(ReadyMasks(table.mask, slots, rows, table.seconds))
             if self._forced_tokens:
                 found.forced |= forced_runs(table.forced[slots], rows)
+            found.seconds += float(table.seconds[slots].sum())
             ready_rows += len(rows)
             for index in np.flatnonzero(table.status[part.slots] == STEERED).tolist():
                 part.states[index].sequence.steered = True
             if self._late:
                 self._late.difference_update(part.ready_states())
         step.all_ready = ready_rows == len(step.sequences)
-        if not step.all_ready:
-            undecided = step.undecided()
-            found.late = sorted(undecided)
-            self._late.update(undecided.values())
+        found.late = sorted(undecided)
+        self._late.update(undecided.values())
         return found
 
-    def _wait_for_step(self, step: _Step, deadline: float) -> None:
-        """Wait until every row is decided, or until `deadline`, a `time.monotonic()`."""
+    def _wait_for_step(self, step: _Step, deadline: float) -> dict[int, SequenceState]:
+        """Wait until every row is decided, or until `deadline`, a `time.monotonic()`. Returns the undecided rows."""
         while True:
             for worker in self.workers:
                 worker.request_wakeup()
@@ -349,9 +335,9 @@ class Dispatcher:
                     continue
                 del step.waiting[row]
             send_all(self.workers)
-            now = time.monotonic()
-            if not step.look() or self._interrupted or now >= deadline:
-                return
+            undecided, now = step.look(), time.monotonic()
+            if not undecided or now >= deadline:
+                return undecided
             for fd, happened in self._poller.poll(math.ceil(1000 * min(_LOOK_SECONDS, deadline - now))):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)

@@ -39,14 +39,6 @@ _log = logging.getLogger(__name__)
 _ENDED = "the process that was connected to Ray ended"
 
 
-class ActorDied(Exception):
-    """The actor died before it had answered, or with the driver. Raised by the future of a call."""
-
-
-class ActorFailed(Exception):
-    """The actor, or Ray, raised an exception. Raised by the future of a call."""
-
-
 class Driver:
     """A process that is connected to Ray. When it ends, its actors end. It is never restarted.
 
@@ -85,11 +77,11 @@ class Driver:
         """For sending."""
         self._numbers = itertools.count(1)
         self._futures: dict[int, Future[Any]] = {}
-        self.ended = threading.Event()
-        """Set when the process has ended: calls fail."""
+        self.head: str | None = None
+        """The address of Ray's head. None: it is not connected yet, or has ended. Calls fail."""
 
-    def connect(self) -> str:
-        """Wait until the driver has connected to Ray. Returns the address of Ray's head.
+    def connect(self) -> None:
+        """Wait until the driver has connected to Ray.
 
         Raises:
             PoolUnavailable: it cannot; says why.
@@ -102,43 +94,42 @@ class Driver:
                 if not self._connection.poll(START_SECONDS - CALL_SECONDS):
                     text = f"Ray's GCS server and this node's raylet did not answer within {START_SECONDS:g} s"
                     raise PoolUnavailable(text)
-            _, head, error = self._connection.recv()
+            _, self.head, error = self._connection.recv()
         except (EOFError, OSError):
-            raise PoolUnavailable("the process that connects to Ray ended") from None
+            raise PoolUnavailable(_ENDED) from None
         if error is not None:
-            raise PoolUnavailable(str(error))
+            raise error
         self._reader.start()
-        return str(head)
 
     def close(self) -> None:
-        """Disconnect from Ray, which ends the actors, and Ray itself if the driver has started it."""
-        self.ask("close")
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            _log.error("Ray did not end by itself: its processes are killed")
-        self.kill()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        """End the process, which ends the actors, and Ray itself if the driver has started it. Calls fail.
 
-    def kill(self) -> None:
-        """End the process now, and fail all calls. From any thread, also while another one waits in `connect`."""
+        From any thread, also while another one waits in `connect`. Idempotent.
+        """
+        if self.head is not None:
+            self.ask("close")
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                _log.error("Ray did not end by itself: its processes are killed")
         self._process.kill()
         self._process.wait()
         if self._reader.ident is not None:
             self._reader.join()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def ask(self, name: str, *arguments: Any) -> Future[Any]:
         """Send a request. Returns the future of its result."""
         number = next(self._numbers)
         future: Future[Any] = Future()
         with self._lock:
-            if not self.ended.is_set():
+            if self.head is not None:
                 self._futures[number] = future
                 with contextlib.suppress(OSError):  # the driver has ended: `_receive` fails the futures
                     self._connection.send((number, name, arguments))
                 return future
-        future.set_exception(ActorDied(_ENDED))
+        future.set_exception(PoolUnavailable(_ENDED))
         return future
 
     def _receive(self) -> None:
@@ -151,14 +142,14 @@ class Driver:
                 else:
                     future.set_exception(error)
         with self._lock:
-            self.ended.set()
+            self.head = None
         for future in self._futures.values():
-            future.set_exception(ActorDied(_ENDED))
+            future.set_exception(PoolUnavailable(_ENDED))
         self._connection.close()
 
 
 class RemoteActor:
-    """A `MaskActor` of a driver. Its calls fail with `ActorDied` when it dies, or the driver ends.
+    """A `MaskActor` of a driver. Its calls fail with `PoolUnavailable` when it dies, or the driver ends.
 
     Args:
         arguments: of `driver_process.Requests.create`, after the number.
@@ -173,7 +164,7 @@ class RemoteActor:
     @property
     def is_lost(self) -> bool:
         """The driver has ended: the actor has ended with it, or is about to."""
-        return self._driver.ended.is_set()
+        return self._driver.head is None
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method. Calls are made in order."""

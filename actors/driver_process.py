@@ -25,11 +25,10 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.driver import ActorDied, ActorFailed
 from actors.mask_actor import ANSWERS, MaskActor
 from actors.processes import RETRY_SECONDS, START_SECONDS
 from actors.protocol import SegmentName, attach, connect
-from actors.remote import Forwarder
+from actors.remote import forward
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import NodePlacement
 
@@ -40,6 +39,8 @@ _ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_g
 # it is 100 KB. The masks of 64 rows are 200 KB: a step takes 8 instead of 11 ms, of 256 rows 25 instead of 40.
 _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
 """The runtime environment of an actor that may be on another node."""
+_RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory", "node:", "ray.io/")
+"""Beginnings of the names of resources and labels that Ray sets itself."""
 _LEAST_CPUS = 0.001
 """Ray (2.60) places actors that take nothing anywhere, whatever their strategy or labels."""
 
@@ -108,7 +109,7 @@ class Requests:
     def check_room(self, placement: NodePlacement, cpus: float, number: int) -> None:
         """See `Cluster.check_room`."""
         if placement.kind != "group":  # that has been reserved already
-            check_room(placement, cpus, number, ray.nodes(), _this_node())
+            check_room(placement, cpus, number, ray.nodes(), str(ray.get_runtime_context().get_node_id()))
 
     def create(
         self, number: int, placement: NodePlacement, cpus: float, index: int, arguments: tuple[Any, ...]
@@ -130,7 +131,7 @@ class Requests:
         actor, table = self._actors[number], attach(segment)
         if table is None:
             raise PoolUnavailable("the memory of the engine's process cannot be mapped")
-        Forwarder(connect(path), table, actor.deliver.remote, lambda: ray.get(actor.collect.remote())).start()
+        forward(connect(path), table, actor.deliver.remote, lambda: ray.get(actor.collect.remote()))
 
     def end(self, number: int) -> None:
         """Have Ray end an actor."""
@@ -150,29 +151,25 @@ class Requests:
         else:
             self._send(number, result, None)
 
-    def _send(self, number: int, result: Any, error: Exception | None) -> None:
+    def _send(self, number: int, result: Any, error: PoolUnavailable | None) -> None:
         with self._lock, contextlib.suppress(OSError):  # the engine's process has ended
             self._engine.send((number, result, error))
 
 
-def _described(error: Exception) -> Exception:
+def _described(error: Exception) -> PoolUnavailable:
+    """Return an error that the engine's process can unpickle."""
     if isinstance(error, PoolUnavailable):
         return error
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return (ActorDied if isinstance(error, RayActorError) else ActorFailed)(bounded(cause))
+    return PoolUnavailable(bounded(error.cause if isinstance(error, RayTaskError) else error))
 
 
 # where actors run
 
 
-def _this_node() -> str:
-    return str(ray.get_runtime_context().get_node_id())
-
-
 def _ray_options(placement: NodePlacement, cpus: float, index: int) -> dict[str, Any]:
     """Return the options of `ray.remote` that place mask actor `index` of a pool."""
     if placement.kind == "local":
-        strategy = NodeAffinitySchedulingStrategy(_this_node(), soft=False)
+        strategy = NodeAffinitySchedulingStrategy(str(ray.get_runtime_context().get_node_id()), soft=False)
         return {"num_cpus": cpus, "scheduling_strategy": strategy}
     options = {"num_cpus": cpus, "scheduling_strategy": "SPREAD", "runtime_env": _ELSEWHERE}
     if placement.kind == "group":  # its first bundle is that of the engine
@@ -226,21 +223,10 @@ def _fits(found: Mapping[str, Any], placement: NodePlacement, here: str) -> bool
 
 def _offers(nodes: Nodes) -> str:
     """Say which resources and labels there are, without those that Ray sets itself."""
-    resources = {
-        f"{name}:{amount:g}"
-        for each in nodes
-        for name, amount in each["Resources"].items()
-        if name not in ("CPU", "GPU", "memory", "object_store_memory") and not name.startswith("node:")
-    }
-    labels = {
-        f"{name}={value}"
-        for each in nodes
-        for name, value in each.get("Labels", {}).items()
-        if not name.startswith("ray.io/")
-    }
-    return (
-        f"its {len(nodes)} nodes have {', '.join(sorted(resources | labels)) or 'no resources or labels of their own'}"
-    )
+    named = {f"{name}:{amount:g}": name for each in nodes for name, amount in each["Resources"].items()}
+    named |= {f"{name}={value}": name for each in nodes for name, value in each.get("Labels", {}).items()}
+    own = sorted(text for text, name in named.items() if not name.startswith(_RAYS_OWN))
+    return f"its {len(nodes)} nodes have {', '.join(own) or 'no resources or labels of their own'}"
 
 
 # a local Ray of few processes

@@ -2,7 +2,7 @@
 
 A sequence that is open on a worker holds a slot there, one line of the table. Each column has one writer:
 
-    tokens[slot, :]   engine   output tokens since the last mask, at most `MAX_NEW_TOKENS`
+    tokens[slot]      engine   the output token since the last mask
     target[slot]      engine   the version of the output that a mask is wanted for; negative once the slot was freed
     ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
     mask[slot, :]     worker   the token bitmask
@@ -43,8 +43,6 @@ from guided.completing.budget import Budget
 from guided.errors import Wire
 from guided.pools.protocol import MAX_FORCED_TOKENS
 
-MAX_NEW_TOKENS = 8
-"""New tokens of a slot that fit in the table; more are sent in a message."""
 POSITION = (1 << 32) - 1
 """Mask of the bits of a version that hold the number of output tokens."""
 EDIT = 1 << 32
@@ -64,16 +62,14 @@ _LENGTH = struct.Struct("!i")
 _CHUNK = 1 << 18
 _NONCE_BYTES = 32
 _MARK_OFFSET = 64
-_MARK = np.dtype(
-    [("since", "f8", THREADS), ("busy", "i4", THREADS), ("seconds", "f8"), ("filled", "i8"), ("wake", "i4")]
-)
+_MARK = np.dtype([("since", "f8", THREADS), ("busy", "i4", THREADS), ("filled", "i8"), ("wake", "i4")])
 _COLUMNS_OFFSET = 128
 _COLUMNS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "target": (np.int64, ()),
     "ready": (np.int64, ()),
     "seconds": (np.float32, ()),
     "status": (np.int32, ()),
-    "tokens": (np.int32, (MAX_NEW_TOKENS,)),
+    "tokens": (np.int32, ()),
     "forced": (np.int32, (MAX_FORCED_TOKENS,)),
 }
 """The columns before `mask`: type and shape of a line."""
@@ -174,7 +170,7 @@ def hang_up(end: Connection[Any, Any]) -> None:
 
 
 class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
-    """Fill the masks after the tokens in the table."""
+    """Fill the masks after one more token each, which is in the table."""
 
     slots: bytes
     """int32 `[n]`, in native byte order."""
@@ -269,8 +265,8 @@ class SlotTable:
     status: NDArray[np.int32]
     mark: NDArray[np.void]
     """`[1]`. `busy`: for each thread of the worker the slot that it fills, `IDLE` or `IMPORTING`. `since`: the
-    `time.monotonic()` at which it began. `filled`: number of masks so far. `seconds`: their wall time. `wake`: the
-    engine waits; the worker sends a message when it is done."""
+    `time.monotonic()` at which it began. `filled`: number of masks so far. `wake`: the engine waits; the worker sends a
+    message when it is done."""
 
     @classmethod
     def over(cls, memory: mmap.mmap, slots: int, words: int) -> SlotTable:

@@ -1,7 +1,7 @@
 """The step path to an actor on another node, by Ray calls. For the engine each worker is local.
 
 `RemoteSteps`, in the actor, has a slot table of its own and the same `StepServer` as an actor beside the engine.
-`Forwarder`, in the driver's process on the engine's node, is the worker's side of the engine's table and channel. It
+`forward`, in the driver's process on the engine's node, is the worker's side of the engine's table and channel. It
 makes two kinds of Ray calls: `deliver` hands over a frame of requests, and `collect` waits for lines of the table that
 have changed. They are separate, so that a slow row does not delay frames. Ray's own authentication and TLS protect what
 travels.
@@ -111,10 +111,10 @@ class RemoteSteps:
         Args:
             slots: int32 `[n]`: the slots that the requests name.
             target: int64 `[n]`: what `ready` becomes when the requests have been handled.
-            tokens: int32 `[n, MAX_NEW_TOKENS]`.
+            tokens: int32 `[n]`.
         """
         named = np.frombuffer(slots, np.int32)
-        self._table.tokens[named] = np.frombuffer(tokens, np.int32).reshape(len(named), -1)
+        self._table.tokens[named] = np.frombuffer(tokens, np.int32)
         self._table.target[named] = np.frombuffer(target, np.int64)
         self._failed[named] = False
         self._news.set()
@@ -176,8 +176,13 @@ class RemoteSteps:
         )
 
 
-class Forwarder:
-    """Forwards one incarnation's step channel until the engine closes it, or the actor ends.
+def forward(
+    end: Connection[Any, Any],
+    table: SlotTable,
+    deliver: Callable[[bytes, bytes, bytes, bytes], object],
+    collect: Callable[[], bytes],
+) -> None:
+    """Forward one incarnation's steps, on two daemon threads, until the engine closes the channel or the actor ends.
 
     Args:
         end: the worker's end of the channel.
@@ -186,65 +191,48 @@ class Forwarder:
         collect: calls `RemoteSteps.collect` in the actor. Raises if the actor has ended.
     """
 
-    def __init__(
-        self,
-        end: Connection[Any, Any],
-        table: SlotTable,
-        deliver: Callable[[bytes, bytes, bytes, bytes], object],
-        collect: Callable[[], bytes],
-    ) -> None:
-        self._end = end
-        self._table = table
-        self._deliver = deliver
-        self._collect = collect
+    def forward_frame() -> None:
+        frame = end.recv_bytes()
+        slots = np.concatenate([_slots(each) for each in _decode_requests(frame)])
+        if table.mark["busy"][0, 0] == IDLE:  # until the actor says which slot it is
+            table.mark["since"][0, 0] = time.monotonic()
+            table.mark["busy"][0, 0] = UNKNOWN
+        deliver(frame, slots.tobytes(), table.target[slots].tobytes(), table.tokens[slots].tobytes())
 
-    def start(self) -> None:
-        """Forward, on two daemon threads."""
-        for loop in (self._forward_frames, self._return_lines):
-            threading.Thread(target=self._run, args=(loop,), name="forwarder", daemon=True).start()
+    def return_lines() -> None:
+        lines = msgspec.msgpack.decode(collect(), type=Lines)
+        _write(lines, table)
+        for failed in lines.failures:
+            end.send_bytes(failed)
+        if table.mark["wake"][0]:
+            table.mark["wake"] = 0
+            end.send_bytes(_FILLED)
 
-    def _run(self, loop: Callable[[], None]) -> None:
+    def run(action: Callable[[], None]) -> None:
         try:
-            loop()
+            while True:
+                action()
         except Exception as error:  # of any kind: the engine would wait for a worker that does not answer
             _log.info("a step channel ends: %s", error)
-        hang_up(self._end)
+        hang_up(end)
 
-    def _forward_frames(self) -> None:
-        table = self._table
-        while True:
-            frame = self._end.recv_bytes()
-            requests = _decode_requests(frame)
-            slots = np.concatenate([_slots(each) for each in requests])
-            if table.mark["busy"][0, 0] == IDLE:  # until the actor says which slot it is
-                table.mark["since"][0, 0] = time.monotonic()
-                table.mark["busy"][0, 0] = UNKNOWN
-            self._deliver(frame, slots.tobytes(), table.target[slots].tobytes(), table.tokens[slots].tobytes())
+    for action in (forward_frame, return_lines):
+        threading.Thread(target=run, args=(action,), name="forwarder", daemon=True).start()
 
-    def _return_lines(self) -> None:
-        while True:
-            lines = msgspec.msgpack.decode(self._collect(), type=Lines)
-            self._write(lines)
-            for frame in lines.failures:
-                self._end.send_bytes(frame)
-            if self._table.mark["wake"][0]:
-                self._table.mark["wake"] = 0
-                self._end.send_bytes(_FILLED)
 
-    def _write(self, lines: Lines) -> None:
-        """Write lines into the table: `ready` last, because the engine reads a line when its `ready` has changed."""
-        table, slots = self._table, np.frombuffer(lines.slots, np.int32)
-        masks = table.mask[slots]
-        masks.reshape(-1)[np.frombuffer(lines.changed, np.int32)] = np.frombuffer(lines.mask, np.int32)
-        table.mask[slots] = masks
-        table.seconds[slots] = np.frombuffer(lines.seconds, np.float32)
-        table.status[slots] = np.frombuffer(lines.status, np.int32)
-        table.forced[slots] = np.frombuffer(lines.forced, np.int32).reshape(len(slots), -1)
-        table.ready[slots] = np.frombuffer(lines.ready, np.int64)
-        mark = np.frombuffer(lines.mark, table.mark.dtype)
-        table.mark["since"] = time.monotonic() - mark["since"]
-        for name in ("busy", "seconds", "filled"):
-            table.mark[name] = mark[name]
+def _write(lines: Lines, table: SlotTable) -> None:
+    """Write lines into the table: `ready` last, because the engine reads a line when its `ready` has changed."""
+    slots = np.frombuffer(lines.slots, np.int32)
+    masks = table.mask[slots]
+    masks.reshape(-1)[np.frombuffer(lines.changed, np.int32)] = np.frombuffer(lines.mask, np.int32)
+    table.mask[slots] = masks
+    table.seconds[slots] = np.frombuffer(lines.seconds, np.float32)
+    table.status[slots] = np.frombuffer(lines.status, np.int32)
+    table.forced[slots] = np.frombuffer(lines.forced, np.int32).reshape(len(slots), -1)
+    table.ready[slots] = np.frombuffer(lines.ready, np.int64)
+    mark = np.frombuffer(lines.mark, table.mark.dtype)
+    table.mark["since"] = time.monotonic() - mark["since"]
+    table.mark["busy"], table.mark["filled"] = mark["busy"], mark["filled"]
 
 
 def _slots(request: Request) -> NDArray[np.int32]:

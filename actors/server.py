@@ -28,7 +28,6 @@ from actors.protocol import (
     FAILED,
     IDLE,
     IMPORTING,
-    MAX_NEW_TOKENS,
     OK,
     POSITION,
     SLOW_SECONDS,
@@ -56,8 +55,8 @@ SECOND: Final = 1
 """The threads, by their place in the mark."""
 _STUCK_SECONDS = 0.002
 """The first thread is stuck if it has filled no row for this long."""
-_Wanted = tuple[int, list[int]]
-"""Version of a mask, and its new tokens."""
+_Wanted = tuple[int, int]
+"""Version of a mask, and its newest token, if that is in the table."""
 _decode = Decoder(Constraint).decode
 _log = logging.getLogger(__name__)
 
@@ -107,8 +106,7 @@ class StepServer:
         self._give_up = give_up
         mark = table.mark
         self._busy, self._since = _items(mark["busy"][0]), _items(mark["since"][0])
-        self._filled, self._seconds = _items(mark["filled"]), _items(mark["seconds"])
-        self._ready, self._last_seconds = _items(table.ready), _items(table.seconds)
+        self._filled, self._ready, self._seconds = _items(mark["filled"]), _items(table.ready), _items(table.seconds)
         self._wake, self._mask = mark["wake"], table.mask
         self._lock = threading.Lock()
         """For the following. The second thread reads from `end` only while the first one fills a row."""
@@ -239,11 +237,11 @@ class StepServer:
                 state = self._slots[request.slot]
                 state.changes.append(request)
                 state.edit = request.version // EDIT
-                self._want(request.slot, state, (request.version, []))
+                self._want(request.slot, state, (request.version, -1))
             case Open():
                 state = _Slot(request.grammar, request.request_id, request.version // EDIT, request.seconds, [request])
                 self._slots[request.slot] = state
-                self._want(request.slot, state, (request.version, []))
+                self._want(request.slot, state, (request.version, -1))
             case Free():
                 self._quick.pop(request.slot, None)
                 self._slow.pop(request.slot, None)
@@ -261,12 +259,11 @@ class StepServer:
     def _want_all(self, slots: NDArray[np.int32]) -> None:
         """Note the masks that are to be filled."""
         table = self._table
-        for slot, target, tokens in zip(
-            slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
-        ):
+        targets, tokens = table.target[slots].tolist(), table.tokens[slots].tolist()
+        for slot, target, token in zip(slots.tolist(), targets, tokens, strict=True):
             state = self._slots.get(slot)
             if state is not None and target // EDIT == state.edit:  # if not, `Edit` or `Free` follows
-                self._want(slot, state, (target, tokens))
+                self._want(slot, state, (target, token))
 
     def _want(self, slot: int, state: _Slot, wanted: _Wanted) -> None:
         self._quick.pop(slot, None)
@@ -283,7 +280,7 @@ class StepServer:
     # one row
 
     def _fill(self, thread: int, slot: int, state: _Slot, wanted: _Wanted, changes: list[Open | Edit]) -> None:
-        table, (target, tokens) = self._table, wanted
+        table, (target, token) = self._table, wanted
         started = self._since[thread]
         self._busy[thread] = slot
         try:
@@ -293,8 +290,8 @@ class StepServer:
                 else:
                     self._worker.edit(slot, change.start, change.tokens)
             known, length = self._worker.length(slot), target & POSITION
-            if 0 <= length - known <= MAX_NEW_TOKENS:
-                error = self._worker.fill(slot, tokens[: length - known], self._mask[slot])
+            if length - known in (0, 1):
+                error = self._worker.fill(slot, [token][: length - known], self._mask[slot])
             else:
                 error = BackendError(f"the worker knows {known} output tokens of slot {slot}, not {length}")
         except GuidedError as raised:
@@ -302,7 +299,7 @@ class StepServer:
         if error is None and self._forced_tokens:
             self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
         seconds = time.monotonic() - started
-        state.seconds = self._last_seconds[slot] = seconds
+        state.seconds = self._seconds[slot] = seconds
         if error is None:
             if slot in self._worker.steered:
                 table.status[slot] = STEERED
@@ -312,7 +309,6 @@ class StepServer:
             _log.warning("request %s (slot %d) failed: %s: %s", state.request_id, slot, error.code, error)
             self._send(Failed(slot, target, to_wire(error)))
         self._busy[thread] = IDLE
-        self._seconds[0] += seconds
         self._filled[0] += 1
 
     def _open(self, thread: int, opening: Open) -> None:

@@ -96,8 +96,6 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            if not self._cluster.connected.wait(_TICK_SECONDS):
-                continue
             try:
                 self._live()
             except Exception as raised:

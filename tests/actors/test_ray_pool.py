@@ -15,16 +15,15 @@ import psutil
 import pytest
 from byte_vocabulary import BYTES, tokens
 from compile_processes import compile_pids
+from ray_clusters import environment, run
 
 from actors import RayPool, supervisor
 from actors.cluster import Cluster
-from actors.driver import ActorDied, ActorFailed
 from guided.constraint import Constraint
 from guided.errors import PoolUnavailable
 from guided.pools.options import RayPoolOptions
 from guided.sequence import GuidedSequence
 
-ROOT = Path(__file__).parents[2]
 WAIT = 120.0
 _ids = count(1)
 ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
@@ -35,15 +34,6 @@ def pool(local_ray: None) -> Iterator[RayPool]:
     pool = RayPool(BYTES, num_actors=1, max_cache_bytes=0)
     yield pool
     pool.shutdown()
-
-
-def run(code: str, *arguments: str, seconds: float = 280) -> str:
-    """Run Python code in a process of its own: this one may be in a cluster already. Returns what it prints."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, timeout=seconds, env=environment
-    ).stdout
 
 
 # the local Ray
@@ -116,7 +106,7 @@ def test_the_driver_ends_with_the_engine_while_ray_does_not_answer() -> None:
     with socket.create_server(("0.0.0.0", 0)) as silent:
         silent.settimeout(WAIT)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with subprocess.Popen([sys.executable, "-c", CONNECT, address]) as engine:
+        with subprocess.Popen([sys.executable, "-c", CONNECT, address], env=environment()) as engine:
             connection, _ = silent.accept()
             (driver,) = psutil.Process(engine.pid).children()
             engine.kill()
@@ -132,13 +122,13 @@ def test_calls_of_an_actor_fail_as_the_actor_does(local_ray: None) -> None:
     actor, other = (cluster.start_actor(0, RayPoolOptions(), BYTES, 1 << 30, False) for _ in range(2))
     other.end()  # before it is created
     actor.created.result(WAIT), other.created.result(WAIT)
-    with pytest.raises(ActorDied):
+    with pytest.raises(PoolUnavailable):
         other.call("location").result(WAIT)
     pid = actor.call("location").result(WAIT).pid
-    with pytest.raises(ActorFailed, match="no_such_method"):
+    with pytest.raises(PoolUnavailable, match="no_such_method"):
         actor.call("no_such_method").result(WAIT)
     actor.end()
-    with pytest.raises(ActorDied):
+    with pytest.raises(PoolUnavailable):
         actor.call("location").result(WAIT)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).wait(WAIT) is None
     cluster.leave()
@@ -192,13 +182,13 @@ def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch:
 
 
 TWO_NODES = """
-import os, sys, tempfile, time
+import tempfile, time
 import numpy as np
 import psutil
 import ray
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from driven_pool import until
-from ray.cluster_utils import Cluster
+from ray_clusters import cluster_in
 from actors import RayPool, ray_pool
 from engine.server.commands import doctor
 from engine.server.options import ServeOptions
@@ -208,9 +198,7 @@ from guided.pools.options import RayPoolOptions
 from guided.sequence import GuidedSequence
 
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
-    os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
-    quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
-    cluster = Cluster(initialize_head=True, head_node_args=quiet)
+    cluster = cluster_in(directory)
     other = cluster.add_node(num_cpus=1, resources={"guided_mask": 2}, labels={"pool": "masks"})
     pool = RayPool(BYTES, num_actors=2, address=cluster.address, placement="spread", actor_cpus=0)
     assert len({psutil.Process(worker.pid).ppid() for worker in pool.status().workers}) == 2, "one of each raylet"

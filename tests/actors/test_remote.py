@@ -34,7 +34,7 @@ from actors.protocol import (
     connect,
     freed,
 )
-from actors.remote import Forwarder, RemoteSteps
+from actors.remote import RemoteSteps, forward
 from guided.backends import Backends
 from guided.errors import TokenRejected, from_wire
 from guided.worker import MaskWorker
@@ -61,7 +61,7 @@ class Engine:
 
     def fill(self, slots: dict[int, str]) -> Fill:
         for slot, token in slots.items():
-            self.table.tokens[slot, :1] = tokens(token)
+            self.table.tokens[slot] = tokens(token)[0]
             self.table.target[slot] += 1
         return Fill(np.array(list(slots), np.int32).tobytes())
 
@@ -98,7 +98,7 @@ class Actor:
         assert table is not None
         end = connect(engine.channel.path)
         assert engine.channel.accept(10)
-        Forwarder(end, table, self.steps.deliver, self._collect).start()
+        forward(end, table, self.steps.deliver, self._collect)
 
     def _collect(self) -> bytes:
         lines = self.steps.collect()

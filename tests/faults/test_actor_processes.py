@@ -49,20 +49,6 @@ def test_a_crash_in_mid_fill_ends_the_sequences_with_a_matcher_there(driven: Dri
     assert not set(again) & set(driven.errors)
 
 
-def test_a_kill_in_mid_fill(driven: DrivenPool, tmp_path: Path) -> None:
-    reached = tmp_path / "reached"
-    sound = driven.open("sound", number=3)
-    (culprit,) = driven.open("hold@fill:1", f"touch={reached}")
-    driven.go_on([*sound, culprit])
-    there, pid = driven.neighbours(culprit, sound), driven.pid_of(culprit)
-    driven.step([*sound, culprit], deadline=0.05)
-    until(reached.exists)
-    os.kill(pid, signal.SIGKILL)
-    driven.go_on([*sound, culprit], 2)
-    assert set(driven.errors) == {culprit, *there}
-    assert all(isinstance(error, WorkerDied) for error in driven.errors.values())
-
-
 @pytest.mark.parametrize("way", ["frozen", "endless"])
 def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
     driven: DrivenPool, tmp_path: Path, way: str
@@ -98,17 +84,6 @@ def test_an_idle_actors_death_is_reported_between_steps(driven: DrivenPool) -> N
     until(driven.all_up)
     after = driven.pool.status().workers[before.index]
     assert (after.incarnation, after.restarts) == (before.incarnation + 1, before.restarts + 1)
-
-
-def test_sequences_that_were_not_opened_yet_go_elsewhere(driven: DrivenPool) -> None:
-    victim = next(iter(driven.pool.placement()))
-    sequences = driven.open("sound", number=4)
-    freeze(victim)  # it does not handle the message that opens its sequences
-    assert driven.step(sequences, deadline=0.0) != set(sequences)
-    assert driven.pool.placement()[victim]
-    os.kill(victim, signal.SIGKILL)
-    driven.go_on(sequences, 2)
-    assert not driven.errors
 
 
 def test_an_actor_frozen_outside_of_a_mask_costs_no_sequence(driven: DrivenPool) -> None:

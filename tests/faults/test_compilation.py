@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -17,7 +16,9 @@ import psutil
 import pytest
 from byte_vocabulary import BYTES
 from compile_processes import compile_pids
+from driven_pool import until
 from faulty_backend import ADAPTER, NAME, PATHS, faulty
+from ray_clusters import environment
 
 from actors.compiler import Compiler
 from guided.backends import BACKENDS
@@ -37,13 +38,6 @@ from guided.pools.protocol import Grammar
 
 WAIT = 120.0
 _numbers = count()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline, "the condition stayed false"
-        time.sleep(0.01)
 
 
 def new(*words: str) -> Constraint:
@@ -257,9 +251,7 @@ time.sleep(600)
 
 
 def test_children_die_with_the_process_that_started_them() -> None:
-    here = Path(__file__).parents
-    environment = {**os.environ, "PYTHONPATH": f"{here[2]}{os.pathsep}{here[1] / 'support'}"}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment())
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()

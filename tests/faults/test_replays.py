@@ -169,39 +169,6 @@ def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
     assert said(found, "bad") == said(expected)
 
 
-def test_an_actor_killed_while_it_loads_a_grammar_loads_it_the_next_time(
-    pool: RayPool, tiny_model: LoadedModel, tmp_path: Path
-) -> None:
-    found = generate(tiny_model, pool, {"unlucky": poisoned(f"abort@load once={tmp_path / 'once'}")})
-    assert not errors(found)
-
-
-def test_at_0_a_death_ends_those_that_were_there_and_a_hang_one(
-    tiny_model: LoadedModel, expected: Outputs, local_ray: None
-) -> None:
-    there: set[str] = set()
-    with ray_pool(tiny_model, max_replays=0) as pool:
-
-        def kill_one(engine: LLMEngine) -> None:
-            pid, sequences = next((pid, open_there) for pid, open_there in pool.placement().items() if open_there)
-            there.update(
-                name
-                for name, group in engine.groups.items()
-                if not sequences.isdisjoint(sequence.seq_id for sequence in group.sequences)
-            )
-            kill(pid)
-
-        found = generate(tiny_model, pool, bystanders(), in_the_middle(kill_one))
-        assert errors(found) == dict.fromkeys(there, WorkerDied.code)
-        assert there
-        assert said(found, *there) == {name: text for name, text in said(expected).items() if name not in there}
-
-        found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
-        assert errors(found) | {"late": MaskTimeout.code} == dict.fromkeys(("endless", "late"), MaskTimeout.code)
-        quick = {name: text for name, text in said(expected).items() if name != "late"}
-        assert said(found, "endless", "late") == quick
-
-
 def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
     tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,40 +194,6 @@ def test_a_late_mask_is_not_that_of_a_later_output(cluster: Cluster) -> None:
     assert cluster.collect() == ["y"], "of two outputs of one length, the later one"
 
 
-def test_tokens_that_were_sent_and_not_filled_are_not_lost(cluster: Cluster) -> None:
-    cluster.open(1, grammar="slow")
-    cluster.open(2, parent=1, grammar="slow")
-    cluster.open(3)
-    assert cluster.step((1, ""), (2, ""), (3, "")) == ["ax"] * 3
-    cluster.submit((1, "a"), (3, "a"))
-    assert cluster.slow.reached.wait(WAIT)
-    assert cluster.collect(0.05) == ["late", "b"]
-    assert cluster.step((2, "ab"), (3, "ab"), deadline=0.05) == ["late", "cd"]
-    cluster.submit((2, "a"))  # shorter than what was sent
-    cluster.slow.release.set()
-    assert cluster.collect() == ["b"]
-
-
-def test_edits_of_a_late_row_lose_no_token(cluster: Cluster) -> None:
-    cluster.open(1, 2, grammar="slow")
-    cluster.open(3, parent=1, grammar="slow")
-    assert cluster.step((1, ""), (2, ""), (3, "ab")) == ["ax", "ax", "cd"]
-    cluster.submit((1, "a"))
-    assert cluster.slow.reached.wait(WAIT)
-    cluster.dispatcher.rollback(3, 0)
-    assert cluster.step((3, "x"), deadline=0.0) == ["late"]
-    cluster.submit((3, "xyz"))
-    cluster.slow.release.set()
-    assert cluster.collect() == ["."]
-
-
-def test_a_rollback_beyond_what_was_sent_loses_no_token(cluster: Cluster) -> None:
-    cluster.open(1)
-    assert cluster.step((1, "")) == ["ax"]
-    cluster.dispatcher.rollback(1, 2)
-    assert cluster.step((1, "abc")) == ["."]
-
-
 # deaths
 
 
@@ -346,13 +312,6 @@ def test_a_sequence_that_failed_stays_failed(cluster: Cluster) -> None:
     for text in ("q", "a"):
         (error,) = cluster.step((1, text))
         assert isinstance(error, TokenRejected)
-
-
-def test_closing_ends_everything_that_is_open(cluster: Cluster) -> None:
-    cluster.open(1)
-    cluster.step((1, ""))
-    cluster.dispatcher.close()
-    assert kinds(cluster.step((1, "a"))) == [PoolUnavailable]
 
 
 @settings(max_examples=40, deadline=None)

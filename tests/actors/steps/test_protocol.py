@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from actors.protocol import IDLE, MAX_NEW_TOKENS, Segment, attach
+from actors.protocol import IDLE, Segment, attach
 
 
 def test_what_another_process_writes_is_read_here_and_outlives_it() -> None:
@@ -69,5 +69,5 @@ def test_the_columns_do_not_overlap() -> None:
         getattr(table, name)[:] = value
     for value, name in enumerate(columns, 1):
         assert (getattr(table, name) == value).all()
-    assert table.tokens.shape == (5, MAX_NEW_TOKENS)
+    assert table.tokens.shape == (5,)
     assert table.mark["busy"].tolist() == [[IDLE, IDLE]]
