@@ -30,9 +30,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+import psutil
 from msgspec.msgpack import Decoder, encode
 
-from actors.processes import CALL_SECONDS, START_SECONDS, ProcessHandle, enter_session
+from actors.processes import CALL_SECONDS, START_SECONDS, enter_session, kill, resident_bytes
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
@@ -122,7 +123,10 @@ class ForkServer:
             if pid < 0:
                 ours.close()
                 raise OSError(-pid, os.strerror(-pid))
-            return CompileProcess(pid, ours)
+            try:
+                return CompileProcess(pid, ours)
+            except psutil.NoSuchProcess:
+                raise OSError("the compile process ended") from None
 
     def close(self) -> None:
         """End the fork server, and with it all its forks, for good."""
@@ -174,8 +178,8 @@ class CompileProcess:
             jobs.setsockopt(socket.SOL_SOCKET, option, _TRANSFER_TIMEOUT)
         self._jobs = Connection(jobs.detach())
         self._decode = Decoder(CompileResult).decode
-        self._process = ProcessHandle(pid)
-        self._fresh = self._process.resident()
+        self._process = psutil.Process(pid)
+        self._fresh = resident_bytes(self._process)
 
     @property
     def alive(self) -> bool:
@@ -185,7 +189,7 @@ class CompileProcess:
     @property
     def growth(self) -> int:
         """Growth of its resident memory since its fork, in bytes."""
-        return self._process.resident() - self._fresh
+        return resident_bytes(self._process) - self._fresh
 
     def compile(self, request: CompileRequest, deadline: float, memory_bytes: int) -> CompileResult:
         """Have the process compile a constraint. If this raises, the process has to be killed.
@@ -218,7 +222,7 @@ class CompileProcess:
     def kill(self) -> None:
         """Kill the process. Idempotent."""
         self._jobs.close()
-        self._process.kill()
+        kill(self._process)
 
 
 # the program

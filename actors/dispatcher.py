@@ -1,7 +1,7 @@
 """Dispatcher: sends each step to the workers that are up, and collects the masks.
 
 Used from the engine's thread, except `announce`. Supervisors announce workers that come and go: this takes effect at
-the next call, or at once if `collect` waits.
+the next call, or within a millisecond if `collect` waits.
 
 A sequence is opened on the worker with the fewest open sequences, and stays there until it ends or the worker does.
 """
@@ -9,10 +9,8 @@ A sequence is opened on the worker with the fewest open sequences, and stays the
 from __future__ import annotations
 
 import math
-import os
 import select
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
@@ -27,7 +25,8 @@ from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forc
 from guided.sequence import GuidedSequence
 
 _LOOK_SECONDS = 0.001
-"""Poll interval while waiting for masks: a worker that finishes just before `wake` is set sends no message."""
+"""Poll interval while waiting for masks, workers and slots: a worker that finishes just before `wake` is set sends no
+message."""
 _LEAST_DEATHS = 2
 """A grammar is not rejected before this many workers have died with its first mask: one may be killed by anything."""
 
@@ -96,17 +95,13 @@ class Dispatcher:
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._events: deque[Callable[[], None]] = deque()
         self._closed = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wake)  # not before the last thread that writes to it is done
         self._poller = select.poll()
-        self._poller.register(self._wake, select.POLLIN)
 
     # events
 
     def announce(self, event: Callable[[], None]) -> None:
-        """Have the engine's thread call `event`, when it next uses the dispatcher. From any thread."""
+        """Have the engine's thread call `event`, when it next uses the dispatcher, or waits. From any thread."""
         self._events.append(event)
-        os.eventfd_write(self._wake, 1)
 
     def _handle_events(self) -> None:
         while self._events:
@@ -338,11 +333,9 @@ class Dispatcher:
             undecided, now = step.look(), time.monotonic()
             if not undecided or now >= deadline:
                 return undecided
-            for fd, happened in self._poller.poll(math.ceil(1000 * min(_LOOK_SECONDS, deadline - now))):
-                if fd == self._wake:
-                    os.eventfd_read(self._wake)
-                elif happened & select.POLLHUP:  # its supervisor is about to announce its end
-                    time.sleep(_LOOK_SECONDS)
+            polled = self._poller.poll(math.ceil(1000 * min(_LOOK_SECONDS, deadline - now)))
+            if any(happened & select.POLLHUP for _, happened in polled):  # a supervisor is about to announce its end
+                time.sleep(_LOOK_SECONDS)
 
     def decided(self) -> list[int]:
         """See `MaskPool.decided`."""

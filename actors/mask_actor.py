@@ -7,11 +7,10 @@ import os
 import platform
 import sys
 from functools import partial
-from typing import NamedTuple
 
 import ray
 
-from actors.processes import enter_session, limit_memory, memory_limit, package_version
+from actors.processes import ActorLocation, enter_session, limit_memory, memory_limit, package_version
 from actors.protocol import SegmentName, attach, connect
 from actors.remote import RemoteSteps
 from actors.server import StepServer
@@ -25,16 +24,6 @@ _SWITCH_SECONDS = 0.00005
 """Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python."""
 ANSWERS = "answers"
 """The concurrency group of the call that waits for masks: it has a thread of its own."""
-
-
-class ActorLocation(NamedTuple):
-    """Where an actor runs, and which version of this package it has."""
-
-    pid: int
-    node_id: str
-    """Ray's id of the node."""
-    host: str
-    version: str
 
 
 class MaskActor:

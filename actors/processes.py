@@ -1,15 +1,16 @@
-"""Processes of a pool: identify, measure, limit and end them. Linux only (`/proc`, pidfds, cgroups)."""
+"""Processes of a pool: measure, limit and end them. Linux only (`/proc`, cgroups)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
-import select
-import signal
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 START_SECONDS = 120.0
 """Time limit for whatever starts: Ray, an actor, a grammar library, the fork server. Seconds on a quiet machine."""
@@ -27,6 +28,16 @@ _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 _SESSION_NICENESS = 5
 """A third of the weight of the engine's session, so that masks make progress while the engine takes all CPUs."""
 _AUTOGROUP_ATTEMPTS = 5
+
+
+class ActorLocation(NamedTuple):
+    """Where an actor runs, and which version of this package it has."""
+
+    pid: int
+    node_id: str
+    """Ray's id of the node."""
+    host: str
+    version: str
 
 
 def enter_session() -> None:
@@ -51,43 +62,22 @@ def enter_session() -> None:
             return
 
 
-class ProcessHandle:
-    """A process of this machine, held by a pidfd: never confused with a later process that gets the same pid.
+def resident_bytes(process: psutil.Process) -> int:
+    """Return the resident memory of a process in bytes; 0 if it has ended."""
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
 
-    Args:
-        pid: None stands for a process on another machine. It cannot be measured, waited for or killed.
-    """
 
-    def __init__(self, pid: int | None) -> None:
-        self.fd = -1
-        """The pidfd, readable once the process has ended; -1 if there is none."""
-        self._pid = pid
-        if pid is not None:
-            with contextlib.suppress(OSError):
-                self.fd = os.pidfd_open(pid)
-
-    def resident(self) -> int:
-        """Return the resident memory in bytes; takes about 10 µs. 0 if the process is gone, or on another machine."""
-        if self.fd < 0:
-            return 0
+def kill(process: psutil.Process, after: float = 0.0) -> None:
+    """Kill a process unless it ends within `after` seconds, and wait for its end."""
+    with contextlib.suppress(psutil.Error):
         try:
-            with open(f"/proc/{self._pid}/statm", "rb") as file:  # proc_pid_statm(5)
-                return int(file.read().split()[1]) * resource.getpagesize()
-        except OSError:
-            return 0
-
-    def kill(self, after: float = 0.0) -> None:
-        """Kill the process unless it ends within `after` seconds, wait for its end, close the handle. Idempotent."""
-        if self.fd < 0:
-            return
-        end = select.poll()
-        end.register(self.fd, select.POLLIN)
-        if not end.poll(after * 1000):
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self.fd, signal.SIGKILL)
-            end.poll(STOP_SECONDS * 1000)
-        fd, self.fd = self.fd, -1
-        os.close(fd)
+            process.wait(after)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_SECONDS)
 
 
 def package_version() -> str:

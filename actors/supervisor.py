@@ -6,21 +6,29 @@ Each actor has one supervisor thread. `_live` is one incarnation of the actor, f
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 import time
-import weakref
 from collections import Counter
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
+import psutil
+
 from actors.cluster import Cluster
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
 from actors.driver import RemoteActor
-from actors.processes import RETRY_SECONDS, START_SECONDS, ProcessHandle, memory_limit, package_version
+from actors.processes import (
+    RETRY_SECONDS,
+    START_SECONDS,
+    ActorLocation,
+    kill,
+    memory_limit,
+    package_version,
+    resident_bytes,
+)
 from actors.protocol import IDLE, IMPORTING, Channel, Segment
 from guided.bitmask import words
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
@@ -56,13 +64,11 @@ class Supervisor:
         self._incarnation = 0
         """Number of times that Ray has started the actor."""
         self._actor: RemoteActor | None = None
-        self._up: tuple[WorkerConnection, Any] | None = None
-        """Connection and `ActorLocation`, while the actor is up."""
+        self._up: tuple[WorkerConnection, ActorLocation] | None = None
+        """Set while the actor is up."""
         self._stopping = threading.Event()
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wake)  # once nothing can write to it any more
         self._thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
         self._thread.start()
 
@@ -85,7 +91,6 @@ class Supervisor:
     def stop(self) -> None:
         """Begin to end the actor for good, whether it is up or still starting. `join` waits for the end."""
         self._stopping.set()
-        os.eventfd_write(self._wake, 1)
         actor = self._actor
         if actor is not None:
             actor.end()
@@ -111,21 +116,22 @@ class Supervisor:
     def _live(self) -> None:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
-        process = ProcessHandle(None)
+        process: psutil.Process | None = None
+        """None: it is on another node."""
         forced_tokens = self._options.forced_tokens
         actor = self._cluster.start_actor(self.index, self._options, self._vocabulary, self._memory, forced_tokens)
         self._actor = actor
         try:
             self._wait(actor.created, "start an actor")
             self._incarnation += 1
-            location = self._wait(actor.call("location"), "bring the actor up")
+            location: ActorLocation = self._wait(actor.call("location"), "bring the actor up")
             if location.version != package_version():
                 raise PoolUnavailable(
                     f"{location.host} has version {location.version or 'unknown'} of guided, and this process "
                     f"{package_version() or 'unknown'}: install the same one on all nodes"
                 )
             connection, is_local = self._connect(actor, location.host, location.pid)
-            process = ProcessHandle(location.pid if is_local else None)
+            process = psutil.Process(location.pid) if is_local else None
             _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
             self._up, self._state = (connection, location), "up"
             self._dispatcher.announce(partial(self._dispatcher.add, connection))
@@ -138,12 +144,14 @@ class Supervisor:
             error = self._error_of(cause, location.pid)
             if not self._stopping.is_set():
                 self._record_end(cause, error.message)
-                process.kill()
+            if cause != "died" and process is not None:
+                kill(process)
             self._dispatcher.announce(partial(self._dispatcher.end, connection, error, cause, slot))
         finally:
             self._actor = None
             actor.end()  # first, because Ray would report a kill as an unexpected death
-            process.kill(after=1.0)
+            if process is not None:
+                kill(process, after=1.0)
 
     def _wait(self, answer: Future[Any], action: str) -> Any:
         """Wait for Ray or the actor. Raises if there is no answer in time, or the pool is shut down."""
@@ -195,7 +203,9 @@ class Supervisor:
             return BackendError(f"{worker} was killed: it took more than {self._memory >> 20} MiB of memory")
         return WorkerDied(f"{worker} died")
 
-    def _watch(self, actor: RemoteActor, process: ProcessHandle, connection: WorkerConnection) -> tuple[EndCause, int]:
+    def _watch(
+        self, actor: RemoteActor, process: psutil.Process | None, connection: WorkerConnection
+    ) -> tuple[EndCause, int]:
         """Wait until the incarnation ends or has to be ended. Returns why, and the slot that is the reason.
 
         Of two rows over the limit it is the one that began last: if a row holds the interpreter lock, no other one
@@ -205,11 +215,8 @@ class Supervisor:
         filled, since = -1, 0.0
         """Masks so far, and `time.monotonic()` when the worker had last made progress, or nothing to do."""
         poller = select.poll()
-        poller.register(connection.channel.fd, 0)  # reports POLLHUP
-        for fd in (self._wake, process.fd):
-            if fd >= 0:
-                poller.register(fd, select.POLLIN)
-        while not poller.poll(_TICK_SECONDS * 1000) and not actor.is_lost:
+        poller.register(connection.channel.fd, 0)  # reports POLLHUP: the process has ended
+        while not poller.poll(_TICK_SECONDS * 1000) and not actor.is_lost and not self._stopping.is_set():
             now, busy, was = time.monotonic(), connection.busy(), filled
             filled = int(connection.table.mark["filled"][0])
             if busy or filled != was or not connection.has_work():
@@ -220,6 +227,6 @@ class Supervisor:
                 return "hung", min(overdue)[1]
             if now - since > limit:
                 return "hung", IDLE
-            if process.resident() > self._memory:
+            if process is not None and resident_bytes(process) > self._memory:
                 return "memory", max([(seconds, slot) for slot, seconds in busy], default=(0.0, IDLE))[1]
         return "died", IDLE
