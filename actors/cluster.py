@@ -49,6 +49,7 @@ _LOCAL_ENVIRONMENT = {
     # The key is for the server's process only.
     "GUIDED_API_KEY": None,
 }
+_LOST = "Ray is lost: the process that was connected to it ended"
 _log = logging.getLogger(__name__)
 
 
@@ -64,7 +65,7 @@ class Cluster:
         self._connecting = threading.Lock()
         self._users = 0
         self._has_left = False
-        self._failure = "Ray is lost: the process that was connected to it ended"
+        self._failure = _LOST
 
     @classmethod
     def join(cls, address: str | None = None) -> Cluster:
@@ -136,6 +137,7 @@ class Cluster:
                 return self._driver
             try:
                 if self._driver is not None:
+                    _log.error("%s; connecting again", self._failure)
                     self._driver.close()
                 if self._address is not None:
                     return self._join(_find_cluster() if self._address == "auto" else self._address)
@@ -170,6 +172,7 @@ class Cluster:
             driver.close()
             raise
         _log.info("connected to Ray at %s", driver.head)
+        self._failure = _LOST
         return driver
 
 

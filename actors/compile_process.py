@@ -238,7 +238,6 @@ def _die_with(parent: int) -> None:
 def _warm(backends: Backends) -> None:
     """Load every library and compile with it, so that the forks share what a library computes once and keeps."""
     for name, adapter in BACKENDS.items():
-        started = time.perf_counter()
         try:
             backends[name]
             for constraint in _WARM_UP:
@@ -247,8 +246,6 @@ def _warm(backends: Backends) -> None:
                         compile_with(backends, constraint, name).grammar.dump()
         except BaseException:  # requests for this backend get the error
             _log.exception("backend %s cannot be loaded", name)
-        else:
-            _log.info("backend %s loaded in %.2f s", name, time.perf_counter() - started)
 
 
 def _compile(backends: Backends, request: CompileRequest) -> CompileResult:

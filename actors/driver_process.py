@@ -25,10 +25,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.mask_actor import ANSWERS, MaskActor
+from actors.mask_actor import ANSWERS, MaskActor, forward
 from actors.processes import RETRY_SECONDS, START_SECONDS
 from actors.protocol import SegmentName, attach, connect
-from actors.remote import forward
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import NodePlacement
 
@@ -131,7 +130,8 @@ class Requests:
         actor, table = self._actors[number], attach(segment)
         if table is None:
             raise PoolUnavailable("the memory of the engine's process cannot be mapped")
-        forward(connect(path), table, actor.deliver.remote, lambda: ray.get(actor.collect.remote()))
+        collect = actor.collect.options(concurrency_group=ANSWERS)
+        forward(connect(path), table, actor.deliver.remote, lambda: ray.get(collect.remote()))
 
     def end(self, number: int) -> None:
         """Have Ray end an actor."""

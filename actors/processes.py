@@ -8,7 +8,6 @@ import resource
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -28,16 +27,6 @@ _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 _SESSION_NICENESS = 5
 """A third of the weight of the engine's session, so that masks make progress while the engine takes all CPUs."""
 _AUTOGROUP_ATTEMPTS = 5
-
-
-class ActorLocation(NamedTuple):
-    """Where an actor runs, and which version of this package it has."""
-
-    pid: int
-    node_id: str
-    """Ray's id of the node."""
-    host: str
-    version: str
 
 
 def enter_session() -> None:

@@ -20,15 +20,8 @@ from actors.cluster import Cluster
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
 from actors.driver import RemoteActor
-from actors.processes import (
-    RETRY_SECONDS,
-    START_SECONDS,
-    ActorLocation,
-    kill,
-    memory_limit,
-    package_version,
-    resident_bytes,
-)
+from actors.mask_actor import ActorLocation
+from actors.processes import RETRY_SECONDS, START_SECONDS, kill, memory_limit, package_version, resident_bytes
 from actors.protocol import IDLE, IMPORTING, Channel, Segment
 from guided.bitmask import words
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded

@@ -6,6 +6,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from msgspec.msgpack import Decoder, encode
 from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 
+from actors.mask_actor import Lines, RemoteSteps, forward
 from actors.protocol import (
     EDIT,
     FAILED,
@@ -34,7 +36,7 @@ from actors.protocol import (
     connect,
     freed,
 )
-from actors.remote import RemoteSteps, forward
+from actors.server import StepServer
 from guided.backends import Backends
 from guided.errors import TokenRejected, from_wire
 from guided.worker import MaskWorker
@@ -92,7 +94,8 @@ class Actor:
         worker.install("g", FAST)
         worker.install("slow", SLOW)
         self.server_ended = threading.Event()
-        self.steps = RemoteSteps(worker, Backends(BYTES), len(engine.table.ready), WORDS, False, self.server_ended.set)
+        serve = partial(StepServer, worker, Backends(BYTES), forced_tokens=False, give_up=self.server_ended.set)
+        self.steps = RemoteSteps(len(engine.table.ready), WORDS, lambda *channel: serve(*channel).start())
         self.has_ended = threading.Event()
         table = attach(engine.segment.name)
         assert table is not None
@@ -100,7 +103,7 @@ class Actor:
         assert engine.channel.accept(10)
         forward(end, table, self.steps.deliver, self._collect)
 
-    def _collect(self) -> bytes:
+    def _collect(self) -> Lines:
         lines = self.steps.collect()
         if self.has_ended.is_set():
             raise RuntimeError("the actor has ended")

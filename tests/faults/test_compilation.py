@@ -231,7 +231,7 @@ def test_closing_ends_what_is_compiled(tmp_path: Path) -> None:
         compiler.close()
         assert isinstance(slow.exception(WAIT), PoolUnavailable)
         assert type(error_of(compiler, new())) is PoolUnavailable
-        assert not psutil.pid_exists(int(reached.read_text()))
+        until(lambda: not psutil.pid_exists(int(reached.read_text())))
 
 
 PARENT = """

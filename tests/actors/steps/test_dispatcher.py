@@ -20,7 +20,7 @@ from thread_cluster import Cluster, until
 
 from actors.dispatcher import unload
 from actors.protocol import Failed, Filled
-from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, TokenRejected, WorkerDied, to_wire
+from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, to_wire
 
 # placement
 
@@ -169,13 +169,6 @@ def test_a_late_row_that_is_ready_during_a_step_of_others_is_not_forgotten(clust
     assert cluster.dispatcher.decided() == [1], "until it is submitted again"
 
 
-def test_a_step_waits_no_longer_than_its_deadline(cluster: Cluster) -> None:
-    cluster.open(1, grammar="slow")
-    assert cluster.step((1, "a"), deadline=0.0) == ["late"]
-    threading.Timer(0.2, cluster.slow.release.set).start()
-    assert cluster.step((1, "a")) == ["b"]
-
-
 def test_a_late_mask_is_not_that_of_a_later_output(cluster: Cluster) -> None:
     cluster.open(1, grammar="slow")
     cluster.open(2)
@@ -305,13 +298,6 @@ def test_answers_about_other_versions_or_slots_and_garbage_change_nothing(cluste
     for message in (*map(encode, wrong), b"", b"\xc1garbled"):
         actor.pair.end.send_bytes(message)  # the server's thread is in a mask: the socket is free
     assert cluster.collect(0.2) == ["late", "ax"]
-
-
-def test_a_sequence_that_failed_stays_failed(cluster: Cluster) -> None:
-    cluster.open(1)
-    for text in ("q", "a"):
-        (error,) = cluster.step((1, text))
-        assert isinstance(error, TokenRejected)
 
 
 @settings(max_examples=40, deadline=None)
