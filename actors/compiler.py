@@ -59,7 +59,7 @@ class Compiler:
     Its methods may be called from any thread.
 
     Args:
-        when_unused: called with the keys of grammars that the cache has dropped.
+        when_unused: called with the keys of the grammars that the cache has dropped, if any.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Compiler:
     def release(self, grammar: Grammar) -> None:
         """See `MaskPool.release`. Returns at once."""
         with self._lock:
-            self._drop(self._cache.release(grammar))
+            self._when_unused(self._cache.release(grammar))
 
     def backends(self) -> list[BackendStatus]:
         """Return how often each backend has crashed or exceeded a time limit."""
@@ -123,11 +123,6 @@ class Compiler:
         self._fork_server.close()
         for thread in self._threads:
             thread.join()
-
-    def _drop(self, keys: Collection[str]) -> None:
-        """Report evicted grammars. Within the lock, so that none is reported after it was compiled again."""
-        if keys:
-            self._when_unused(keys)
 
     # the threads
 
@@ -146,7 +141,9 @@ class Compiler:
                 error = BackendError(bounded(f"compiling failed: {raised!r}"))
             with self._lock:
                 self.compiling -= 1
-                self._drop(self._cache.admit(grammar, nbytes) if error is None else self._cache.fail(task.key, error))
+                # Within the lock, so that no grammar is reported as unused after it was compiled again.
+                cache = self._cache
+                self._when_unused(cache.admit(grammar, nbytes) if error is None else cache.fail(task.key, error))
             if error is None:
                 task.future.set_result(grammar)
             else:

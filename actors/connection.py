@@ -23,7 +23,6 @@ from actors.protocol import (
     POSITION,
     SLOW_SECONDS,
     UNKNOWN,
-    Answer,
     Channel,
     Edit,
     Failed,
@@ -40,7 +39,7 @@ from guided.errors import GuidedError, from_wire
 from guided.pools.protocol import Grammar
 from guided.sequence import GuidedSequence
 
-_decode = Decoder(Answer).decode
+_decode = Decoder(Failed).decode
 
 
 @dataclass(slots=True, eq=False)
@@ -111,10 +110,10 @@ class StepPart:
         self.ready: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         self._fill: Fill | None = None
 
-    def look(self) -> int:
-        """Compare the versions; return how many masks are missing."""
+    def look(self) -> bool:
+        """Compare the versions; return whether a mask is missing."""
         self.ready = self.table.ready[self.slots] == self.target
-        return 0 if self.ready.all() else len(self.ready) - int(np.count_nonzero(self.ready))
+        return not self.ready.all()
 
     def missing(self) -> dict[int, SequenceState]:
         """Return the sequences without a mask by row, as of the last `look`."""
@@ -261,11 +260,9 @@ class WorkerConnection:
         failed = []
         while (frame := self.channel.receive()) is not None:
             try:
-                answer: Answer = _decode(frame)
+                answer = _decode(frame)
             except msgspec.MsgspecError:
-                continue  # not a worker's answer: if rows stay missing, the supervisor ends the worker
-            if not isinstance(answer, Failed):
-                continue
+                continue  # empty, or not a worker's: if rows stay missing, the supervisor ends the worker
             state = self.sequences.get(answer.slot)
             if state is not None and answer.version == self.table.target[state.slot]:
                 error = from_wire(answer.error)

@@ -2,9 +2,9 @@
 
 For the engine each worker is local. `RemoteSteps`, in an actor on another node, has a slot table of its own, and the
 same `StepServer` as an actor beside the engine. `forward`, in the driver's process on the engine's node, is the
-worker's side of the engine's table and channel. It makes two kinds of Ray calls: `deliver` hands over a frame of requests, and
-`collect` waits for lines of the table that have changed. They are separate, so that a slow row does not delay frames.
-Ray's own authentication and TLS protect what travels.
+worker's side of the engine's table and channel. It makes two kinds of Ray calls: `deliver` hands over a frame of
+requests, and `collect` waits for lines of the table that have changed. They are separate, so that a slow row does not
+delay frames. Ray's own authentication and TLS protect what travels.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec.msgpack import Decoder, encode
+from msgspec.msgpack import Decoder
 from numpy.typing import NDArray
 
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
 from actors.protocol import (
     IDLE,
     UNKNOWN,
-    Answer,
     Failed,
     Fill,
-    Filled,
     Load,
     Request,
     Segment,
@@ -58,8 +56,7 @@ _REPORT_SECONDS = 0.25
 """While lines are missing, the engine hears this often which of them is being filled."""
 ANSWERS = "answers"
 """The concurrency group of `collect`, which waits for masks: it has a thread of its own."""
-_FILLED = encode(Filled())
-_decode_answer = Decoder(Answer).decode
+_decode_answer = Decoder(Failed).decode
 _decode_requests = Decoder(list[Request]).decode
 _log = logging.getLogger(__name__)
 
@@ -220,10 +217,8 @@ class RemoteSteps:
         self._end.poll(seconds)
         found: list[bytes] = []
         while self._end.poll(0):
-            frame = self._end.recv_bytes()
-            answer = _decode_answer(frame)
-            if isinstance(answer, Failed):
-                self._failed[answer.slot] = True
+            if frame := self._end.recv_bytes():  # if not, it only ends the wait
+                self._failed[_decode_answer(frame).slot] = True
                 found.append(frame)
         return found
 
@@ -269,7 +264,7 @@ def forward(
             end.send_bytes(failed)
         if table.mark["wake"][0]:
             table.mark["wake"] = 0
-            end.send_bytes(_FILLED)
+            end.send_bytes(b"")
 
     def run(action: Callable[[], None]) -> None:
         try:

@@ -233,20 +233,12 @@ Request = Fill | Load | Unload | Open | Edit | Free
 """From the engine; a frame is a list of them."""
 
 
-class Failed(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
-    """The sequence in a slot is over."""
+class Failed(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The sequence in a slot is over. From the worker: a frame is one `Failed`, or empty, which wakes the engine."""
 
     slot: int
     version: int
     error: Wire
-
-
-class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
-    """Wakes the engine: the worker has filled what it can fill now."""
-
-
-Answer = Failed | Filled
-"""From the worker; a frame is one of them."""
 
 
 # slot table

@@ -76,7 +76,8 @@ class RayPool(Dispatcher):
             supervisor.join(max(0.0, deadline - time.monotonic()))
 
     def _unload(self, keys: Collection[str]) -> None:
-        self.announce(partial(unload, self.workers, keys))
+        if keys:
+            self.announce(partial(unload, self.workers, keys))
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -32,11 +32,9 @@ from actors.protocol import (
     POSITION,
     SLOW_SECONDS,
     STEERED,
-    Answer,
     Edit,
     Failed,
     Fill,
-    Filled,
     Free,
     Load,
     Open,
@@ -307,7 +305,7 @@ class StepServer:
         else:
             table.status[slot] = FAILED
             _log.warning("request %s (slot %d) failed: %s: %s", state.request_id, slot, error.code, error)
-            self._send(Failed(slot, target, to_wire(error)))
+            self._send(encode(Failed(slot, target, to_wire(error))))
         self._busy[thread] = IDLE
         self._filled[0] += 1
 
@@ -329,12 +327,11 @@ class StepServer:
     def _wake_engine(self) -> None:
         if self._wake[0]:
             self._wake[0] = 0
-            self._send(Filled())
+            self._send(b"")
 
-    def _send(self, answer: Answer) -> None:
-        """Send an answer. Raises `OSError` if the engine does not read, or is gone."""
+    def _send(self, answer: bytes) -> None:
         with self._sending:
-            self._end.send_bytes(encode(answer))
+            self._end.send_bytes(answer)
 
 
 def _items(column: NDArray[Any]) -> Any:

@@ -19,7 +19,7 @@ from thread_actor import close_all
 from thread_cluster import Cluster, until
 
 from actors.dispatcher import unload
-from actors.protocol import Failed, Filled
+from actors.protocol import Failed
 from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, to_wire
 
 # placement
@@ -294,7 +294,7 @@ def test_answers_about_other_versions_or_slots_and_garbage_change_nothing(cluste
     (slot,) = actor.connection.sequences
     version = int(actor.connection.table.target[slot])
     error = to_wire(WorkerDied("no"))
-    wrong = [Failed(slot, version - 1, error), Failed(99, version, error), Failed(-1, version, error), Filled()]
+    wrong = [Failed(slot, version - 1, error), Failed(99, version, error), Failed(-1, version, error)]
     for message in (*map(encode, wrong), b"", b"\xc1garbled"):
         actor.pair.end.send_bytes(message)  # the server's thread is in a mask: the socket is free
     assert cluster.collect(0.2) == ["late", "ax"]
