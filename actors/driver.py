@@ -158,8 +158,8 @@ class RemoteActor:
     def __init__(self, driver: Driver, *arguments: Any) -> None:
         self._driver = driver
         self._number = next(_actor_numbers)
-        self.created: Future[None] = driver.ask("create", self._number, *arguments)
-        """Done when Ray has accepted the actor. It can be called from then on."""
+        self.location: Future[Any] = driver.ask("create", self._number, *arguments)
+        """`MaskActor.location`, once it is up. It can be called from then on."""
 
     @property
     def is_lost(self) -> bool:

@@ -112,11 +112,13 @@ class Requests:
 
     def create(
         self, number: int, placement: NodePlacement, cpus: float, index: int, arguments: tuple[Any, ...]
-    ) -> None:
-        """Start an actor. Returns when Ray has accepted it."""
-        self._actors[number] = _ACTOR.options(**_ray_options(placement, cpus, index)).remote(*arguments)
+    ) -> Future[Any]:
+        """Start an actor. Returns its location, once it is up."""
+        actor = self._actors[number] = _ACTOR.options(**_ray_options(placement, cpus, index)).remote(*arguments)
         if number in self._ended:
             self.end(number)
+        location: Future[Any] = actor.location.remote().future()
+        return location
 
     def call(self, number: int, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         """Call a method of an actor."""

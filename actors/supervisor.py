@@ -55,7 +55,7 @@ class Supervisor:
         self._dispatcher = dispatcher
         self._state: WorkerState = "starting"
         self._incarnation = 0
-        """Number of times that Ray has started the actor."""
+        """Number of times that the actor has been started."""
         self._actor: RemoteActor | None = None
         self._up: tuple[WorkerConnection, ActorLocation] | None = None
         """Set while the actor is up."""
@@ -115,9 +115,8 @@ class Supervisor:
         actor = self._cluster.start_actor(self.index, self._options, self._vocabulary, self._memory, forced_tokens)
         self._actor = actor
         try:
-            self._wait(actor.created, "start an actor")
+            location: ActorLocation = self._wait(actor.location, "bring the actor up")
             self._incarnation += 1
-            location: ActorLocation = self._wait(actor.call("location"), "bring the actor up")
             if location.version != package_version():
                 raise PoolUnavailable(
                     f"{location.host} has version {location.version or 'unknown'} of guided, and this process "

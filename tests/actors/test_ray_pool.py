@@ -121,10 +121,9 @@ def test_calls_of_an_actor_fail_as_the_actor_does(local_ray: None) -> None:
     cluster = Cluster.join()
     actor, other = (cluster.start_actor(0, RayPoolOptions(), BYTES, 1 << 30, False) for _ in range(2))
     other.end()  # before it is created
-    actor.created.result(WAIT), other.created.result(WAIT)
     with pytest.raises(PoolUnavailable):
-        other.call("location").result(WAIT)
-    pid = actor.call("location").result(WAIT).pid
+        other.location.result(WAIT)
+    pid = actor.location.result(WAIT).pid
     with pytest.raises(PoolUnavailable, match="no_such_method"):
         actor.call("no_such_method").result(WAIT)
     actor.end()
