@@ -200,6 +200,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     cluster = cluster_in(directory)
     other = cluster.add_node(num_cpus=1, resources={"guided_mask": 2}, labels={"pool": "masks"})
     pool = RayPool(BYTES, num_actors=2, address=cluster.address, placement="spread", actor_cpus=0)
+    until(lambda: all(worker.state == "up" for worker in pool.status().workers), 120)
     assert len({psutil.Process(worker.pid).ppid() for worker in pool.status().workers}) == 2, "one of each raylet"
     grammar = pool.compile(Constraint.regex("ab+"), ("llguidance",)).result(60)
     sequences = [GuidedSequence("request", each, tokens("a")) for each in range(4)]
@@ -214,6 +215,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     reserved = dict(num_actors=2, address=cluster.address, actor_cpus=0.4)
     for placement, cpus in (("guided_mask", 0.4), ("pool=masks", 0.4), ("pool=masks", 0)):
         pool = RayPool(BYTES, placement=placement, **{**reserved, "actor_cpus": cpus})
+        until(lambda: all(worker.state == "up" for worker in pool.status().workers), 120)
         print(placement, {worker.node_id for worker in pool.status().workers} == {other.node_id})
         pool.shutdown()
     for wrong in ({"placement": "nonesuch"}, {"num_actors": 5}):
