@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -128,27 +127,6 @@ def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedMo
     assert running - {"free"}, "during generation"
     assert not errors(found)
     assert said(found) == said(expected)
-
-
-def test_killed_from_outside_in_mid_fill_and_tried_again(
-    pool: RayPool, tiny_model: LoadedModel, expected: Outputs, tmp_path: Path
-) -> None:
-    """A replay shows that the sequence of this row is not the cause."""
-    reached, go_on = tmp_path / "reached", tmp_path / "go_on"
-
-    def kill_where_it_waits(engine: LLMEngine) -> None:
-        if reached.exists() and not go_on.exists():
-            unlucky = engine.groups["unlucky"].sequences[0].seq_id
-            (pid,) = [pid for pid, there in pool.placement().items() if unlucky in there]
-            go_on.touch()  # for the next time
-            kill(pid)
-
-    unlucky = poisoned(f"wait@fill:5={go_on} touch={reached}")
-    found = generate(tiny_model, pool, bystanders() | {"unlucky": unlucky}, kill_where_it_waits)
-    assert go_on.exists()
-    assert not errors(found)
-    assert said(found, "unlucky") == said(expected)
-    assert len(found["unlucky"].outputs[0].token_ids) == 21
 
 
 def test_an_endless_fill_ends_one_request(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
