@@ -1,6 +1,6 @@
 """Mask workers in Ray actors: the pool, its channels, its compilation and its supervision.
 
-Ray is imported when a pool is made, not with this package: the compile processes run without it.
+The pool is imported when it is first used: actors and compile processes do without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """This process's connection to Ray: a light local cluster started here, or a cluster that runs already.
 
-A process has one connection, which its pools share. One thread connects, and connects again when the driver has ended:
-to a new local cluster, or to the same cluster once that is up again.
+A process has one connection, which its pools share. The driver ends when this node's raylet has ended. Then the next
+actor that is started connects again: to a new local cluster, or to the same cluster once that is up again.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from actors.driver.client import Driver, RayNode
-from actors.driver.scheduling import Scheduling, check_room
+from actors.driver import Driver, RemoteActor
+from actors.processes import CALL_SECONDS
 from guided.errors import PoolUnavailable, bounded
-from guided.pools.options import NodePlacement, RayPoolOptions
+from guided.pools.options import LOCAL, NodePlacement, RayPoolOptions
 
 _STORE_BYTES = 80 << 20
 """Size of Ray's object store, Ray's own minimum. A vocabulary or a grammar is there on its way to an actor only."""
-_REACH_SECONDS = 10.0
-_STOP_SECONDS = 15.0
-_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 10.0
-"""Shortest and longest pause between two attempts to reconnect."""
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -53,6 +49,7 @@ _LOCAL_ENVIRONMENT = {
     # The key is for the server's process only.
     "GUIDED_API_KEY": None,
 }
+_LOST = "Ray is lost: the process that was connected to it ended"
 _log = logging.getLogger(__name__)
 
 
@@ -65,14 +62,10 @@ class Cluster:
     def __init__(self, address: str | None) -> None:
         self._address = address if address is not None else _address_of_this_process()
         self._driver: Driver | None = None
-        self._node: RayNode | None = None
+        self._connecting = threading.Lock()
         self._users = 0
-        self.connected = threading.Event()
-        """Set while there is a driver that is connected."""
-        self._leaving = threading.Event()
-        self.trouble: str | None = None
-        """Why there is no connection to Ray now; None if there is one."""
-        self._thread = threading.Thread(target=self._watch, name="ray-connection", daemon=True)
+        self._has_left = False
+        self._failure = _LOST
 
     @classmethod
     def join(cls, address: str | None = None) -> Cluster:
@@ -82,11 +75,9 @@ class Cluster:
             PoolUnavailable: Ray cannot be reached or started; says why.
         """
         with cls._lock:
-            cluster = cls._current
-            if cluster is None:
-                cluster = cls(address)
-                cluster._start()
-                cls._current = cluster
+            cluster = cls._current or cls(address)
+            cluster._connected()
+            cls._current = cluster
             cluster._users += 1
             return cluster
 
@@ -96,25 +87,19 @@ class Cluster:
             self._users -= 1
             if self._users == 0 and Cluster._current is self:
                 Cluster._current = None
-                self._leaving.set()
-                driver = self._driver
-                if driver is not None and not self.connected.is_set():
-                    driver.kill()
-                elif driver is not None and not driver.close(_STOP_SECONDS):
-                    _log.error("Ray did not end by itself: its processes were killed")
-                self._thread.join()
+                self._has_left = True
+                if self._driver is not None:
+                    self._driver.close()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why there is no connection to Ray now; None if there is one."""
+        return None if self.head is not None else self._failure
 
     @property
     def head(self) -> str | None:
         """The address of Ray's head. None: there is no connection now."""
-        node = self._node
-        return None if node is None else node.head
-
-    def reserved(self, cpus: float | None) -> float:
-        """Return the CPUs that Ray reserves for an actor: `cpus`, or by default 1. A local cluster reserves none."""
-        if self._address is None:
-            return 0.0
-        return 1.0 if cpus is None else cpus
+        return None if self._driver is None else self._driver.head
 
     def check_room(self, options: RayPoolOptions) -> None:
         """Check that Ray has room for a pool, whatever runs there now.
@@ -122,110 +107,78 @@ class Cluster:
         Raises:
             PoolUnavailable: it has not; says what there is, and which options lower what the pool takes.
         """
-        driver, node = self.driver()
-        actor = Scheduling(NodePlacement.parse(options.placement), self.reserved(options.actor_cpus))
         try:
-            check_room(actor, options.actors, driver.ask("nodes").result(_REACH_SECONDS), node.node_id)
-        except ValueError as error:
-            raise PoolUnavailable(str(error)) from None
+            self._connected().ask("check_room", *self._reserved(options), options.actors).result(CALL_SECONDS)
         except TimeoutError:
-            raise PoolUnavailable(f"Ray did not describe its nodes within {_REACH_SECONDS:g} s") from None
+            raise PoolUnavailable(f"Ray did not describe its nodes within {CALL_SECONDS:g} s") from None
 
-    def driver(self) -> tuple[Driver, RayNode]:
-        """Return the driver, which can start actors, and this node.
+    def start_actor(self, index: int, options: RayPoolOptions, *arguments: Any) -> RemoteActor:
+        """Start mask actor `index` of a pool. Connects again if the connection is lost.
+
+        Args:
+            arguments: of `MaskActor`.
 
         Raises:
-            PoolUnavailable: there is no connection to Ray now.
+            PoolUnavailable: Ray cannot be reached or started now.
         """
-        driver, node = self._driver, self._node
-        if driver is None or node is None:
-            raise PoolUnavailable(self.trouble or "Ray is being started")
-        return driver, node
+        return RemoteActor(self._connected(), *self._reserved(options), index, arguments)
 
-    def _start(self) -> None:
-        try:
-            self._connect()
-        except BaseException as error:
-            self._disconnect()
-            if not isinstance(error, Exception):  # interrupted
-                raise
-            where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
-            raise PoolUnavailable(f"cannot {where}: {bounded(error)}") from error
-        self._thread.start()
+    def _reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float]:
+        """Return where an actor may run, and the CPUs that Ray reserves for it there."""
+        placement = NodePlacement.parse(options.placement)
+        if self._address is None:  # one node, which has no CPUs
+            return LOCAL if placement.kind == "spread" else placement, 0.0
+        return placement, 1.0 if options.actor_cpus is None else options.actor_cpus
 
-    def _watch(self) -> None:
-        """Connect again whenever the driver ends, which it does when this node's raylet has ended."""
-        pause = _FIRST_PAUSE_SECONDS
-        while not self._leaving.is_set():
-            if self.connected.is_set():
-                assert self._driver is not None
-                self._driver.ended.wait()
-                if self._leaving.is_set():
-                    break
-                self.trouble = "Ray is lost: the process that was connected to it ended"
-                _log.error("%s; it is %s again", self.trouble, "joined" if self._address else "started")
-            self._disconnect()
+    def _connected(self) -> Driver:
+        """Return a driver that is connected."""
+        with self._connecting:
+            if self._driver is not None and self._driver.head is not None:
+                return self._driver
             try:
-                self._connect()
+                if self._driver is not None:
+                    _log.error("%s; connecting again", self._failure)
+                    self._driver.close()
+                if self._address is not None:
+                    return self._join(_find_cluster() if self._address == "auto" else self._address)
+                try:
+                    return self._start_driver(*_local())
+                except PoolUnavailable as error:  # a busy machine may be too slow for Ray's own time limits
+                    _log.warning("Ray did not start: %s; trying once more", error)
+                    return self._start_driver(*_local())
             except Exception as error:
-                self.trouble = f"Ray is lost; connecting again fails: {bounded(error)}"
-                _log.error("%s", self.trouble)
-                self._leaving.wait(pause)
-                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
-            else:
-                self.trouble, pause = None, _FIRST_PAUSE_SECONDS
-                _log.warning("connected to Ray again")
-        self._disconnect()
+                where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
+                self._failure = f"cannot {where}: {bounded(error)}"
+                raise PoolUnavailable(self._failure) from error
 
-    def _connect(self) -> None:
-        address = self._address
-        if address is None:
-            self._start_local()
-            return
-        if address == "auto":
-            address = _find_cluster()
-        _check_reachable(address)
-        _log.info("joining the Ray cluster at %s", address)
-        self._start_driver({"address": address}, {})
-
-    def _start_local(self) -> None:
-        """Start a local Ray. Try twice, because a busy machine may be too slow for Ray's own time limits."""
-        _log.info("starting a local Ray")
-        for is_small in (True, False):
-            directory = tempfile.mkdtemp(prefix="guided-")
-            try:
-                self._start_driver(*_local(directory), directory, is_small)
-                return
-            except PoolUnavailable as error:
-                if not is_small or self._leaving.is_set():
-                    raise
-                _log.warning("Ray did not start: %s; trying once more, with all processes that Ray has", error)
-                self._disconnect()
+    def _join(self, address: str) -> Driver:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or "://" in host:
+            raise PoolUnavailable("name the cluster by its own address, HOST:6379")
+        # Fails within seconds, where Ray would try for minutes.
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_SECONDS).close()
+        return self._start_driver({"address": address}, {})
 
     def _start_driver(
-        self,
-        options: dict[str, Any],
-        environment: dict[str, str | None],
-        directory: str | None = None,
-        is_small: bool = False,
-    ) -> None:
+        self, options: dict[str, Any], environment: dict[str, str | None], directory: str | None = None
+    ) -> Driver:
         given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
-        self._driver = Driver({**options, **_QUIET}, {**given, **environment}, directory, is_small)
-        if self._leaving.is_set():  # from now on `leave` kills the driver
-            raise PoolUnavailable("the pool was shut down")
-        self._node = self._driver.connect()
-        self.connected.set()
+        driver = self._driver = Driver({**options, **_QUIET}, {**given, **environment}, directory)
+        try:
+            if self._has_left:  # from now on `leave` ends the driver
+                raise PoolUnavailable("the pool was shut down")
+            driver.connect()
+        except BaseException:
+            driver.close()
+            raise
+        _log.info("connected to Ray at %s", driver.head)
+        self._failure = _LOST
+        return driver
 
-    def _disconnect(self) -> None:
-        """End the driver, if it has not ended yet."""
-        self.connected.clear()
-        driver, self._driver, self._node = self._driver, None, None
-        if driver is not None:
-            driver.kill()
 
-
-def _local(directory: str) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """Return the arguments of `ray.init`, and the environment, for a local Ray in `directory`."""
+def _local() -> tuple[dict[str, Any], dict[str, str | None], str]:
+    """Return the arguments of `ray.init`, the environment and a new directory, for a local Ray."""
+    directory = tempfile.mkdtemp(prefix="guided-")
     token = os.path.join(directory, "token")
     with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -240,7 +193,7 @@ def _local(directory: str) -> tuple[dict[str, Any], dict[str, str | None]]:
         # A subdirectory, because Ray makes its own directory accessible to all users (0777).
         "_temp_dir": os.path.join(directory, "ray"),
     }
-    return options, {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": token}
+    return options, {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": token}, directory
 
 
 def _address_of_this_process() -> str | None:
@@ -260,11 +213,3 @@ def _find_cluster() -> str:
         return Path(directory, "ray", "ray_current_cluster").read_text().strip()
     except OSError:
         raise PoolUnavailable("`ray start` has not run on this machine: name the cluster as HOST:6379") from None
-
-
-def _check_reachable(address: str) -> None:
-    """Fail within seconds, where Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "://" in host:
-        raise PoolUnavailable("name the cluster by its own address, HOST:6379")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()

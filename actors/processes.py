@@ -1,46 +1,32 @@
-"""Processes of a pool: identify, measure, limit and end them. Linux only (`/proc`, pidfds, cgroups)."""
+"""Processes of a pool: measure, limit and end them. Linux only (`/proc`, cgroups)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import resource
-import select
-import signal
-import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
+import psutil
+
+START_SECONDS = 120.0
+"""Time limit for whatever starts: Ray, an actor, a grammar library, the fork server. Seconds on a quiet machine."""
+CALL_SECONDS = 10.0
+"""Time limit for an answer that takes milliseconds on a quiet machine."""
+STOP_SECONDS = 15.0
+"""Time limit for whatever ends, before it is killed or given up."""
+RETRY_SECONDS = 2.0
+"""Pause before another attempt to start or reach what could not be started or reached."""
 _DEFAULT_BYTES = 2 << 30
 """Memory limit of a mask actor. With all backends loaded for 131,072 tokens it takes 0.55 GiB."""
-_KILL_SECONDS = 5.0
-"""Maximum time to wait for a killed process to end."""
 _SLACK_BYTES = 1 << 30
 """Address space that is never resident: stacks of some sixty threads, memory that allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _SESSION_NICENESS = 5
 """A third of the weight of the engine's session, so that masks make progress while the engine takes all CPUs."""
 _AUTOGROUP_ATTEMPTS = 5
-
-
-class ActorLocation(NamedTuple):
-    """Where an actor runs, and which version of this package it has."""
-
-    pid: int
-    node_id: str
-    """Ray's id of the node."""
-    host: str
-    version: str
-
-    @classmethod
-    def of_this_actor(cls) -> ActorLocation:
-        """Describe the current process, an actor."""
-        import ray  # only actors load Ray
-
-        return cls(os.getpid(), str(ray.get_runtime_context().get_node_id()), platform.node(), package_version())
 
 
 def enter_session() -> None:
@@ -65,54 +51,22 @@ def enter_session() -> None:
             return
 
 
-class ProcessHandle:
-    """A process of this machine, held by a pidfd: never confused with a later process that gets the same pid.
+def resident_bytes(process: psutil.Process) -> int:
+    """Return the resident memory of a process in bytes; 0 if it has ended."""
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
 
-    Args:
-        pid: None stands for a process on another machine. It cannot be measured, waited for or killed.
-    """
 
-    def __init__(self, pid: int | None) -> None:
-        self.fd = -1
-        """The pidfd, readable once the process has ended; -1 if there is none."""
-        self._pid = pid
-        if pid is not None:
-            with contextlib.suppress(OSError):
-                self.fd = os.pidfd_open(pid)
-
-    def resident(self) -> int:
-        """Return the resident memory in bytes; takes about 10 µs. 0 if the process is gone, or on another machine."""
-        if self.fd < 0:
-            return 0
+def kill(process: psutil.Process, after: float = 0.0) -> None:
+    """Kill a process unless it ends within `after` seconds, and wait for its end."""
+    with contextlib.suppress(psutil.Error):
         try:
-            with open(f"/proc/{self._pid}/statm", "rb") as file:  # proc_pid_statm(5)
-                return int(file.read().split()[1]) * resource.getpagesize()
-        except OSError:
-            return 0
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the end of the process, at most `seconds`. Returns whether it has ended."""
-        if self.fd < 0:
-            return True
-        end = select.poll()
-        end.register(self.fd, select.POLLIN)
-        return bool(end.poll(None if seconds is None else seconds * 1000))
-
-    def send_kill(self) -> None:
-        """Send SIGKILL and return at once. From any thread."""
-        with contextlib.suppress(OSError):
-            if self.fd >= 0:
-                signal.pidfd_send_signal(self.fd, signal.SIGKILL)
-
-    def kill(self, after: float = 0.0) -> None:
-        """Kill the process unless it ends within `after` seconds, wait for its end, close the handle. Idempotent."""
-        if self.fd < 0:
-            return
-        if not self.wait(after):
-            self.send_kill()
-            self.wait(_KILL_SECONDS)
-        fd, self.fd = self.fd, -1
-        os.close(fd)
+            process.wait(after)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_SECONDS)
 
 
 def package_version() -> str:
@@ -121,20 +75,6 @@ def package_version() -> str:
         return version("guided")
     except PackageNotFoundError:
         return ""
-
-
-def remove_later(directory: str) -> None:
-    """Remove a directory once the processes that still write there have ended. Does not wait."""
-    command = '(for pause in 0 1 3 5; do sleep "$pause"; rm -rf -- "$1"; done) &'  # the shell returns at once
-    subprocess.run(
-        ["/bin/sh", "-c", command, "guided-cleanup", directory],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        cwd="/",
-        check=False,
-    )
 
 
 def memory_limit(wanted: int | None) -> int:
@@ -157,8 +97,8 @@ def limit_memory(limit: int) -> None:
 
     On the engine's node, the supervisor ends an actor that takes more than `limit` bytes. This holds elsewhere too.
     """
-    data_bytes = limit + _SLACK_BYTES
     _, ceiling = resource.getrlimit(resource.RLIMIT_DATA)
-    if ceiling != resource.RLIM_INFINITY:
-        data_bytes = min(data_bytes, ceiling)
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, ceiling))
+    allowed = limit + _SLACK_BYTES
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (allowed if ceiling == resource.RLIM_INFINITY else min(allowed, ceiling), ceiling)
+    )

@@ -26,7 +26,7 @@ from engine.default_model import checkpoint_path
 from guided.vocabulary import Vocabulary
 
 Kind = Literal["mask actor", "compile actor", "compile process"]
-_KINDS = {"mask actor": "MaskActor", "compile actor": "CompileActor", "compile process": "actors.compile.process"}
+_KINDS = {"mask actor": "MaskActor", "compile actor": "CompileActor", "compile process": "actors.compile_process"}
 """Kind of process -> part of its command line."""
 START_SECONDS = 600.0
 STOP_SECONDS = 90.0

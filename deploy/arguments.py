@@ -32,7 +32,7 @@ def placement_group(resources: Mapping[str, float], options: ServeOptions) -> di
     """Return the settings of a deployment that reserve what a replica and its pool take, in one placement group.
 
     Otherwise the pools of two replicas could each take some of the CPUs that both need, and none would start. The
-    bundles are in the order of `Scheduling.bundle`: replica, mask actors.
+    bundles are in the order of `actors.driver_process`: replica, mask actors.
     """
     if options.pool != "ray":
         return {}

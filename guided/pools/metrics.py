@@ -19,7 +19,11 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
     gauges = (
         ("grammar_compiling", "Constraints that are being compiled or queued.", sum(pool.compiling for pool in pools)),
         ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
-        ("mask_actors_down", "Mask actors in a crash loop.", sum(worker.state == "down" for worker in workers)),
+        (
+            "mask_actors_down",
+            "Mask actors that did not start at the last attempt.",
+            sum(worker.state == "down" for worker in workers),
+        ),
         ("mask_actors", "Mask actors, up or not.", len(workers)),
         ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
     )

@@ -84,7 +84,7 @@ class StepMasks:
 
 
 WorkerState = Literal["starting", "up", "restarting", "down"]
-"""`down`: in a crash loop."""
+"""`down`: it did not start at the last attempt."""
 EndCause = Literal["died", "hung", "memory", "not_started"]
 """Why an incarnation of a worker ended. `died`: by itself. `hung`: killed, because it exceeded a time limit. `memory`:
 killed, because it exceeded its memory limit. `not_started`: it never came up."""

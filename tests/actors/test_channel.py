@@ -9,7 +9,7 @@ import time
 import pytest
 from thread_actor import ConnectedPair
 
-from actors.channel import Channel, WorkerEnd
+from actors.protocol import Channel, connect
 
 
 def wait(channel: Channel, events: int) -> bool:
@@ -21,10 +21,10 @@ def wait(channel: Channel, events: int) -> bool:
 def test_messages_go_both_ways() -> None:
     pair = ConnectedPair()
     assert pair.channel.receive() is None
-    assert pair.end.receive(wait=False) is None
+    assert not pair.end.poll(0)
     pair.channel.send(b"there")
-    assert pair.end.receive() == b"there"
-    pair.end.send(b"and back")
+    assert pair.end.recv_bytes() == b"there"
+    pair.end.send_bytes(b"and back")
     assert wait(pair.channel, select.POLLIN)
     assert pair.channel.receive() == b"and back"
     pair.end.close()
@@ -44,8 +44,8 @@ def test_the_end_of_the_other_side_is_noticed() -> None:
 def test_the_end_of_the_engine_ends_the_workers_wait() -> None:
     pair = ConnectedPair()
     threading.Timer(0.1, pair.connection.close).start()
-    with pytest.raises(ConnectionError):
-        pair.end.receive()
+    with pytest.raises(EOFError):
+        pair.end.recv_bytes()
     pair.end.close()
 
 
@@ -55,7 +55,7 @@ def test_a_worker_that_does_not_read_blocks_nothing() -> None:
     for message in messages:
         pair.channel.send(message)
     received: list[bytes | None] = []
-    reader = threading.Thread(target=lambda: received.extend(pair.end.receive() for _ in messages))
+    reader = threading.Thread(target=lambda: received.extend(pair.end.recv_bytes() for _ in messages))
     reader.start()
     deadline = time.monotonic() + 30
     while reader.is_alive():
@@ -70,7 +70,7 @@ def test_a_worker_that_does_not_read_blocks_nothing() -> None:
 def test_nothing_can_connect_after_the_worker() -> None:
     pair = ConnectedPair()
     with pytest.raises(ConnectionRefusedError):
-        WorkerEnd.connect(pair.channel.path)
+        connect(pair.channel.path)
     pair.end.close()
     pair.connection.close()
 

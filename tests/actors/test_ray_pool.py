@@ -1,24 +1,27 @@
-"""The Ray pool beyond the contract: other nodes, compile limits, shutting down."""
+"""The Ray pool beyond the contract: what of it can be reached, other nodes, shutting down."""
 
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from byte_vocabulary import BYTES, WORDS, allowed, tokens
+from byte_vocabulary import BYTES, tokens
+from compile_processes import compile_pids
+from ray_clusters import environment, run
 
-from actors import CompileLimits, RayPool
-from actors.supervision import supervisor
+from actors import RayPool, supervisor
+from actors.cluster import Cluster
 from guided.constraint import Constraint
-from guided.errors import CompileTimeout, PoolUnavailable
-from guided.pools.protocol import Grammar
+from guided.errors import PoolUnavailable
+from guided.pools.options import RayPoolOptions
 from guided.sequence import GuidedSequence
 
 WAIT = 120.0
@@ -28,24 +31,106 @@ ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(BYTES, num_actors=1, compile_limits=CompileLimits(processes=1, seconds=1.0), max_cache_bytes=0)
+    pool = RayPool(BYTES, num_actors=1, max_cache_bytes=0)
     yield pool
     pool.shutdown()
 
 
-def masks(pool: RayPool, grammar: Grammar, *texts: str) -> list[str]:
-    """The masks of new sequences after their outputs."""
-    bitmask = np.zeros((len(texts), WORDS), np.int32)
-    sequences = [GuidedSequence("request", next(_ids), tokens(text)) for text in texts]
-    for sequence in sequences:
-        pool.open(sequence, grammar)
-    pool.submit(sequences)
-    found = pool.collect()
-    assert not found.failed
-    assert not found.late
-    found.copy_to(bitmask)
-    pool.free([sequence.sequence_id for sequence in sequences])
-    return [allowed(row) for row in bitmask]
+# the local Ray
+
+
+def local_raylet() -> psutil.Process:
+    (found,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "raylet"]
+    return found
+
+
+def test_nothing_of_it_listens_outside_of_this_machine(local_ray: None) -> None:
+    addresses = {
+        connection.laddr.ip.removeprefix("::ffff:")
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
+
+
+def test_it_has_no_more_processes_than_needed(local_ray: None) -> None:
+    """Those of Ray that nothing here uses are left out, which depends on names within Ray."""
+    (driver,) = [each for each in psutil.Process().children() if "actors.driver_process" in each.cmdline()]
+    names = [each.name() for each in driver.children(recursive=True)]
+    assert sorted(name for name in names if not name.startswith("ray::")) == ["cat", "cat", "gcs_server", "raylet"]
+    assert "ray::IDLE" not in names
+
+
+def test_its_token_is_its_own_and_for_this_user_only(local_ray: None) -> None:
+    environment = local_raylet().environ()
+    assert environment["RAY_AUTH_MODE"] == "token"
+    token = Path(environment["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text()) == 64
+    assert "RAY_AUTH_TOKEN" not in environment
+    assert "GUIDED_API_KEY" not in environment
+
+
+JOIN = """
+import sys
+from actors.cluster import Cluster
+from guided.errors import PoolUnavailable
+try:
+    cluster = Cluster.join(sys.argv[1])
+    print("joined", cluster.head)
+    cluster.leave()
+except PoolUnavailable as error:
+    print(error)
+"""
+
+
+def test_auto_does_not_join_it(local_ray: None) -> None:
+    (address,) = [each.partition("=")[2] for each in local_raylet().cmdline() if each.startswith("--gcs-address=")]
+    said = run(JOIN, "auto")
+    assert said.startswith(("cannot join", "joined"))
+    assert address.rpartition(":")[2] not in said
+
+
+@pytest.mark.parametrize(("address", "reason"), [("127.0.0.1:1", "refused"), ("ray://127.0.0.1:1", "HOST:6379")])
+def test_an_address_that_doesnt_do_is_refused_with_the_reason(address: str, reason: str) -> None:
+    said = run(JOIN, address)
+    assert address in said
+    assert reason in said
+
+
+CONNECT = "import sys; from actors.driver import Driver; Driver({'address': sys.argv[1]}, {}).connect()"
+
+
+def test_the_driver_ends_with_the_engine_while_ray_does_not_answer() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as silent:
+        silent.settimeout(WAIT)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with subprocess.Popen([sys.executable, "-c", CONNECT, address], env=environment()) as engine:
+            connection, _ = silent.accept()
+            (driver,) = psutil.Process(engine.pid).children()
+            engine.kill()
+        driver.wait(WAIT)
+        connection.close()
+
+
+# actors
+
+
+def test_calls_of_an_actor_fail_as_the_actor_does(local_ray: None) -> None:
+    cluster = Cluster.join()
+    actor, other = (cluster.start_actor(0, RayPoolOptions(), BYTES, 1 << 30, False) for _ in range(2))
+    other.end()  # before it is created
+    with pytest.raises(PoolUnavailable):
+        other.location.result(WAIT)
+    pid = actor.location.result(WAIT).pid
+    with pytest.raises(PoolUnavailable, match="no_such_method"):
+        actor.call("no_such_method").result(WAIT)
+    actor.end()
+    with pytest.raises(PoolUnavailable):
+        actor.call("location").result(WAIT)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).wait(WAIT) is None
+    cluster.leave()
 
 
 def test_an_actor_gives_precedence_to_the_engine(pool: RayPool) -> None:
@@ -57,40 +142,29 @@ def test_an_actor_gives_precedence_to_the_engine(pool: RayPool) -> None:
         assert int(found.rpartition(" ")[2]) > 0
 
 
-def test_a_compilation_that_takes_too_long_is_ended_and_not_remembered(pool: RayPool) -> None:
-    before = pool.compile_pids()
-    with pytest.raises(CompileTimeout):
-        pool.compile(ENDLESS, ("outlines",)).result(WAIT)
-    again = pool.compile(ENDLESS, ("outlines",))
-    assert pool.status().compiling == 1
-    with pytest.raises(CompileTimeout):
-        again.result(WAIT)
-    pool.compile(Constraint.regex("a+"), ("llguidance",)).result(WAIT)
-    assert not set(before) & set(pool.compile_pids())
-    assert pool.status().compiling == 0
-
-
 def test_an_unused_grammar_leaves_the_workers_and_comes_back(pool: RayPool) -> None:
     constraint = Constraint.regex("gone+")
+    pool.release(pool.compile(constraint, ("llguidance",)).result(WAIT))
     grammar = pool.compile(constraint, ("llguidance",)).result(WAIT)
-    pool.release(grammar)
-    again = pool.compile(constraint, ("llguidance",)).result(WAIT)
-    assert again is not grammar
-    assert masks(pool, again, "gon") == ["e"]
+    sequence = GuidedSequence("request", next(_ids), tokens("gon"))
+    pool.open(sequence, grammar)
+    pool.submit([sequence])
+    assert pool.collect().ready
+    pool.free([sequence.sequence_id])
 
 
 def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) -> None:
+    others = compile_pids()
     pool = RayPool(BYTES, num_actors=1)
     grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(WAIT)
     sequence = GuidedSequence("request", next(_ids), [])
     pool.open(sequence, grammar)
-    pids = [*pool.compile_pids(), *[worker.pid for worker in pool.status().workers if worker.pid]]
+    pids = {*compile_pids(), *[worker.pid for worker in pool.status().workers if worker.pid]}
     slow = pool.compile(ENDLESS, ("outlines",))
-    processes = [psutil.Process(pid) for pid in pids]
+    processes = [psutil.Process(pid) for pid in pids.difference(others)]
     pool.shutdown()
     pool.shutdown()
     assert isinstance(slow.exception(WAIT), PoolUnavailable)
-    assert isinstance(pool.compile(ENDLESS, ("outlines",)).exception(WAIT), PoolUnavailable)
     late = GuidedSequence("request", next(_ids), [])
     pool.open(late, grammar)
     pool.submit([sequence, late])
@@ -107,13 +181,13 @@ def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch:
 
 
 TWO_NODES = """
-import os, sys, tempfile, time
+import tempfile, time
 import numpy as np
 import psutil
 import ray
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from driven_pool import until
-from ray.cluster_utils import Cluster
+from ray_clusters import cluster_in
 from actors import RayPool, ray_pool
 from engine.server.commands import doctor
 from engine.server.options import ServeOptions
@@ -123,11 +197,10 @@ from guided.pools.options import RayPoolOptions
 from guided.sequence import GuidedSequence
 
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
-    os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
-    quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
-    cluster = Cluster(initialize_head=True, head_node_args=quiet)
+    cluster = cluster_in(directory)
     other = cluster.add_node(num_cpus=1, resources={"guided_mask": 2}, labels={"pool": "masks"})
-    pool = RayPool(BYTES, num_actors=2, address=cluster.address, placement="spread", actor_cpus=0.25)
+    pool = RayPool(BYTES, num_actors=2, address=cluster.address, placement="spread", actor_cpus=0)
+    until(lambda: all(worker.state == "up" for worker in pool.status().workers), 120)
     assert len({psutil.Process(worker.pid).ppid() for worker in pool.status().workers}) == 2, "one of each raylet"
     grammar = pool.compile(Constraint.regex("ab+"), ("llguidance",)).result(60)
     sequences = [GuidedSequence("request", each, tokens("a")) for each in range(4)]
@@ -140,12 +213,12 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     pool.shutdown()
 
     reserved = dict(num_actors=2, address=cluster.address, actor_cpus=0.4)
-    for placement in ("guided_mask", "pool=masks"):
-        pool = RayPool(BYTES, placement=placement, **reserved)
+    for placement, cpus in (("guided_mask", 0.4), ("pool=masks", 0.4), ("pool=masks", 0)):
+        pool = RayPool(BYTES, placement=placement, **{**reserved, "actor_cpus": cpus})
+        until(lambda: all(worker.state == "up" for worker in pool.status().workers), 120)
         print(placement, {worker.node_id for worker in pool.status().workers} == {other.node_id})
         pool.shutdown()
-    many = {"placement": "guided_mask", "num_actors": 3, "actor_cpus": 0.25}
-    for wrong in ({"placement": "nonesuch"}, {"actor_cpus": 8}, {"num_actors": 5}, many):
+    for wrong in ({"placement": "nonesuch"}, {"num_actors": 5}):
         started = time.monotonic()
         try:
             RayPool(BYTES, **{**reserved, **wrong})
@@ -156,7 +229,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     print(finding.level, finding.text)
 
     # There is room for the other pool's three actors, but not before the first one has ended.
-    ray_pool._OTHERS_SECONDS = 1.0
+    ray_pool.CALL_SECONDS = 1.0
     first = RayPool(BYTES, **{**reserved, "num_actors": 1})
     pool = RayPool(BYTES, **reserved)
     print([worker.state for worker in pool.status().workers].count("up"), "of 2 actors are up")
@@ -168,34 +241,11 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
 
 
 def test_a_cluster_of_two_nodes_is_joined_and_its_other_node_used() -> None:
-    here = Path(__file__).parents
-    environment = {**os.environ, "PYTHONPATH": f"{here[2]}{os.pathsep}{here[1] / 'support'}"}
-    said = subprocess.run(
-        [sys.executable, "-c", TWO_NODES], stdout=subprocess.PIPE, text=True, check=True, timeout=280, env=environment
-    )
-    lines = said.stdout.splitlines()
+    lines = run(TWO_NODES).splitlines()
     assert lines[0] == "['b', 'b', 'b', 'b']"
-    assert lines[1:3] == ["guided_mask True", "pool=masks True"]
-    assert "its 2 nodes have guided_mask:2, pool=masks after seconds" in lines[3]
-    assert "an actor needs 8 CPUs on one node, and of the nodes of placement 'local' none has more than 1" in lines[4]
-    assert "reserves 0.4 CPUs for each of 5 mask actors, and the nodes of placement 'local' have 1:" in lines[5]
-    assert "lower num_actors or actor_cpus after seconds" in lines[5]
-    assert "3 mask actors take 1 of guided_mask each, and the nodes have 2: lower num_actors, or" in lines[6]
-    assert "error the pool reserves 1 CPUs for each of 2" in lines[7]  # guided doctor
-    assert lines[8:] == ["1 of 2 actors are up"]
-
-
-@pytest.mark.parametrize(("address", "reason"), [("127.0.0.1:1", "refused"), ("ray://127.0.0.1:1", "HOST:6379")])
-def test_an_address_that_doesnt_do_is_refused_with_the_reason(address: str, reason: str) -> None:
-    """In a process of its own: this one may be in a cluster already."""
-    code = (
-        "from actors.cluster import Cluster\n"
-        "from guided.errors import PoolUnavailable\n"
-        "try:\n"
-        f"    Cluster.join({address!r})\n"
-        "except PoolUnavailable as error:\n"
-        "    print(error)\n"
-    )
-    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
-    assert address in said.stdout
-    assert reason in said.stdout
+    assert lines[1:4] == ["guided_mask True", "pool=masks True", "pool=masks True"]
+    assert "its 2 nodes have guided_mask:2, pool=masks after seconds" in lines[4]
+    assert "reserves 0.4 CPU for each of 5 mask actors, and the nodes of placement 'local' have 1 CPU" in lines[5]
+    assert "lower num_actors, actor_cpus or the amount in placement after seconds" in lines[5]
+    assert "error the pool reserves 1 CPU for each of 2" in lines[6]  # guided doctor
+    assert lines[7:] == ["1 of 2 actors are up"]

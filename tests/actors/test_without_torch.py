@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
-import byte_vocabulary
+import pytest
 from byte_vocabulary import BYTES
+from compile_processes import compile_pids
+from ray_clusters import run
 
 from actors import RayPool
 from guided.backends import BACKENDS
@@ -35,27 +34,16 @@ _MASKS = """
 """
 
 
-def loaded(prelude: str = "") -> str:
-    """Which of the heavy ones a process has in the end that computed masks."""
-    script = textwrap.dedent(_MASKS).format(prelude=prelude)
-    path = os.pathsep.join((str(Path(byte_vocabulary.__file__).parent), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_masks_need_neither_torch_nor_transformers() -> None:
-    assert loaded() == ""
-
-
-def test_a_process_with_torch_keeps_it() -> None:
-    assert loaded("import torch") == "torch transformers"
-
-
-def test_a_library_that_needs_more_has_the_real_ones() -> None:
-    without_attributes = "del without_torch._Placeholder.__getattr__"
-    assert loaded(without_attributes) == "torch transformers"
+@pytest.mark.parametrize(
+    ("prelude", "loaded"),
+    [
+        ("", ""),
+        ("import torch", "torch transformers"),
+        ("del without_torch._Placeholder.__getattr__", "torch transformers"),  # a library that needs more
+    ],
+)
+def test_masks_need_neither_torch_nor_transformers(prelude: str, loaded: str) -> None:
+    assert run(textwrap.dedent(_MASKS).format(prelude=prelude)).strip() == loaded
 
 
 def test_neither_an_actor_nor_a_compile_process_has_it(local_ray: None) -> None:
@@ -67,7 +55,7 @@ def test_neither_an_actor_nor_a_compile_process_has_it(local_ray: None) -> None:
             pool.submit([sequence])
             assert not pool.collect().failed
         (actor,) = [worker.pid for worker in pool.status().workers]
-        for pid in (actor, *pool.compile_pids()):
+        for pid in (actor, *compile_pids()):
             maps = Path(f"/proc/{pid}/maps").read_text()
             assert "libtorch" not in maps
             assert "xgrammar" in maps

@@ -9,7 +9,6 @@ from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, gone, until
 
 from actors import RayPool
-from actors.supervision import supervisor
 from guided.errors import BackendError
 
 MIB = 1 << 20
@@ -18,11 +17,9 @@ LIMIT = 512 * MIB
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(supervisor, "_LAST_PAUSE_SECONDS", 0.5)
-        pool = RayPool(BYTES, num_actors=2, actor_memory_bytes=LIMIT, mask_limit=60.0)
-        yield pool
-        pool.shutdown()
+    pool = RayPool(BYTES, num_actors=2, actor_memory_bytes=LIMIT, mask_limit=60.0)
+    yield pool
+    pool.shutdown()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,19 +12,15 @@ import pytest
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, freeze, until
 
-from actors import RayPool
-from actors.supervision import supervisor
+from actors import RayPool, supervisor
 from guided.errors import GuidedError, MaskTimeout, WorkerDied
 
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
-    with pytest.MonkeyPatch.context() as patched:
-        # More actors die here than in a crash loop.
-        patched.setattr(supervisor, "_LAST_PAUSE_SECONDS", 0.5)
-        pool = RayPool(BYTES, num_actors=2, mask_limit=2.0)
-        yield pool
-        pool.shutdown()
+    pool = RayPool(BYTES, num_actors=2, mask_limit=2.0)
+    yield pool
+    pool.shutdown()
 
 
 @pytest.fixture
@@ -46,26 +41,14 @@ def test_a_crash_in_mid_fill_ends_the_sequences_with_a_matcher_there(driven: Dri
     driven.go_on([*sound, culprit], 3)
     assert set(driven.errors) == {culprit, *there}
     assert all(isinstance(error, WorkerDied) for error in driven.errors.values())
-    assert {each for each, error in driven.errors.items() if not error.retryable} == {culprit}
+    marked = {each for each, error in driven.errors.items() if not error.retryable}
+    assert culprit in marked
+    assert len(marked) <= 2, "the other thread may have been in a row too"
     until(driven.all_up)
     assert len(driven.pids & pids) == 1
     again = driven.open("sound", number=4)
     driven.go_on(again)
     assert not set(again) & set(driven.errors)
-
-
-def test_a_kill_in_mid_fill(driven: DrivenPool, tmp_path: Path) -> None:
-    reached = tmp_path / "reached"
-    sound = driven.open("sound", number=3)
-    (culprit,) = driven.open("hold@fill:1", f"touch={reached}")
-    driven.go_on([*sound, culprit])
-    there, pid = driven.neighbours(culprit, sound), driven.pid_of(culprit)
-    driven.step([*sound, culprit], deadline=0.05)
-    until(reached.exists)
-    os.kill(pid, signal.SIGKILL)
-    driven.go_on([*sound, culprit], 2)
-    assert set(driven.errors) == {culprit, *there}
-    assert all(isinstance(error, WorkerDied) for error in driven.errors.values())
 
 
 @pytest.mark.parametrize("way", ["frozen", "endless"])
@@ -105,17 +88,6 @@ def test_an_idle_actors_death_is_reported_between_steps(driven: DrivenPool) -> N
     assert (after.incarnation, after.restarts) == (before.incarnation + 1, before.restarts + 1)
 
 
-def test_sequences_that_were_not_opened_yet_go_elsewhere(driven: DrivenPool) -> None:
-    victim = next(iter(driven.pool.placement()))
-    sequences = driven.open("sound", number=4)
-    freeze(victim)  # it does not handle the message that opens its sequences
-    assert driven.step(sequences, deadline=0.0) != set(sequences)
-    assert driven.pool.placement()[victim]
-    os.kill(victim, signal.SIGKILL)
-    driven.go_on(sequences, 2)
-    assert not driven.errors
-
-
 def test_an_actor_frozen_outside_of_a_mask_costs_no_sequence(driven: DrivenPool) -> None:
     sequences = driven.open("sound", number=6)
     driven.go_on(sequences)
@@ -126,27 +98,24 @@ def test_an_actor_frozen_outside_of_a_mask_costs_no_sequence(driven: DrivenPool)
     until(lambda: not psutil.pid_exists(frozen))
 
 
-def test_a_crash_loop_is_down_for_all_to_see_and_others_go_on(
+def test_an_actor_that_does_not_start_is_down_and_others_go_on(
     driven: DrivenPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_PROVEN_SECONDS", 600.0)
-    monkeypatch.setattr(supervisor, "_LAST_PAUSE_SECONDS", 4.0)
     sequences = driven.open("sound length=1000", number=4)
     driven.go_on(sequences)
     pid = driven.pid_of(sequences[0])
-    (looping,) = [worker.index for worker in driven.pool.status().workers if worker.pid == pid]
+    (down,) = [worker.index for worker in driven.pool.status().workers if worker.pid == pid]
     staying = [each for each in sequences if driven.pid_of(each) != pid]
+    monkeypatch.setattr(supervisor, "package_version", lambda: "another")
+    os.kill(pid, signal.SIGKILL)
 
     def state() -> str:
-        worker = driven.pool.status().workers[looping]
-        if worker.state == "up" and worker.pid is not None:
-            with suppress(ProcessLookupError):  # the status may be older than the last kill
-                os.kill(worker.pid, signal.SIGKILL)
         driven.go_on(staying)
-        return worker.state
+        return driven.pool.status().workers[down].state
 
     until(lambda: state() == "down")
     assert driven.pool.status().healthy
-    driven.go_on(driven.open("sound", number=4), 3)
+    assert "install the same one" in str(driven.pool.status().workers[down].last_end)
     assert not set(driven.errors) & set(staying)
-    until(driven.all_up)  # it is started again and stays up
+    monkeypatch.undo()
+    until(driven.all_up)  # it is tried again

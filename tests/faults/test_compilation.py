@@ -1,23 +1,27 @@
-"""Compilations that crash, hang, take too much memory or come in large numbers: each fails alone."""
+"""Compilations that crash, hang, take too much memory or come in large numbers: each fails alone. No Ray."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from byte_vocabulary import BYTES
-from faulty_backend import NAME, PATHS, faulty
+from compile_processes import compile_pids
+from driven_pool import until
+from faulty_backend import ADAPTER, NAME, PATHS, faulty
+from ray_clusters import environment
 
-from actors import RayPool
-from actors.compile.compiler import Compiler
-from actors.compile.process import CompileResult
+from actors.compiler import Compiler
+from guided.backends import BACKENDS
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
@@ -26,20 +30,14 @@ from guided.errors import (
     ConstraintTooLarge,
     GuidedError,
     InvalidConstraint,
-    from_wire,
+    PoolUnavailable,
 )
 from guided.limits import CompileLimits
+from guided.pools.options import RayPoolOptions
+from guided.pools.protocol import Grammar
 
 WAIT = 120.0
-QUICK = (Constraint.regex("ab+c"), ["llguidance"])
 _numbers = count()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline, "the condition stayed false"
-        time.sleep(0.01)
 
 
 def new(*words: str) -> Constraint:
@@ -47,21 +45,33 @@ def new(*words: str) -> Constraint:
     return faulty(*words, f"name={next(_numbers)}")
 
 
-def error_of(outcome: CompileResult) -> GuidedError:
-    assert outcome.error is not None
-    return from_wire(outcome.error)
+def quick(compiler: Compiler) -> Grammar:
+    """Compile what no fault concerns, and was not compiled before."""
+    return compiler.compile(Constraint.regex(f"ab{next(_numbers)}"), ["llguidance"]).result(WAIT)
+
+
+def error_of(compiler: Compiler, constraint: Constraint, *backends: str) -> GuidedError:
+    error = compiler.compile(constraint, backends or [NAME]).exception(WAIT)
+    assert isinstance(error, GuidedError)
+    return error
+
+
+def counts(compiler: Compiler) -> tuple[int, int]:
+    """Crashes and timeouts of all backends, so far."""
+    return sum(each.crashes for each in compiler.backends()), sum(each.timeouts for each in compiler.backends())
 
 
 @contextmanager
-def _compiler(seconds: float) -> Iterator[Compiler]:
+def _compiler(seconds: float, **options: Any) -> Iterator[Compiler]:
     limits = CompileLimits(
         processes=2, seconds=seconds, memory_bytes=256 << 20, grammar_bytes=200 << 10, wait_seconds=2 * seconds
     )
     with pytest.MonkeyPatch.context() as patch:
         for path in PATHS:
-            patch.syspath_prepend(path)  # like the compile processes, this process knows the faulty backend
-        compiler = Compiler(BYTES, limits)
-        assert compiler.submit(*QUICK).result(WAIT).error is None
+            patch.syspath_prepend(path)
+        patch.setitem(BACKENDS, NAME, ADAPTER)  # like the compile processes, this process knows the faulty backend
+        compiler = Compiler(BYTES, RayPoolOptions(compile_limits=limits, **options), lambda keys: None)
+        quick(compiler)
         yield compiler
         compiler.close()
 
@@ -75,73 +85,62 @@ def compiler() -> Iterator[Compiler]:
 @pytest.fixture(scope="module")
 def patient_compiler() -> Iterator[Compiler]:
     """For what must end before its time is up, also on a busy machine."""
-    with _compiler(seconds=60.0) as compiler:
+    with _compiler(seconds=60.0, max_compiling=3) as compiler:
         yield compiler
 
 
-@pytest.mark.parametrize("place", ["compile", "fill:0"])
-@pytest.mark.parametrize("action", ["segfault", "abort", "exit"])
-def test_a_crash_is_one_constraints_error(patient_compiler: Compiler, action: str, place: str) -> None:
-    compiler = patient_compiler
-    bad = compiler.submit(new(f"{action}@{place}"), [NAME])
-    good = compiler.submit(*QUICK)
-    error = error_of(bad.result(WAIT))
+@pytest.mark.parametrize(
+    "fault", [f"{what}@{where}" for what in ("segfault", "exit") for where in ("compile", "fill:0")]
+)
+def test_a_crash_is_one_constraints_error(patient_compiler: Compiler, fault: str) -> None:
+    compiler, (crashes, _) = patient_compiler, counts(patient_compiler)
+    bad = compiler.compile(new(fault), [NAME])
+    quick(compiler)
+    error = bad.exception(WAIT)
     assert type(error) is BackendError
     assert "ended its process" in str(error)
-    assert bad.result().crashed == [NAME]
-    assert good.result(WAIT).error is None
-    assert compiler.submit(*QUICK).result(WAIT).error is None
+    assert counts(compiler)[0] == crashes + 1
+    quick(compiler)
 
 
-@pytest.mark.parametrize("place", ["compile", "fill:0"])
-@pytest.mark.parametrize("action", ["hold", "spin"])
-def test_what_never_ends_is_killed(compiler: Compiler, action: str, place: str) -> None:
-    outcome = compiler.submit(new(f"{action}@{place}"), [NAME]).result(WAIT)
-    error = error_of(outcome)
+@pytest.mark.parametrize("fault", [f"{what}@{where}" for what in ("hold", "spin") for where in ("compile", "fill:0")])
+def test_what_never_ends_is_killed(compiler: Compiler, fault: str) -> None:
+    before = counts(compiler)
+    error = error_of(compiler, new(fault))
     assert type(error) is CompileTimeout
     assert "took more than 2" in str(error)
-    assert outcome.timed_out == [NAME]
-    assert outcome.crashed == []
+    assert counts(compiler) == (before[0], before[1] + 1)
 
 
 def test_what_eats_memory_is_killed_before_the_machine_swaps(patient_compiler: Compiler) -> None:
     assert psutil.virtual_memory().available > 2 << 30
-    error = error_of(patient_compiler.submit(new("eat@compile"), [NAME]).result(WAIT))
+    error = error_of(patient_compiler, new("eat@compile"))
     assert type(error) is ConstraintTooLarge
     assert "256 MiB" in str(error)
 
 
 def test_a_library_that_raises_costs_no_process(compiler: Compiler) -> None:
-    compiler.submit(*QUICK).result(WAIT)
-    before = compiler.pids
+    before = compile_pids()
     for action in ("raise", "panic"):
-        error = error_of(compiler.submit(new(f"{action}@compile"), [NAME]).result(WAIT))
-        assert type(error) is BackendError
-        assert compiler.submit(*QUICK).result(WAIT).error is None
-    assert set(before) <= set(compiler.pids), "on a busy machine there may be one more"
+        assert type(error_of(compiler, new(f"{action}@compile"))) is BackendError
+        quick(compiler)
+    assert set(before) <= set(compile_pids()), "on a busy machine there may be one more"
 
 
-@pytest.mark.parametrize("fault", ["segfault@compile", "eat@compile", "raise@compile", "exit@fill:0"])
+@pytest.mark.parametrize("fault", ["segfault@compile", "eat@compile", "raise@compile"])
 def test_the_next_backend_is_tried_after_a_failure(patient_compiler: Compiler, fault: str) -> None:
-    outcome = patient_compiler.submit(new(fault), [NAME, "llguidance"]).result(WAIT)
-    assert outcome.error is None
-    assert outcome.backend == "llguidance"
-    assert outcome.timed_out == []
-    assert outcome.crashed == ([NAME] if fault.startswith(("segfault", "exit")) else [])
+    assert patient_compiler.compile(new(fault), [NAME, "llguidance"]).result(WAIT).backend == "llguidance"
 
 
 def test_the_next_backend_is_tried_with_the_time_that_is_left() -> None:
     with _compiler(seconds=20.0) as compiler:  # two seconds of it are left: enough on a busy machine
-        outcome = compiler.submit(new("hold@compile"), [NAME, "llguidance"]).result(WAIT)
-    assert outcome.error is None
-    assert outcome.backend == "llguidance"
-    assert (outcome.timed_out, outcome.crashed) == ([NAME], [])
+        assert compiler.compile(new("hold@compile"), [NAME, "llguidance"]).result(WAIT).backend == "llguidance"
+        assert counts(compiler) == (0, 1)
 
 
 def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Compiler) -> None:
     # No backend reports a syntax error for this text. outlines rejects it because it can't enforce it.
-    refused = faulty("hold@compile", r"a(?=b)")
-    error = error_of(compiler.submit(refused, [NAME, "llguidance", "xgrammar"]).result(WAIT))
+    error = error_of(compiler, faulty("hold@compile", r"a(?=b)"), NAME, "llguidance", "xgrammar")
     assert type(error) is CompileTimeout
     for name in (NAME, "llguidance", "xgrammar"):
         assert name in str(error)
@@ -149,70 +148,113 @@ def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Co
 
 def test_a_grammar_that_weighs_too_much_reaches_no_worker(compiler: Compiler) -> None:
     words = Constraint.choice([f"{number}{'word' * 30}" for number in range(100)])
-    error = error_of(compiler.submit(words, ["llguidance"]).result(WAIT))
+    error = error_of(compiler, words, "llguidance")
     assert type(error) is ConstraintTooLarge
     assert "the compiled constraint takes" in str(error)
 
 
 def test_what_waits_too_long_for_others_gets_an_error(compiler: Compiler) -> None:
-    flood = [compiler.submit(new("spin@compile"), [NAME]) for _ in range(20)]
-    kinds = {type(error_of(future.result(WAIT))) for future in flood}
-    assert kinds == {CompileTimeout, CompileQueueFull}
-    assert compiler.submit(*QUICK).result(WAIT).error is None
+    flood = [compiler.compile(new("spin@compile"), [NAME]) for _ in range(20)]
+    assert {type(future.exception(WAIT)) for future in flood} == {CompileTimeout, CompileQueueFull}
+    quick(compiler)
 
 
 def test_the_template_is_replaced(compiler: Compiler, tmp_path: Path) -> None:
     reached = tmp_path / "reached"
-    template = psutil.Process(compiler.pids[0]).parent()
-    assert template is not None
-    future = compiler.submit(new("hold@compile", f"touch={reached}"), [NAME])
+    future = compiler.compile(new("hold@compile", f"touch={reached}"), [NAME])
     until(reached.exists)
+    template = psutil.Process(int(reached.read_text())).parent()
+    assert template is not None
     template.kill()
-    assert type(error_of(future.result(WAIT))) is BackendError
-    assert compiler.submit(*QUICK).result(WAIT).error is None
+    assert type(future.exception(WAIT)) is BackendError
+    quick(compiler)
 
 
 def test_a_process_killed_or_frozen_from_outside_ends_its_constraint(compiler: Compiler, tmp_path: Path) -> None:
     for number, (sent, error) in enumerate([(signal.SIGKILL, BackendError), (signal.SIGSTOP, CompileTimeout)]):
         reached = tmp_path / f"reached{number}"
-        future = compiler.submit(new(f"hold@compile={number}", f"touch={reached}"), [NAME])
+        future = compiler.compile(new(f"hold@compile={number}", f"touch={reached}"), [NAME])
         until(reached.exists)
         os.kill(int(reached.read_text()), sent)
-        assert type(error_of(future.result(WAIT))) is error
-        assert compiler.submit(*QUICK).result(WAIT).error is None
+        assert type(future.exception(WAIT)) is error
+        quick(compiler)
 
 
-@pytest.fixture(scope="module")
-def pool(local_ray: None) -> Iterator[RayPool]:
-    limits = CompileLimits(processes=2, seconds=5.0, memory_bytes=256 << 20)
-    pool = RayPool(BYTES, num_actors=1, compile_limits=limits, max_compiling=3)
-    pool.compile(*QUICK).result(WAIT)
-    yield pool
-    pool.shutdown()
+def test_a_process_that_died_while_idle_gets_no_job(compiler: Compiler) -> None:
+    crashes, _ = counts(compiler)
+    for pid in compile_pids():
+        os.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: not psutil.pid_exists(pid))  # type: ignore[misc]
+    quick(compiler)
+    assert counts(compiler)[0] == crashes
 
 
-def test_invalid_is_remembered_and_a_timeout_is_not(pool: RayPool, tmp_path: Path) -> None:
+def test_its_processes_give_precedence_to_all_others(compiler: Compiler) -> None:
+    quick(compiler)
+    for pid in compile_pids():
+        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getsid(pid) == pid
+
+
+def test_invalid_is_remembered_and_a_timeout_is_not(compiler: Compiler, tmp_path: Path) -> None:
     invalid = Constraint.regex("a(b")
-    first = pool.compile(invalid, ["llguidance"])
+    first = compiler.compile(invalid, ["llguidance"])
     assert isinstance(first.exception(WAIT), InvalidConstraint)
-    assert pool.compile(invalid, ["llguidance"]) is first
+    assert compiler.compile(invalid, ["llguidance"]) is first
     once = new("hold@compile", f"once={tmp_path / 'once'}")
-    assert type(pool.compile(once, [NAME]).exception(WAIT)) is CompileTimeout
-    assert pool.compile(once, [NAME]).result(WAIT).backend == NAME
+    assert type(error_of(compiler, once)) is CompileTimeout
+    assert compiler.compile(once, [NAME]).result(WAIT).backend == NAME
+    assert compiler.compiling == 0
 
 
-def test_constraints_that_wait_are_bounded(pool: RayPool, tmp_path: Path) -> None:
-    go_on = tmp_path / "go_on"
+def test_constraints_that_wait_are_bounded(patient_compiler: Compiler, tmp_path: Path) -> None:
+    compiler, go_on = patient_compiler, tmp_path / "go_on"
     waiting = [new(f"wait@compile={go_on}", f"once={tmp_path / str(number)}") for number in range(3)]
-    futures = [pool.compile(constraint, [NAME]) for constraint in waiting]
-    assert pool.status().compiling == 3
+    futures = [compiler.compile(constraint, [NAME]) for constraint in waiting]
+    assert compiler.compiling == 3
     one_more = new()
-    error = pool.compile(one_more, [NAME]).exception(0)
-    assert type(error) is CompileQueueFull
-    assert error.status == 429
-    assert error.retryable
-    assert pool.compile(waiting[0], [NAME]) is futures[0], "equal constraints share one compilation"
+    error = compiler.compile(one_more, [NAME]).exception(0)
+    assert isinstance(error, CompileQueueFull)
+    assert (error.status, error.retryable) == (429, True)
+    assert compiler.compile(waiting[0], [NAME]) is futures[0], "equal constraints share one compilation"
     go_on.touch()
     for future in futures:
         future.exception(WAIT)
-    assert pool.compile(one_more, [NAME]).result(WAIT).backend == NAME
+    assert compiler.compile(one_more, [NAME]).result(WAIT).backend == NAME
+
+
+def test_closing_ends_what_is_compiled(tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+    with _compiler(seconds=60.0) as compiler:
+        slow = compiler.compile(new("hold@compile", f"touch={reached}"), [NAME])
+        until(reached.exists)
+        compiler.close()
+        assert isinstance(slow.exception(WAIT), PoolUnavailable)
+        assert type(error_of(compiler, new())) is PoolUnavailable
+        until(lambda: not psutil.pid_exists(int(reached.read_text())))
+
+
+PARENT = """
+import time
+from byte_vocabulary import BYTES
+from compile_processes import compile_pids
+from actors.compiler import Compiler
+from guided.backends import BACKENDS
+from guided.pools.options import RayPoolOptions
+from guided.constraint import Constraint
+compiler = Compiler(BYTES, RayPoolOptions(), lambda keys: None)
+compiler.compile(Constraint.regex('a'), ['llguidance']).result()
+compiler.compile(Constraint.regex('(a|b)*a(a|b){20}'), ['outlines'])
+print(compile_pids()[0], flush=True)
+time.sleep(600)
+"""
+
+
+def test_children_die_with_the_process_that_started_them() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment())
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate()
+    gone, _ = psutil.wait_procs([child], timeout=10)
+    assert gone

@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 from driven_pool import until
+from ray_clusters import environment
 from serving import serving
 
 SECONDS = 30.0
@@ -68,22 +70,11 @@ def test_a_server_killed_in_mid_stream(short_directory: str) -> None:
             socket.create_connection((host, int(port)), timeout=5)
 
 
-CLUSTER = """
-import os, sys, tempfile
-from ray.cluster_utils import Cluster
-os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
-quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": sys.argv[1]}
-cluster = Cluster(initialize_head=True, head_node_args=quiet)
-cluster.add_node(num_cpus=1)
-print(cluster.address, flush=True)
-sys.stdin.read()
-cluster.shutdown()
-"""
-
 ENGINE = """
 import sys, time
 import psutil
 from byte_vocabulary import BYTES
+from compile_processes import compile_pids
 from actors import RayPool
 from guided.constraint import Constraint
 from guided.sequence import GuidedSequence
@@ -97,28 +88,24 @@ pool.submit(sequences)
 assert sum(len(part.rows) for part in pool.collect(60).ready) == 2
 workers = [psutil.Process(worker.pid) for worker in pool.status().workers]
 assert len({worker.ppid() for worker in workers}) == 2, "each raylet has started one"
-print(*[worker.pid for worker in workers], *pool.compile_pids(), flush=True)
+print(*[worker.pid for worker in workers], *compile_pids(), flush=True)
 time.sleep(600)
 """
 
 
 def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
     """The actors are on the engine's node and on another one. The cluster itself stays."""
-    here = Path(__file__).parents
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here[2]), str(here[1] / "support")])}
-    environment["TMPDIR"] = short_directory
-    start = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True, "env": environment}
-    cluster = subprocess.Popen([sys.executable, "-c", CLUSTER, short_directory], **start)  # type: ignore[call-overload]
-    engine: subprocess.Popen[str] | None = None
+    start: dict[str, Any] = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", "ray_clusters", short_directory, "2"]
+    cluster = subprocess.Popen(command, **start, env=environment(TMPDIR=short_directory))
+    engine: subprocess.Popen[Any] | None = None
     try:
         address = cluster.stdout.readline().strip()
         assert address
         scratch = Path(short_directory, "e")
         scratch.mkdir()
-        start["env"] = {**environment, "TMPDIR": str(scratch)}
-        engine = subprocess.Popen([sys.executable, "-c", ENGINE, address], **start)  # type: ignore[call-overload]
-        assert engine is not None
-        assert engine.stdout is not None
+        command = [sys.executable, "-c", ENGINE, address]
+        engine = subprocess.Popen(command, **start, env=environment(TMPDIR=str(scratch)))
         pids = engine.stdout.readline().split()
         family = [psutil.Process(int(pid)) for pid in pids]
         assert len(family) >= 3

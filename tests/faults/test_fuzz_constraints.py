@@ -16,18 +16,19 @@ from constraint_strategies import FIELDS, WHITESPACE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors.compile.compiler import Compiler
+from actors.compiler import Compiler
 from guided.backends import BACKENDS, candidates
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import (
     BackendError,
     CompileTimeout,
     ConstraintTooLarge,
+    GuidedError,
     InvalidConstraint,
     UnsupportedConstraint,
-    from_wire,
 )
 from guided.limits import CompileLimits
+from guided.pools.options import RayPoolOptions
 
 SECONDS = 5.0
 WAIT = 120.0
@@ -40,7 +41,8 @@ ABLE = [(kind, name) for kind in KINDS for name, adapter in BACKENDS.items() if 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
-    compiler = Compiler(BYTES, CompileLimits(processes=1, seconds=SECONDS))
+    limits = CompileLimits(processes=1, seconds=SECONDS)
+    compiler = Compiler(BYTES, RayPoolOptions(compile_limits=limits), lambda keys: None)
     yield compiler
     compiler.close()
 
@@ -74,12 +76,14 @@ def test_every_constraint_is_decided(compiler: Compiler, kind: ConstraintKind, b
             decisions["refused at admission"] += 1
             return
         started = time.monotonic()
-        outcome = compiler.submit(constraint, list(candidates(kind, backend))).result(WAIT)
-        if outcome.error is None:
-            assert outcome.backend in candidates(kind, backend)
+        compiled = compiler.compile(constraint, list(candidates(kind, backend)))
+        error = compiled.exception(WAIT)
+        if error is None:
+            assert compiled.result().backend in candidates(kind, backend)
+            compiler.release(compiled.result())
             decisions["compiled"] += 1
             return
-        error = from_wire(outcome.error)
+        assert isinstance(error, GuidedError)
         decisions[f"{error.code}: {error} {value!r}" if isinstance(error, BackendError) else error.code] += 1
         assert isinstance(error, DECLARED), f"{error!r} of {constraint}"
         assert len(str(error)) < 2000

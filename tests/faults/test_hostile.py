@@ -20,21 +20,15 @@ from typing import Any
 import pytest
 from byte_vocabulary import BYTES, tokens
 
-from actors.compile.compiler import Compiler
-from actors.compile.process import CompileResult
+from actors.compiler import Compiler
 from engine.server.constraints import requested_constraint as asked
 from engine.server.protocol import ChatRequest
 from guided.backends import AUTO, BACKENDS, Backends, candidates
 from guided.constraint import Constraint, ConstraintKind
-from guided.errors import (
-    CompileTimeout,
-    GuidedError,
-    InvalidConstraint,
-    InvalidRequest,
-    UnsupportedConstraint,
-    from_wire,
-)
+from guided.errors import CompileTimeout, GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
 from guided.limits import CompileLimits
+from guided.pools.options import RayPoolOptions
+from guided.pools.protocol import Grammar
 
 HOSTILE = Path(__file__).parents[3] / "shared" / "data" / "hostile-inputs.json"
 ALL = os.environ.get("GUIDED_HOSTILE") == "all"
@@ -89,31 +83,33 @@ def built(kind: ConstraintKind, source: Any) -> Constraint:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
-    compiler = Compiler(BYTES, CompileLimits(processes=2, seconds=SECONDS))
-    compiler.submit(Constraint.regex("a"), ["llguidance"]).result(120)
+    limits = CompileLimits(processes=2, seconds=SECONDS)
+    compiler = Compiler(BYTES, RayPoolOptions(compile_limits=limits), lambda keys: None)
+    compiler.compile(Constraint.regex("a"), ["llguidance"]).result(120)
     yield compiler
     compiler.close()
 
 
-def decided(compiler: Compiler, constraint: Constraint, backend: str) -> CompileResult:
+def decided(compiler: Compiler, constraint: Constraint, backend: str) -> Grammar | GuidedError:
     """The outcome. It is there in time, and no compile process crashed."""
     try:
         names = list(candidates(constraint.kind, backend))
     except UnsupportedConstraint as error:
-        return CompileResult((error.code, error.message, error.param, error.pointer))
+        return error
     started = time.monotonic()
-    outcome = compiler.submit(constraint, [name for name in names if name in NAMES]).result(SECONDS + 120)
+    compiled = compiler.compile(constraint, [name for name in names if name in NAMES])
+    failure = compiled.exception(SECONDS + 120)
     assert time.monotonic() - started < SECONDS + SLACK_SECONDS
-    assert outcome.crashed == []
-    if outcome.error is not None:
-        error = from_wire(outcome.error)
-        assert isinstance(error, InvalidConstraint | CompileTimeout), error
-        assert len(str(error)) < 2000
-    return outcome
+    assert not any(each.crashes for each in compiler.backends())
+    if failure is None:
+        return compiled.result()
+    assert isinstance(failure, InvalidConstraint | CompileTimeout), failure
+    assert len(str(failure)) < 2000
+    return failure
 
 
-def error_of(outcome: CompileResult) -> GuidedError | None:
-    return None if outcome.error is None else from_wire(outcome.error)
+def error_of(outcome: Grammar | GuidedError) -> GuidedError | None:
+    return None if isinstance(outcome, Grammar) else outcome
 
 
 def cant(backend: str, error: GuidedError | None) -> bool:
@@ -122,8 +118,9 @@ def cant(backend: str, error: GuidedError | None) -> bool:
     return isinstance(error, UnsupportedConstraint) or (slow and isinstance(error, CompileTimeout))
 
 
-def accepts(outcome: CompileResult, constraint: Constraint, text: str) -> bool:
+def accepts(outcome: Grammar | GuidedError, constraint: Constraint, text: str) -> bool:
     """Whether the compiled grammar lets `text` be the whole output."""
+    assert isinstance(outcome, Grammar)
     matcher = Backends(BYTES)[outcome.backend].load(constraint, outcome.dumped).matcher()
     try:
         matcher.accept_tokens(tokens(text))

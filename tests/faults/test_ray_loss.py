@@ -5,10 +5,7 @@ Each case is an engine in its own process, which must be alive at the end and ex
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from ray_clusters import run
 
 LOSS = """
 import asyncio, json, os, signal, sys, time
@@ -25,7 +22,7 @@ engine = AsyncLLM(
 LONG = "[a-z ]{500,}"
 FAULTS = [("raylet", signal.SIGKILL)]
 if os.environ.get("GUIDED_SLOW_TESTS"):
-    FAULTS += [("raylet", signal.SIGTERM), ("cat", signal.SIGKILL)]  # the raylet ends when one of its agents does
+    FAULTS += [("cat", signal.SIGKILL)]  # the raylet ends when one of its agents does
 
 async def until(true):
     deadline = time.monotonic() + 120
@@ -94,25 +91,6 @@ assert not left, left
 print("done", flush=True)
 """
 
-HEAD = """
-import os, sys, tempfile
-from ray.cluster_utils import Cluster
-os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
-port = 0
-while True:
-    quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": sys.argv[1]}
-    if port:
-        quiet["gcs_server_port"] = port
-    cluster = Cluster(initialize_head=True, head_node_args=quiet)
-    port = int(cluster.address.rpartition(":")[2])
-    print(cluster.address, flush=True)
-    sys.stdin.readline()
-    cluster.shutdown()
-    print("down", flush=True)
-    if not sys.stdin.readline():
-        break
-"""
-
 REJOIN = """
 import subprocess, sys, tempfile, time
 import psutil
@@ -123,15 +101,9 @@ from actors import RayPool
 from guided.errors import PoolUnavailable, WorkerDied
 
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
-    command = [sys.executable, "-c", sys.argv[1], directory]
+    command = [sys.executable, "-m", "ray_clusters", directory, "1"]
     head = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    pool = RayPool(
-        BYTES,
-        num_actors=1,
-        address=head.stdout.readline().strip(),
-        pool_wait=3.0,
-        actor_cpus=0.25,
-    )
+    pool = RayPool(BYTES, num_actors=1, address=head.stdout.readline().strip(), pool_wait=3.0, actor_cpus=0.25)
     driven = DrivenPool(pool)
     (lost,) = driven.open("sound length=1000")
     driven.go_on([lost], 2)
@@ -148,7 +120,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     until(well, 120)
     driven.go_on(driven.open("sound length=1000", number=4), 2)  # compiled before the restart
     driven.go_on(driven.open("sound", number=4), 2)
-    (driver,) = [each for each in psutil.Process().children() if "actors.driver.process" in each.cmdline()]
+    (driver,) = [each for each in psutil.Process().children() if "actors.driver_process" in each.cmdline()]
     driver.kill()
     until(lambda: pool.status().trouble is not None)
     until(well, 120)
@@ -160,35 +132,21 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
 """
 
 
-def run(code: str, *arguments: str, **environment: str) -> str:
-    """Run an engine and return its output."""
-    here = Path(__file__).parents
-    paths = [str(here[2]), str(here[1] / "support" / "startup"), str(here[1] / "support")]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment}
-    ran = subprocess.run(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, timeout=280, env=variables
-    )
-    assert ran.returncode == 0, ran.stdout
-    return ran.stdout
-
-
 def test_rays_own_processes_gone() -> None:
     said = run(LOSS)
     assert said.splitlines()[-1] == "done", said
 
 
 LOST_NODE = """
-import os, tempfile
-from ray.cluster_utils import Cluster
+import tempfile
 from byte_vocabulary import BYTES, tokens
+from ray_clusters import cluster_in
 from actors import RayPool
 from guided.constraint import Constraint
 from guided.sequence import GuidedSequence
 
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
-    os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
-    quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
-    cluster = Cluster(initialize_head=True, head_node_args=quiet)
+    cluster = cluster_in(directory)
     for_masks = {"num_cpus": 1, "resources": {"guided_mask": 1}}
     lost = cluster.add_node(**for_masks)
     given = {"placement": "guided_mask", "actor_cpus": 0.25, "max_replays": 1, "pool_wait": 120}
@@ -211,7 +169,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
 
 
 def test_a_cluster_is_joined_again_after_its_restart_and_after_the_drivers_end() -> None:
-    said = run(REJOIN, HEAD)
+    said = run(REJOIN)
     assert said.splitlines()[-1] == "done", said
 
 

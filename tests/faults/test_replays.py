@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,8 +15,7 @@ from engine_runs import Requests, errors, generate, said
 from faulty_backend import ADAPTER, NAME
 from serving import wait_until
 
-from actors import RayPool
-from actors.supervision import supervisor
+from actors import RayPool, supervisor
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -50,12 +48,9 @@ def poisoned(fault: str) -> SamplingParams:
 
 @contextlib.contextmanager
 def ray_pool(model: LoadedModel, **options: Any) -> Iterator[RayPool]:
-    with pytest.MonkeyPatch.context() as patched:
-        # Actors end often in these tests: no crash loop, no long delays.
-        patched.setattr(supervisor, "_LAST_PAUSE_SECONDS", 0.5)
-        pool = RayPool(model.vocabulary, num_actors=2, mask_limit=2.0, **options)
-        yield pool
-        pool.shutdown()
+    pool = RayPool(model.vocabulary, num_actors=2, mask_limit=2.0, **options)
+    yield pool
+    pool.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -134,27 +129,6 @@ def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedMo
     assert said(found) == said(expected)
 
 
-def test_killed_from_outside_in_mid_fill_and_tried_again(
-    pool: RayPool, tiny_model: LoadedModel, expected: Outputs, tmp_path: Path
-) -> None:
-    """A replay shows that the sequence of this row is not the cause."""
-    reached, go_on = tmp_path / "reached", tmp_path / "go_on"
-
-    def kill_where_it_waits(engine: LLMEngine) -> None:
-        if reached.exists() and not go_on.exists():
-            unlucky = engine.groups["unlucky"].sequences[0].seq_id
-            (pid,) = [pid for pid, there in pool.placement().items() if unlucky in there]
-            go_on.touch()  # for the next time
-            kill(pid)
-
-    unlucky = poisoned(f"wait@fill:5={go_on} touch={reached}")
-    found = generate(tiny_model, pool, bystanders() | {"unlucky": unlucky}, kill_where_it_waits)
-    assert go_on.exists()
-    assert not errors(found)
-    assert said(found, "unlucky") == said(expected)
-    assert len(found["unlucky"].outputs[0].token_ids) == 21
-
-
 def test_an_endless_fill_ends_one_request(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
     """It holds the GIL, so the worker sends nothing. A slow row may be marked for longer, and end before it."""
     found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
@@ -173,46 +147,12 @@ def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
     assert said(found, "bad") == said(expected)
 
 
-def test_an_actor_killed_while_it_loads_a_grammar_loads_it_the_next_time(
-    pool: RayPool, tiny_model: LoadedModel, tmp_path: Path
-) -> None:
-    found = generate(tiny_model, pool, {"unlucky": poisoned(f"abort@load once={tmp_path / 'once'}")})
-    assert not errors(found)
-
-
-def test_at_0_a_death_ends_those_that_were_there_and_a_hang_one(
-    tiny_model: LoadedModel, expected: Outputs, local_ray: None
-) -> None:
-    there: set[str] = set()
-    with ray_pool(tiny_model, max_replays=0) as pool:
-
-        def kill_one(engine: LLMEngine) -> None:
-            pid, sequences = next((pid, open_there) for pid, open_there in pool.placement().items() if open_there)
-            there.update(
-                name
-                for name, group in engine.groups.items()
-                if not sequences.isdisjoint(sequence.seq_id for sequence in group.sequences)
-            )
-            kill(pid)
-
-        found = generate(tiny_model, pool, bystanders(), in_the_middle(kill_one))
-        assert errors(found) == dict.fromkeys(there, WorkerDied.code)
-        assert there
-        assert said(found, *there) == {name: text for name, text in said(expected).items() if name not in there}
-
-        found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
-        assert errors(found) | {"late": MaskTimeout.code} == dict.fromkeys(("endless", "late"), MaskTimeout.code)
-        quick = {name: text for name, text in said(expected).items() if name != "late"}
-        assert said(found, "endless", "late") == quick
-
-
 def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
     tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: set[str] = set()
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_SECONDS", 20.0)
-    monkeypatch.setattr(supervisor, "_LAST_PAUSE_SECONDS", 20.0)
     pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=3.0)
+    monkeypatch.setattr(supervisor, "package_version", lambda: "another")  # the next ones are refused
 
     def kill_all(engine: LLMEngine) -> None:
         for pid in pids(pool):

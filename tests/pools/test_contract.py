@@ -137,25 +137,6 @@ def test_new_tokens_can_be_given_as_an_array(driver: Driver) -> None:
             new = None
 
 
-def test_rows_that_are_not_asked_for_stay_untouched(driver: Driver) -> None:
-    sequence = driver.open(driver.compile(Constraint.regex("[0-9]+")))
-    driver.bitmask[:] = 7
-    driver.mask(sequence, "")
-    assert (driver.bitmask[1:] == 7).all()
-
-
-def test_masks_can_be_read_where_they_are_until_the_next_step(driver: Driver) -> None:
-    grammar = driver.compile(Constraint.regex("[0-9]+x"))
-    sequences = [driver.open(grammar) for _ in range(8)]
-    for text, expected in (("", "0123456789"), ("1", "0123456789x"), ("1x", ".")):
-        for sequence in sequences:
-            driver.write(sequence, text)
-        driver.pool.submit([driver.sequences[each] for each in sequences])
-        found = driver.pool.collect()
-        rows = {row: part.masks[slot] for part in found.ready for row, slot in zip(part.rows, part.slots, strict=True)}
-        assert [allowed(rows[row]) for row in range(8)] == [expected] * 8
-
-
 def test_an_empty_step(driver: Driver) -> None:
     assert driver.step() == []
 
@@ -218,15 +199,6 @@ def test_freed_sequences_are_gone_and_the_others_stay(driver: Driver) -> None:
     driver.pool.free([kept])
     driver.step()
     assert sum(worker.open_sequences for worker in driver.pool.status().workers) <= before
-
-
-def test_a_slot_is_used_again_for_another_sequence(driver: Driver) -> None:
-    first, second = driver.compile(Constraint.regex("ab+c")), driver.compile(Constraint.regex("[0-9]+x"))
-    for _ in range(20):
-        sequences = [driver.open(first), driver.open(second)]
-        assert driver.step(*sequences) == ["a", "0123456789"]
-        assert driver.mask(sequences[0], "ab") == "bc"
-        driver.pool.free(sequences)
 
 
 def test_a_token_that_is_not_allowed_ends_its_row_and_no_other(driver: Driver) -> None:

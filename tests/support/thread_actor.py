@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 from byte_vocabulary import BYTES, WORDS
 
-from actors.channel import Channel, WorkerEnd
-from actors.steps.connection import WorkerConnection
-from actors.steps.protocol import Segment, attach
-from actors.steps.server import StepServer
+from actors.connection import WorkerConnection
+from actors.protocol import Channel, Segment, attach, connect, hang_up
+from actors.server import StepServer
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
 from guided.worker import MaskWorker
@@ -26,7 +25,7 @@ class ConnectedPair:
     def __init__(self, *, slots: int = 8, index: int = 0) -> None:
         self.segment = Segment(slots, WORDS)
         self.channel = Channel()
-        self.end = WorkerEnd.connect(self.channel.path)
+        self.end = connect(self.channel.path)
         assert self.channel.accept(10)
         self.connection = WorkerConnection(f"mask worker {index}", os.getpid(), self.channel, self.segment)
 
@@ -46,16 +45,16 @@ class ThreadActor:
         self.table = table
         self.ended = threading.Event()
         """The server has given up: the process of a real actor ends here."""
-        StepServer(self.worker, Backends(BYTES), self.pair.end, table, self._give_up).start()
+        StepServer(self.worker, Backends(BYTES), self.pair.end, table, False, self._give_up).start()
         _living.append(self)
 
     def _give_up(self) -> None:
-        self.pair.end.close()
+        hang_up(self.pair.end)
         self.ended.set()
 
     def close(self) -> None:
         """End the server; it must not be in a mask."""
-        self.pair.end.close()
+        hang_up(self.pair.end)
 
 
 def close_all() -> None:

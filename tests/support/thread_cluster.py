@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from byte_vocabulary import tokens
@@ -12,9 +13,9 @@ from slow_grammar import SlowGrammar
 from step_driver import WAIT, StepDriver
 from thread_actor import ThreadActor
 
-from actors.steps.connection import WorkerConnection
-from actors.steps.dispatcher import Dispatcher, WorkerDown, WorkerUp
-from actors.steps.protocol import IDLE
+from actors.connection import WorkerConnection
+from actors.dispatcher import Dispatcher
+from actors.protocol import IDLE
 from guided.errors import MaskTimeout, WorkerDied
 
 ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
@@ -35,7 +36,7 @@ class Cluster(StepDriver):
         grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
         actor = ThreadActor(grammars, slots=slots, index=len(self.actors))
         self.actors.append(actor)
-        self.dispatcher.announce(WorkerUp(actor.connection))
+        self.dispatcher.announce(partial(self.dispatcher.add, actor.connection))
         return actor
 
     def on(self, index: int) -> set[int]:
@@ -50,10 +51,10 @@ class Cluster(StepDriver):
         connection = self.actors[index].connection
         if hung:
             slot = min((slot for slot, _ in connection.busy()), default=IDLE)
-            down = WorkerDown(connection, MaskTimeout(f"worker {index} hung"), "hung", slot)
+            end = partial(self.dispatcher.end, connection, MaskTimeout(f"worker {index} hung"), "hung", slot)
         else:
-            down = WorkerDown(connection, WorkerDied(f"worker {index} died"))
-        self.dispatcher.announce(down)
+            end = partial(self.dispatcher.end, connection, WorkerDied(f"worker {index} died"))
+        self.dispatcher.announce(end)
 
     def close(self) -> None:
         self.slow.release.set()

@@ -1,13 +1,13 @@
 """WorkerConnection: the engine's side of one actor incarnation. It owns the incarnation's slots.
 
-It ends with the incarnation; the next one gets a new connection. Used from the engine's thread, except `has_work` and
-`busy`, which the actor's supervisor uses.
+The next incarnation gets a new connection. Used from the engine's thread, except `has_work` and `busy`, which the
+actor's supervisor uses.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,16 +15,15 @@ import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
-from actors.channel import Channel
-from actors.steps.protocol import (
+from actors.protocol import (
+    EDIT,
     FAILED,
     FREE,
     IDLE,
-    MAX_NEW_TOKENS,
     POSITION,
-    STEERED,
+    SLOW_SECONDS,
     UNKNOWN,
-    Answer,
+    Channel,
     Edit,
     Failed,
     Fill,
@@ -40,9 +39,7 @@ from guided.errors import GuidedError, from_wire
 from guided.pools.protocol import Grammar
 from guided.sequence import GuidedSequence
 
-_LOAD_SECONDS = 0.01
-"""Estimate for the first mask of a grammar that the worker has to load: it is filled after quick rows."""
-_decode = Decoder(Answer).decode
+_decode = Decoder(Failed).decode
 
 
 @dataclass(slots=True, eq=False)
@@ -74,10 +71,10 @@ class SequenceState:
         """The worker has computed a mask for it."""
         return self.worker is not None and bool(self.worker.table.ready[self.slot] >= 0)
 
-    def note_steered(self) -> None:
-        """Note on the sequence whether the worker has restricted one of its masks."""
-        if self.worker is not None and self.worker.table.status[self.slot] == STEERED:
-            self.sequence.steered = True
+    @property
+    def waited(self) -> float:
+        """Seconds that it has waited for a worker."""
+        return time.monotonic() - self.waiting_since if self.waiting_since else 0.0
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
@@ -113,10 +110,10 @@ class StepPart:
         self.ready: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         self._fill: Fill | None = None
 
-    def look(self) -> int:
-        """Compare the versions; return how many masks are missing."""
+    def look(self) -> bool:
+        """Compare the versions; return whether a mask is missing."""
         self.ready = self.table.ready[self.slots] == self.target
-        return 0 if self.ready.all() else len(self.ready) - int(np.count_nonzero(self.ready))
+        return not self.ready.all()
 
     def missing(self) -> dict[int, SequenceState]:
         """Return the sequences without a mask by row, as of the last `look`."""
@@ -130,7 +127,7 @@ class StepPart:
         """Drop the rows without a mask, as of the last `look`."""
         self.states = self.ready_states()
         self.rows, self.slots, self.target = self.rows[self.ready], self.slots[self.ready], self.target[self.ready]
-        self.ready = np.ones(len(self.rows), np.bool_)
+        self.ready = self.ready[self.ready]
 
     def send_tokens(self, tokens: NDArray[np.int32]) -> None:
         """Write one new token per row and request the next masks. All masks of the previous step are ready.
@@ -139,41 +136,27 @@ class StepPart:
             tokens: int32 `[rows of the whole step]`.
         """
         self.target += 1
-        self.table.tokens[self.slots, 0] = tokens[self.rows]
+        self.table.tokens[self.slots] = tokens[self.rows]
         self.table.target[self.slots] = self.target
-        self._fill = self._fill or self.worker.fill_request(self.slots)
-        self.worker.queue(self._fill)
+        self._fill = self._fill or _fill(self.slots)
+        self.worker.requests.append(self._fill)
 
     def send_outputs(self, outputs: StepOutputs) -> None:
         """Send the new tokens of each row's output, and request the masks that were not requested yet."""
         table, slots = self.table, self.slots
         self.target = table.target[slots]
         new = outputs.lengths[self.rows] - (self.target & POSITION)
-        written = (new == 1) & (table.ready[slots] == self.target)
-        if written.all():
+        usual = (new == 1) & (table.ready[slots] == self.target)
+        if usual.all():
             self.send_tokens(outputs.last)
             return
-        table.tokens[slots[written], 0] = outputs.last[self.rows[written]]
-        for index in np.flatnonzero(~written & (new != 0)).tolist():
-            written[index] = self._write(index, int(new[index]), outputs.tokens[self.rows[index]])
-        if written.any():
-            table.target[slots[written]] += new[written]
-            self.worker.queue(self.worker.fill_request(slots[written]))
+        for index in np.flatnonzero(~usual & (new != 0)).tolist():
+            self.worker.edit(self.states[index])
+        if usual.any():
+            table.tokens[slots[usual]] = outputs.last[self.rows[usual]]
+            table.target[slots[usual]] += 1
+            self.worker.requests.append(_fill(slots[usual]))
         self.target = table.target[slots]
-
-    def _write(self, index: int, new: int, tokens: Sequence[int]) -> bool:
-        """Write several new tokens into the table and return True. If that is impossible, send a message.
-
-        Args:
-            new: how many tokens are new; negative if the output has become shorter.
-            tokens: the output.
-        """
-        slot = self.slots[index]
-        if 1 <= new <= MAX_NEW_TOKENS and self.table.ready[slot] == self.target[index]:
-            self.table.tokens[slot, :new] = tokens[-new:]
-            return True
-        self.worker.edit(self.states[index], len(tokens))
-        return False
 
 
 class WorkerConnection:
@@ -185,9 +168,6 @@ class WorkerConnection:
         segment: the memory of the table.
     """
 
-    look_ahead = False
-    """Ask for forced tokens. Set by the dispatcher."""
-
     def __init__(self, name: str, pid: int, channel: Channel, segment: Segment) -> None:
         self.name = name
         self.pid = pid
@@ -198,12 +178,11 @@ class WorkerConnection:
         self.loaded: set[str] = set()
         """Keys of the grammars that the worker has."""
         self._segment = segment
-        self._seconds_taken = 0.0
         # Last freed, first used: few pages of the segment are ever touched.
         self._free_slots = list(range(len(self.table.target) - 1, -1, -1))
         self._leaving: list[int] = []
         """Freed slots that the worker may not have handled yet."""
-        self._requests: list[Request] = []
+        self.requests: list[Request] = []
         """The next frame."""
 
     # slots
@@ -224,29 +203,31 @@ class WorkerConnection:
         seconds = grammar.mask_seconds
         if grammar.key not in self.loaded:
             self.loaded.add(grammar.key)
-            self.queue(Load(grammar.key, grammar.backend, encode(grammar.constraint), grammar.dumped))
-            seconds += _LOAD_SECONDS
+            self.requests.append(Load(grammar.key, grammar.backend, encode(grammar.constraint), grammar.dumped))
+            seconds += SLOW_SECONDS  # it is filled after quick rows
         self.sequences[slot] = state
         state.worker, state.slot, state.waiting_since = self, slot, 0.0
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
         opened = Open(slot, version, grammar.key, parent_slot, tokens, sequence.request_id, sequence.budget, seconds)
-        self.queue(opened)
+        self.requests.append(opened)
 
-    def edit(self, state: SequenceState, start: int) -> None:
-        """Send a sequence's output in a message, because it changed or does not fit in the table: from position `start`
-        on, or from the first token that the worker may not know, whichever comes first."""
+    def edit(self, state: SequenceState) -> None:
+        """Send a sequence's output in a message, because it changed or does not fit in the table: from the first token
+        that has changed or that the worker may not know."""
         output, ready = state.sequence.output_token_ids, int(self.table.ready[state.slot])
         filled, sent = ready & POSITION if ready >= 0 else 0, int(self.table.target[state.slot]) & POSITION
-        start = min(start, filled, sent, len(output))
+        start = min(filled, sent, len(output))
+        if state.changed_from is not None:
+            start, state.changed_from = min(start, state.changed_from), None
         tokens = list(output[start:])
-        self.queue(Edit(state.slot, self._next_version(state.slot, start + len(tokens)), start, tokens))
+        self.requests.append(Edit(state.slot, self._next_version(state.slot, start + len(tokens)), start, tokens))
 
     def _next_version(self, slot: int, length: int) -> int:
         """Request the mask after an output that is sent in a message. Returns the output's version."""
         target = int(self.table.target[slot])
-        edits = ~target if target < 0 else target >> 32
-        version = (edits + 1 << 32) + length
+        edits = ~target if target < 0 else target // EDIT
+        version = (edits + 1) * EDIT + length
         self.table.target[slot] = version
         return version
 
@@ -256,7 +237,7 @@ class WorkerConnection:
         del self.sequences[slot]
         version = freed(int(self.table.target[slot]))
         self.table.target[slot] = version
-        self.queue(Free(slot, version))
+        self.requests.append(Free(slot, version))
         self._leaving.append(slot)
         state.leave()
 
@@ -265,54 +246,32 @@ class WorkerConnection:
         found = self.loaded.intersection(keys)
         if found:
             self.loaded -= found
-            self.queue(Unload(list(found)))
+            self.requests.append(Unload(list(found)))
 
     # frames
-
-    def queue(self, request: Request) -> None:
-        """Add a request to the next frame."""
-        self._requests.append(request)
-
-    def fill_request(self, slots: NDArray[np.intp]) -> Fill:
-        """Return a request to fill `slots`. The caller has set their columns."""
-        return Fill(slots.astype(np.int32).tobytes(), self.look_ahead)
-
-    def pack(self) -> bytes:
-        """Encode the next frame; empty if there is nothing to send."""
-        if not self._requests:
-            return b""
-        frame = encode(self._requests)
-        self._requests = []
-        return frame
 
     def request_wakeup(self) -> None:
         """Have the worker send a message once it has filled what it was asked for."""
         self.table.mark["wake"] = 1
         self.channel.push()
 
-    def receive(self) -> Iterator[tuple[SequenceState, GuidedError]]:
-        """Read the answers that have arrived; yield the sequences that the worker failed."""
+    def receive(self) -> list[SequenceState]:
+        """Read the answers that have arrived. Returns the sequences that the worker failed, with their errors."""
+        failed = []
         while (frame := self.channel.receive()) is not None:
             try:
-                answer: Answer = _decode(frame)
+                answer = _decode(frame)
             except msgspec.MsgspecError:
-                continue  # not a worker's answer: if rows stay missing, the supervisor ends the worker
-            if isinstance(answer, Failed) and self._is_current(answer):
+                continue  # empty, or not a worker's: if rows stay missing, the supervisor ends the worker
+            state = self.sequences.get(answer.slot)
+            if state is not None and answer.version == self.table.target[state.slot]:
                 error = from_wire(answer.error)
                 error.add_note(f"on {self.name}")
-                yield self.sequences[answer.slot], error
-
-    def _is_current(self, failed: Failed) -> bool:
-        """Return whether a failure is about the sequence that holds the slot now."""
-        return failed.slot in self.sequences and failed.version == self.table.target[failed.slot]
+                state.error = state.error or error
+                failed.append(state)
+        return failed
 
     # progress
-
-    def take_seconds(self) -> float:
-        """Return the seconds that masks have taken since the last call."""
-        total = float(self.table.mark["seconds"][0])
-        taken, self._seconds_taken = total - self._seconds_taken, total
-        return taken
 
     def has_work(self) -> bool:
         """Return whether the worker was asked for a mask, or to free a slot, and has not done so. From any thread."""
@@ -340,8 +299,14 @@ class WorkerConnection:
         self._segment.close()
 
 
+def _fill(slots: NDArray[np.intp]) -> Fill:
+    """Return a request to fill `slots`. The caller has set their columns."""
+    return Fill(slots.astype(np.int32).tobytes())
+
+
 def send_all(workers: Collection[WorkerConnection]) -> None:
     """Send every worker its next frame, one right after the other: a worker that wakes up may take this CPU."""
-    packed = [(worker, frame) for worker in workers if (frame := worker.pack())]
-    for worker, frame in packed:
+    frames = [(worker, encode(worker.requests)) for worker in workers if worker.requests]
+    for worker, frame in frames:
+        worker.requests = []
         worker.channel.send(frame)

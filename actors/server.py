@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import msgspec
@@ -22,22 +23,18 @@ import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
-from actors.channel import WorkerEnd
-from actors.steps.protocol import (
+from actors.protocol import (
     EDIT,
     FAILED,
     IDLE,
     IMPORTING,
-    MAX_NEW_TOKENS,
     OK,
     POSITION,
     SLOW_SECONDS,
     STEERED,
-    Answer,
     Edit,
     Failed,
     Fill,
-    Filled,
     Free,
     Load,
     Open,
@@ -56,8 +53,8 @@ SECOND: Final = 1
 """The threads, by their place in the mark."""
 _STUCK_SECONDS = 0.002
 """The first thread is stuck if it has filled no row for this long."""
-_Wanted = tuple[int, list[int], bool]
-"""Version of a mask, its new tokens, and whether to look ahead for forced ones."""
+_Wanted = tuple[int, int]
+"""Version of a mask, and its newest token, if that is in the table."""
 _decode = Decoder(Constraint).decode
 _log = logging.getLogger(__name__)
 
@@ -70,12 +67,10 @@ class _Slot:
     request_id: str
     edit: int
     """The edit count of its output."""
-    opening: Open | None
     seconds: float
     """What its last mask took, or the estimate for the first."""
-    edits: list[Edit] = field(default_factory=list)
-    length: int = 0
-    """Number of output tokens that the worker knows."""
+    changes: list[Open | Edit] = field(default_factory=list)
+    """Not applied yet."""
     freed: int | None = None
     """Version of its `Free`, which came while the row was being filled."""
 
@@ -88,21 +83,28 @@ class StepServer:
         backends: load the grammars.
         end: connected to the engine.
         table: shared with the engine.
+        forced_tokens: look ahead for tokens without an alternative.
         give_up: called when the connection is lost; ends the process.
     """
 
     def __init__(
-        self, worker: MaskWorker, backends: Backends, end: WorkerEnd, table: SlotTable, give_up: Callable[[], object]
+        self,
+        worker: MaskWorker,
+        backends: Backends,
+        end: Connection[Any, Any],
+        table: SlotTable,
+        forced_tokens: bool,
+        give_up: Callable[[], object],
     ) -> None:
         self._worker = worker
         self._backends = backends
         self._end = end
         self._table = table
+        self._forced_tokens = forced_tokens
         self._give_up = give_up
         mark = table.mark
         self._busy, self._since = _items(mark["busy"][0]), _items(mark["since"][0])
-        self._filled, self._seconds = _items(mark["filled"]), _items(mark["seconds"])
-        self._ready, self._last_seconds = _items(table.ready), _items(table.seconds)
+        self._filled, self._ready, self._seconds = _items(mark["filled"]), _items(table.ready), _items(table.seconds)
         self._wake, self._mask = mark["wake"], table.mask
         self._lock = threading.Lock()
         """For the following. The second thread reads from `end` only while the first one fills a row."""
@@ -115,8 +117,6 @@ class StepServer:
         """Grammars of which no sequence was filled yet."""
         self._filling: list[int | None] = [None, None]
         """The slot that each thread fills."""
-        self._rows = 0
-        """Rows that the first thread has begun to fill."""
         self._news = threading.Event()
         """Set when a frame was handled; cleared by the second thread."""
         self._decode = Decoder(list[Request]).decode
@@ -132,8 +132,8 @@ class StepServer:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             loop()
-        except OSError as error:
-            _log.info("the step server ends: %s", error)
+        except (EOFError, OSError):
+            _log.info("the step server ends with its connection")
         except Exception:  # a bug: the engine would wait for a worker that stays up without answering
             _log.exception("the step server ends")
         self._give_up()
@@ -143,7 +143,7 @@ class StepServer:
     def _serve(self) -> None:
         """Body of the first thread."""
         while True:
-            frame = self._end.receive()
+            frame = self._end.recv_bytes()
             with self._lock:
                 self._handle_frame(frame)
             self._news.set()
@@ -154,71 +154,54 @@ class StepServer:
     def _relieve(self) -> None:
         """Body of the second thread."""
         while True:
-            self._news.wait()
-            self._news.clear()
-            while True:
-                while self._fill_next(SECOND):
-                    pass
-                with self._lock:  # a row may have been left because of its grammar
-                    if not self._slow and not self._quick and self._filling[FIRST] is None:
-                        break
-                self._watch_first()
-            self._wake_engine()
-
-    def _watch_first(self) -> None:
-        """Wait for a moment. If the first thread is stuck in one row all the time, fill quick rows until it is not."""
-        begun = self._rows
-        time.sleep(_STUCK_SECONDS)
-        while self._is_stuck(begun):
-            if not self._fill_next(SECOND, begun):
+            if self._fill_next(SECOND):
+                continue
+            with self._lock:  # rows may have been left because of their grammar
+                is_done = not self._slow and not self._quick and self._filling[FIRST] is None
+                is_stuck = self._is_stuck()
+            if is_done or is_stuck:
                 self._wake_engine()
-                self._end.wait(_STUCK_SECONDS)
+            if is_done:
+                self._news.wait()
+                self._news.clear()
+            elif is_stuck:
+                self._end.poll(_STUCK_SECONDS)
+            else:
+                time.sleep(_STUCK_SECONDS)
 
-    def _is_stuck(self, begun: int) -> bool:
-        """Return whether the first thread is still in the row that was the last one when it had begun `begun` rows."""
-        return self._rows == begun and self._filling[FIRST] is not None
+    def _is_stuck(self) -> bool:
+        """Return whether the first thread is stuck in a row. With the lock, it then does not read from `end`."""
+        return self._filling[FIRST] is not None and time.monotonic() - self._since[FIRST] > _STUCK_SECONDS
 
-    def _fill_next(self, thread: int, begun: int = -1) -> bool:
-        """Fill the next row that a thread may fill. Returns whether there was one.
-
-        Args:
-            begun: for the second thread: see `_is_stuck`.
-        """
+    def _fill_next(self, thread: int) -> bool:
+        """Fill the next row that a thread may fill. Returns whether there was one."""
         with self._lock:
-            self._finish(thread)
-            found = self._next(thread, begun)
+            last, self._filling[thread] = self._filling[thread], None
+            if last is not None and (version := self._slots[last].freed) is not None:
+                self._free(last, version)
+            found = self._next(thread)
             if found is None:
                 return False
             slot, wanted = found
             state = self._slots[slot]
-            opening, edits = state.opening, state.edits
-            if opening is not None or edits:
-                state.opening, state.edits = None, []
+            changes = state.changes
+            if changes:
+                state.changes = []
             self._filling[thread] = slot
-            if thread == FIRST:
-                self._rows += 1
-        self._fill(thread, slot, state, wanted, opening, edits)
+            self._since[thread] = time.monotonic()
+        self._fill(thread, slot, state, wanted, changes)
         return True
 
-    def _finish(self, thread: int) -> None:
-        """Note that a thread no longer fills its row. Handle a `Free` that came meanwhile."""
-        slot = self._filling[thread]
-        if slot is not None:
-            self._filling[thread] = None
-            version = self._slots[slot].freed
-            if version is not None:
-                self._free(slot, version)
-
-    def _next(self, thread: int, begun: int) -> tuple[int, _Wanted] | None:
+    def _next(self, thread: int) -> tuple[int, _Wanted] | None:
         """Choose the next row. Each thread avoids the grammar that the other one uses."""
         other = self._filling[1 - thread]
         if thread == FIRST:
             choices = [self._quick]
         elif other is None:  # quick rows that the first thread has left, because of their grammar
             choices = [self._slow, self._quick]
-        elif self._is_stuck(begun):
-            while (frame := self._end.receive(wait=False)) is not None:
-                self._handle_frame(frame)
+        elif self._is_stuck():
+            while self._end.poll(0):
+                self._handle_frame(self._end.recv_bytes())
             choices = [self._quick]
         else:
             choices = [self._slow]
@@ -235,11 +218,11 @@ class StepServer:
 
     # requests
 
-    def _handle_frame(self, frame: bytes | None) -> None:
+    def _handle_frame(self, frame: bytes) -> None:
         try:
-            requests: list[Request] = self._decode(frame or b"")
+            requests: list[Request] = self._decode(frame)
         except msgspec.MsgspecError as error:
-            _log.error("dropped a frame of %d bytes that holds no requests: %s", len(frame or b""), error)
+            _log.error("dropped a frame of %d bytes that holds no requests: %s", len(frame), error)
             return
         for request in requests:
             self._handle(request)
@@ -247,18 +230,16 @@ class StepServer:
     def _handle(self, request: Request) -> None:
         match request:
             case Fill():
-                self._want_all(np.frombuffer(request.slots, np.int32), request.look_ahead)
+                self._want_all(np.frombuffer(request.slots, np.int32))
             case Edit():
                 state = self._slots[request.slot]
-                state.edits.append(request)
+                state.changes.append(request)
                 state.edit = request.version // EDIT
-                self._want(request.slot, state, (request.version, [], False))
-                self._table.forced[request.slot] = -1
+                self._want(request.slot, state, (request.version, -1))
             case Open():
-                state = _Slot(request.grammar, request.request_id, request.version // EDIT, request, request.seconds)
+                state = _Slot(request.grammar, request.request_id, request.version // EDIT, request.seconds, [request])
                 self._slots[request.slot] = state
-                self._want(request.slot, state, (request.version, [], False))
-                self._table.forced[request.slot] = -1
+                self._want(request.slot, state, (request.version, -1))
             case Free():
                 self._quick.pop(request.slot, None)
                 self._slow.pop(request.slot, None)
@@ -273,20 +254,19 @@ class StepServer:
                     self._unloaded.pop(key, None)
                     self._worker.uninstall(key)
 
-    def _want_all(self, slots: NDArray[np.int32], look_ahead: bool) -> None:
+    def _want_all(self, slots: NDArray[np.int32]) -> None:
         """Note the masks that are to be filled."""
         table = self._table
-        for slot, target, tokens in zip(
-            slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
-        ):
+        targets, tokens = table.target[slots].tolist(), table.tokens[slots].tolist()
+        for slot, target, token in zip(slots.tolist(), targets, tokens, strict=True):
             state = self._slots.get(slot)
             if state is not None and target // EDIT == state.edit:  # if not, `Edit` or `Free` follows
-                self._want(slot, state, (target, tokens, look_ahead))
+                self._want(slot, state, (target, token))
 
     def _want(self, slot: int, state: _Slot, wanted: _Wanted) -> None:
         self._quick.pop(slot, None)
         self._slow.pop(slot, None)
-        rows = self._slow if state.seconds > SLOW_SECONDS else self._quick
+        rows = self._slow if state.seconds >= SLOW_SECONDS else self._quick
         rows[slot] = wanted
 
     def _free(self, slot: int, version: int) -> None:
@@ -297,27 +277,27 @@ class StepServer:
 
     # one row
 
-    def _fill(
-        self, thread: int, slot: int, state: _Slot, wanted: _Wanted, opening: Open | None, edits: list[Edit]
-    ) -> None:
-        table, (target, tokens, look_ahead) = self._table, wanted
-        started = time.monotonic()
-        self._since[thread] = started
+    def _fill(self, thread: int, slot: int, state: _Slot, wanted: _Wanted, changes: list[Open | Edit]) -> None:
+        table, (target, token) = self._table, wanted
+        started = self._since[thread]
         self._busy[thread] = slot
         try:
-            if opening is not None:
-                self._open(thread, opening)
-                state.length = len(opening.tokens)
-            for edit in edits:
-                self._worker.edit(slot, edit.start, edit.tokens)
-                state.length = edit.start + len(edit.tokens)
-            error = self._advance(slot, state, target & POSITION, tokens)
+            for change in changes:
+                if isinstance(change, Open):
+                    self._open(thread, change)
+                else:
+                    self._worker.edit(slot, change.start, change.tokens)
+            known, length = self._worker.length(slot), target & POSITION
+            if length - known in (0, 1):
+                error = self._worker.fill(slot, [token][: length - known], self._mask[slot])
+            else:
+                error = BackendError(f"the worker knows {known} output tokens of slot {slot}, not {length}")
         except GuidedError as raised:
             error = raised
-        if error is None and look_ahead:
+        if error is None and self._forced_tokens:
             self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
         seconds = time.monotonic() - started
-        state.seconds = self._last_seconds[slot] = seconds
+        state.seconds = self._seconds[slot] = seconds
         if error is None:
             if slot in self._worker.steered:
                 table.status[slot] = STEERED
@@ -325,9 +305,8 @@ class StepServer:
         else:
             table.status[slot] = FAILED
             _log.warning("request %s (slot %d) failed: %s: %s", state.request_id, slot, error.code, error)
-            self._send(Failed(slot, target, to_wire(error)))
+            self._send(encode(Failed(slot, target, to_wire(error))))
         self._busy[thread] = IDLE
-        self._seconds[0] += seconds
         self._filled[0] += 1
 
     def _open(self, thread: int, opening: Open) -> None:
@@ -343,25 +322,16 @@ class StepServer:
             self._unloaded.pop(load.key, None)
         self._worker.open(opening.slot, opening.grammar, opening.parent, opening.tokens, opening.budget)
 
-    def _advance(self, slot: int, state: _Slot, length: int, tokens: list[int]) -> GuidedError | None:
-        """Fill the mask after an output of `length` tokens, of which `tokens` are the last ones."""
-        new = length - state.length
-        if not 0 <= new <= MAX_NEW_TOKENS:
-            return BackendError(f"the worker knows {state.length} output tokens of slot {slot}, not {length}")
-        state.length = length
-        return self._worker.fill(slot, tokens[:new], self._mask[slot])
-
     # answers
 
     def _wake_engine(self) -> None:
         if self._wake[0]:
             self._wake[0] = 0
-            self._send(Filled())
+            self._send(b"")
 
-    def _send(self, answer: Answer) -> None:
-        """Send an answer. Raises `OSError` if the engine does not read, or is gone."""
+    def _send(self, answer: bytes) -> None:
         with self._sending:
-            self._end.send(encode(answer))
+            self._end.send_bytes(answer)
 
 
 def _items(column: NDArray[Any]) -> Any:

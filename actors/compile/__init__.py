@@ -1,1 +1,0 @@
-"""Compilation of constraints. `grammars.Grammars` compiles them, caches the results and has mask actors load them."""

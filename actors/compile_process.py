@@ -1,0 +1,320 @@
+"""Compile processes: the fork server that starts them, one process at work, and the program that both run.
+
+Importing the grammar libraries and reading a large vocabulary takes up to ten seconds. So one process, the fork server,
+does it once (`python -m actors.compile_process`), and every compile process is a fork of it, ready within hundredths of
+a second. A compile process that had to be killed is replaced at once, and the memory that a constraint left behind is
+gone with it. The fork server has one thread and never compiles a user's constraint.
+
+The control socket of the fork server carries sockets in, and a number for each out: it starts a compile process on the
+socket. That socket carries `CompileRequest`s in and `CompileResult`s out. Nothing in `ForkServer` and `CompileProcess`
+relies on the other process to behave: every wait has a deadline, and ends with a kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import psutil
+from msgspec.msgpack import Decoder, encode
+
+from actors.processes import CALL_SECONDS, START_SECONDS, enter_session, kill, resident_bytes
+from guided.backends import BACKENDS, Backends
+from guided.backends.without_torch import leave_out_torch
+from guided.compilation import compile_with
+from guided.constraint import Constraint
+from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge, UnsupportedConstraint, Wire, to_wire
+from guided.process_memory import give_back_free_memory
+from guided.vocabulary import Vocabulary
+
+_POLL_SECONDS = 0.01
+"""Between two readings of a process's memory and time."""
+_TRANSFER_TIMEOUT = struct.pack("ll", 5, 0)
+"""struct timeval: 5 s. A process that takes or sends nothing for longer in the middle of a message is frozen."""
+_NUMBER = struct.Struct("<q")
+"""An answer of the fork server: the pid of a compile process, or a negative errno. The first says that it is warm."""
+_PR_SET_PDEATHSIG = 1
+_NICENESS = 10
+"""A compilation takes seconds of a core: the engine and the masks have precedence."""
+_WARM_UP = (
+    Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
+    Constraint.regex(r"\d\w\s"),  # Unicode classes take half a second, once per process
+    Constraint.grammar('start: "a"'),
+    Constraint.grammar('root ::= "a"'),
+)
+_log = logging.getLogger(__name__)
+
+
+class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
+    """Compile `constraint` with `backend`; reject the grammar if it is larger than `max_bytes`."""
+
+    constraint: Constraint
+    backend: str
+    max_bytes: int
+
+
+class CompileResult(msgspec.Struct, array_like=True):
+    """An error, or the serialized grammar."""
+
+    error: Wire | None = None
+    nbytes: int = 0
+    """Memory of the grammar in a process that has loaded it, as measured here."""
+    dumped: bytes = b""
+    checked: list[str] = []
+    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    mask_seconds: float = 0.0
+    """Seconds that the first mask took."""
+
+
+# the engine's side
+
+
+class ForkServer:
+    """The warm process that compile processes are forks of. Started when first needed, and again when it is lost.
+
+    It dies with the thread that started it, and its forks die with it: threads that call `fork` live until `close`.
+    """
+
+    def __init__(self, vocabulary: bytes) -> None:
+        self._vocabulary = os.memfd_create("vocabulary")
+        weakref.finalize(self, os.close, self._vocabulary)
+        with open(self._vocabulary, "wb", closefd=False) as file:
+            file.write(vocabulary)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control = socket.socket()
+        self._closed = False
+        self.started = time.monotonic()
+        """`time.monotonic()` when the fork server was last ready."""
+
+    def fork(self) -> CompileProcess:
+        """Start a compile process.
+
+        Raises:
+            OSError: not possible now: out of memory, or the fork server does not start.
+        """
+        with self._lock, contextlib.ExitStack() as undo:
+            if self._closed:
+                raise OSError("the fork server was closed")
+            undo.callback(self._discard)
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            pid = self._answer(CALL_SECONDS)
+            undo.pop_all()
+            if pid < 0:
+                ours.close()
+                raise OSError(-pid, os.strerror(-pid))
+            try:
+                return CompileProcess(pid, ours)
+            except psutil.NoSuchProcess:
+                raise OSError("the compile process ended") from None
+
+    def close(self) -> None:
+        """End the fork server, and with it all its forks, for good."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()  # without the lock: another thread may wait in `fork` until the process is warm
+        with self._lock:
+            self._discard()
+
+    def _start(self) -> None:
+        self._discard()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        descriptors = (theirs.fileno(), self._vocabulary)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "actors.compile_process", *map(str, descriptors), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env={**os.environ, **one_thread, **path},
+            )
+        self._answer(START_SECONDS)
+        self.started = time.monotonic()
+
+    def _answer(self, seconds: float) -> int:
+        """Wait for an answer of the fork server."""
+        self._control.settimeout(seconds)
+        answer = self._control.recv(_NUMBER.size)
+        if not answer:
+            raise ConnectionResetError("the fork server of the compile processes ended")
+        return int(*_NUMBER.unpack(answer))
+
+    def _discard(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._control.close()
+
+
+class CompileProcess:
+    """One compile process. Used by one thread at a time."""
+
+    def __init__(self, pid: int, jobs: socket.socket) -> None:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            jobs.setsockopt(socket.SOL_SOCKET, option, _TRANSFER_TIMEOUT)
+        self._jobs = Connection(jobs.detach())
+        self._decode = Decoder(CompileResult).decode
+        self._process = psutil.Process(pid)
+        self._fresh = resident_bytes(self._process)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process waits for a request. Only meaningful between two requests."""
+        return not self._jobs.poll(0)
+
+    @property
+    def growth(self) -> int:
+        """Growth of its resident memory since its fork, in bytes."""
+        return resident_bytes(self._process) - self._fresh
+
+    def compile(self, request: CompileRequest, deadline: float, memory_bytes: int) -> CompileResult:
+        """Have the process compile a constraint. If this raises, the process has to be killed.
+
+        Args:
+            deadline: `time.monotonic()` until which to wait.
+            memory_bytes: limit of the growth of the process's resident memory since its fork.
+
+        Raises:
+            CompileTimeout, ConstraintTooLarge: a limit was exceeded.
+            BackendError: the process ended: it crashed, or was killed from outside.
+        """
+        try:
+            self._jobs.send_bytes(encode(request))
+            while not self._jobs.poll(min(_POLL_SECONDS, deadline - time.monotonic())):
+                if self.growth > memory_bytes:
+                    raise ConstraintTooLarge(
+                        f"compiling this constraint with {request.backend} took more than {memory_bytes >> 20} MiB of "
+                        "memory; try a smaller one, or another backend"
+                    )
+                if time.monotonic() >= deadline:
+                    raise CompileTimeout("")
+            result: CompileResult = self._decode(self._jobs.recv_bytes())
+        except BlockingIOError:
+            raise CompileTimeout("") from None
+        except (EOFError, OSError):
+            raise BackendError("compiling this constraint ended its process") from None
+        return result
+
+    def kill(self) -> None:
+        """Kill the process. Idempotent."""
+        self._jobs.close()
+        kill(self._process)
+
+
+# the program
+
+
+def _die_with(parent: int) -> None:
+    """Have this process killed when the thread that started it ends. Exit now if it has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _warm(backends: Backends) -> None:
+    """Load every library and compile with it, so that the forks share what a library computes once and keeps."""
+    for name, adapter in BACKENDS.items():
+        try:
+            backends[name]
+            for constraint in _WARM_UP:
+                if constraint.kind in adapter.kinds:
+                    with contextlib.suppress(UnsupportedConstraint):  # no backend has both formats of grammars
+                        compile_with(backends, constraint, name).grammar.dump()
+        except BaseException:  # requests for this backend get the error
+            _log.exception("backend %s cannot be loaded", name)
+
+
+def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
+    try:
+        compiled = compile_with(backends, request.constraint, request.backend)
+        dumped, checked = compiled.grammar.dump(), list(compiled.grammar.checked)
+        size = max(compiled.nbytes, len(dumped))
+        if size > request.max_bytes:
+            raise ConstraintTooLarge(
+                f"the compiled constraint takes {size >> 20} MiB with {request.backend}; "
+                f"the limit is {request.max_bytes >> 20} MiB"
+            )
+    except Exception as error:
+        return CompileResult(to_wire(error))
+    return CompileResult(None, size, dumped, checked, compiled.mask_seconds)
+
+
+def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> None:
+    """Compile one request after the other until the other end of the socket `jobs` is closed."""
+    _die_with(fork_server)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.nice(_NICENESS)
+    enter_session()
+    connection, decode = Connection(jobs), Decoder(CompileRequest).decode
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            connection.send_bytes(encode(_compile(backends, decode(connection.recv_bytes()))))
+            gc.collect()
+            give_back_free_memory()
+
+
+def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> None:
+    """Warm up, then answer commands until the other end of `control` is closed."""
+    _die_with(parent)
+    enter_session()  # loading the libraries takes seconds of a core too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # compile processes that end leave nothing behind
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of half a gigabyte takes seconds
+    os.dup2(2, 1)
+    leave_out_torch()
+    backends = Backends(Vocabulary.from_bytes(Path(f"/proc/self/fd/{vocabulary}").read_bytes()))
+    os.close(vocabulary)
+    _warm(backends)
+    gc.collect()
+    gc.freeze()  # in a fork, a collection would touch, and so copy, every object
+    control.send(_NUMBER.pack(0))
+    fork_server = os.getpid()
+    while True:
+        command, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not command:
+            return
+        (jobs,) = descriptors
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if pid == 0:
+            try:
+                control.close()
+                _run_compile_process(backends, jobs, fork_server)
+            except BaseException:
+                _log.exception("a compile process failed")
+            finally:
+                os._exit(0)
+        os.close(jobs)
+        control.send(_NUMBER.pack(pid))
+
+
+if __name__ == "__main__":
+    _control, _vocabulary, _parent = map(int, sys.argv[1:])
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the engine is gone
+        _run_fork_server(socket.socket(fileno=_control), _vocabulary, _parent)

@@ -1,0 +1,235 @@
+"""Compiler: compiles constraints in processes that can be killed, first come first served, and caches the grammars.
+
+It runs in the engine's process. Native code runs in the compile processes only. Mask actors load a grammar from its
+bytes at first use.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from actors.compile_process import CompileProcess, CompileRequest, CompileResult, ForkServer
+from actors.processes import RETRY_SECONDS
+from guided.backends import BACKENDS
+from guided.compilation import conclusion, grammar_key, is_about_backend
+from guided.constraint import Constraint
+from guided.cpus import available_cpus
+from guided.errors import (
+    BackendError,
+    CompileQueueFull,
+    CompileTimeout,
+    GuidedError,
+    PoolUnavailable,
+    bounded,
+    from_wire,
+)
+from guided.pools.grammar_cache import CacheKey, GrammarCache, cache_key
+from guided.pools.options import RayPoolOptions
+from guided.pools.protocol import BackendStatus, Grammar
+from guided.vocabulary import Vocabulary
+
+_RESERVE = 0.1
+"""Share of the time limit kept for each backend that may still be tried: most reject, or finish, in far less."""
+_MAX_GROWTH_BYTES = 64 << 20
+"""A process that has grown by more than this is replaced after its constraint."""
+_log = logging.getLogger(__name__)
+
+
+class _Task(NamedTuple):
+    """A constraint that waits for a process."""
+
+    constraint: Constraint
+    backends: Sequence[str]
+    key: CacheKey
+    future: Future[Grammar]
+    submitted: float
+    """`time.monotonic()`."""
+
+
+class Compiler:
+    """Warm compile processes, a thread for each constraint that is being compiled, and the cache of grammars.
+
+    Its methods may be called from any thread.
+
+    Args:
+        when_unused: called with the keys of the grammars that the cache has dropped, if any.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, options: RayPoolOptions, when_unused: Callable[[Collection[str]], None]
+    ) -> None:
+        self._limits = options.compile_limits
+        self._max_compiling = options.max_compiling
+        self._when_unused = when_unused
+        self._lock = threading.Lock()
+        self._cache = GrammarCache(options.max_cache_bytes)
+        self.compiling = 0
+        """Number of constraints that are being compiled, or wait for it."""
+        self._crashes: Counter[str] = Counter()
+        self._timeouts: Counter[str] = Counter()
+        self._closing = threading.Event()
+        self._queue: queue.Queue[_Task | None] = queue.Queue()
+        self._fork_server = ForkServer(vocabulary.to_bytes())
+        self._idle: list[CompileProcess] = []
+        """The one that was used last is used next: under a light load there is one process."""
+        count = self._limits.processes or max(4, min(16, available_cpus()))
+        self._threads = [threading.Thread(target=self._work, args=(index,), daemon=True) for index in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+        """See `MaskPool.compile`. Returns at once."""
+        key = cache_key(constraint, backends)
+        refused: Future[Grammar] = Future()
+        with self._lock:
+            if self._closing.is_set():
+                refused.set_exception(_closed())
+                return refused
+            future, new = self._cache.acquire(key)
+            if not new:
+                return future
+            if self.compiling >= self._max_compiling:
+                full = CompileQueueFull(f"{self.compiling} constraints are being compiled or waiting: try again")
+                self._cache.fail(key, full)
+                refused.set_exception(full)
+                return refused
+            future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
+            self.compiling += 1
+        self._queue.put(_Task(constraint, backends, key, future, time.monotonic()))
+        return future
+
+    def release(self, grammar: Grammar) -> None:
+        """See `MaskPool.release`. Returns at once."""
+        with self._lock:
+            self._when_unused(self._cache.release(grammar))
+
+    def backends(self) -> list[BackendStatus]:
+        """Return how often each backend has crashed or exceeded a time limit."""
+        return [BackendStatus(name, self._crashes[name], self._timeouts[name]) for name in BACKENDS]
+
+    def close(self) -> None:
+        """End the processes. Constraints that wait or are being compiled fail with `PoolUnavailable`."""
+        with self._lock:
+            self._closing.set()
+        for _ in self._threads:
+            self._queue.put(None)
+        self._fork_server.close()
+        for thread in self._threads:
+            thread.join()
+
+    # the threads
+
+    def _work(self, index: int) -> None:
+        """Body of a thread: compile one constraint after the other."""
+        if index == 0 and (process := self._take()) is not None:  # warm up before the first constraint
+            self._idle.append(process)
+        while (task := self._queue.get()) is not None:
+            error: GuidedError | None = None
+            try:
+                grammar, nbytes = self._compile(task)
+            except GuidedError as raised:
+                error = raised
+            except Exception as raised:  # a bug here fails one constraint and does not end the thread
+                _log.exception("a constraint was not compiled")
+                error = BackendError(bounded(f"compiling failed: {raised!r}"))
+            with self._lock:
+                self.compiling -= 1
+                # Within the lock, so that no grammar is reported as unused after it was compiled again.
+                cache = self._cache
+                self._when_unused(cache.admit(grammar, nbytes) if error is None else cache.fail(task.key, error))
+            if error is None:
+                task.future.set_result(grammar)
+            else:
+                task.future.set_exception(error)
+
+    def _compile(self, task: _Task) -> tuple[Grammar, int]:
+        """Compile with the first backend that can enforce all of a constraint. Returns the grammar and its size."""
+        waited = time.monotonic() - max(task.submitted, self._fork_server.started)
+        if waited > self._limits.wait_seconds:
+            raise CompileQueueFull(
+                f"this constraint waited {waited:.0f} s for others that are compiled; try again later"
+            )
+        spent = 0.0
+        """Seconds, without the time that processes take to start."""
+        failed: list[tuple[str, GuidedError]] = []
+        for index, name in enumerate(task.backends):
+            process = self._take()
+            if process is None:
+                raise _closed()
+            share = 1 - _RESERVE * (len(task.backends) - index - 1)
+            began = time.monotonic()
+            request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
+            result = self._run(process, request, began + self._limits.seconds * share - spent)
+            spent += time.monotonic() - began
+            if isinstance(result, CompileResult):
+                grammar = Grammar(
+                    grammar_key(name, task.constraint),
+                    name,
+                    task.constraint,
+                    task.key,
+                    spent,
+                    checked=tuple(result.checked),
+                    mask_seconds=result.mask_seconds,
+                    dumped=result.dumped,
+                )
+                return grammar, result.nbytes
+            if isinstance(result, CompileTimeout):
+                result = CompileTimeout(
+                    f"compiling this constraint took more than {spent:.2g} s, at last with {name}; "
+                    "try a simpler one, or another backend"
+                )
+            if not is_about_backend(result):  # but about the constraint
+                raise result
+            failed.append((name, result))
+        raise conclusion(failed)
+
+    def _run(self, process: CompileProcess, request: CompileRequest, deadline: float) -> CompileResult | GuidedError:
+        """Compile with one backend. Returns the result, or why there is none."""
+        is_reusable = False
+        try:
+            result = process.compile(request, deadline, self._limits.memory_bytes)
+            is_reusable = process.growth <= _MAX_GROWTH_BYTES
+            return result if result.error is None else from_wire(result.error)
+        except GuidedError as error:
+            if self._closing.is_set():
+                raise _closed() from None
+            with self._lock:
+                self._timeouts[request.backend] += isinstance(error, CompileTimeout)
+                self._crashes[request.backend] += isinstance(error, BackendError)
+            if isinstance(error, BackendError):
+                _log.warning("%s, compiling with %s: %s", error, request.backend, request.constraint.key)
+            return error
+        finally:  # also if the answer is garbled
+            if is_reusable:
+                self._idle.append(process)
+            else:
+                process.kill()
+
+    def _take(self) -> CompileProcess | None:
+        """Return an idle process, or a new one. None: the compiler is being closed."""
+        while not self._closing.is_set():
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                try:
+                    return self._fork_server.fork()
+                except OSError as error:
+                    if not self._closing.is_set():
+                        _log.error("cannot start a compile process, will try again: %s", error)
+                        self._closing.wait(RETRY_SECONDS)
+            else:
+                if process.alive:
+                    return process
+                process.kill()
+        return None
+
+
+def _closed() -> PoolUnavailable:
+    return PoolUnavailable("the pool is shut down")

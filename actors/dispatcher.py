@@ -1,0 +1,374 @@
+"""Dispatcher: sends each step to the workers that are up, and collects the masks.
+
+Used from the engine's thread, except `announce`. Supervisors announce workers that come and go: this takes effect at
+the next call, or within a millisecond if `collect` waits.
+
+A sequence is opened on the worker with the fewest open sequences, and stays there until it ends or the worker does.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.connection import SequenceState, StepOutputs, StepPart, WorkerConnection, send_all
+from actors.protocol import FREE, STEERED
+from guided.backends import BACKENDS
+from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
+from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
+from guided.sequence import GuidedSequence
+
+_LOOK_SECONDS = 0.001
+"""Poll interval while waiting for masks, workers and slots: a worker that finishes just before `wake` is set sends no
+message."""
+_LEAST_DEATHS = 2
+"""A grammar is not rejected before this many workers have died with its first mask: one may be killed by anything."""
+
+
+class _Step:
+    """One step's rows."""
+
+    def __init__(self, sequences: Sequence[GuidedSequence]) -> None:
+        self.sequences = sequences
+        self.parts: list[StepPart] = []
+        self.waiting: dict[int, SequenceState] = {}
+        """Rows of sequences that no worker can take now."""
+        self.failed: dict[int, GuidedError] = {}
+        self.all_ready = False
+        """Set by `collect`."""
+
+    def look(self) -> dict[int, SequenceState]:
+        """Compare the versions; return the undecided rows."""
+        undecided = dict(self.waiting)
+        for part in self.parts:
+            if part.look():
+                self._sort(part, undecided)
+        return undecided
+
+    def take(self, part: StepPart) -> None:
+        """Take the rows without a mask out of a part: its worker has ended."""
+        part.look()
+        self._sort(part, self.waiting)
+        part.keep_ready()
+
+    def _sort(self, part: StepPart, undecided: dict[int, SequenceState]) -> None:
+        """Add the rows without a mask to `failed` or to `undecided`."""
+        for row, state in part.missing().items():
+            if state.error is None:
+                undecided[row] = state
+            else:
+                self.failed[row] = state.error
+
+
+class Dispatcher:
+    """Sequences on workers, and the steps between them. Implements the step methods of `MaskPool`.
+
+    Args:
+        pool_wait: seconds that a sequence waits for a worker before it fails with `PoolUnavailable`.
+        max_replays: how often a sequence is opened again after a worker died while it filled the sequence's mask.
+        forced_tokens: workers look ahead where a mask allows only one token.
+    """
+
+    def __init__(self, pool_wait: float, max_replays: int, forced_tokens: bool = False) -> None:
+        self._forced_tokens = forced_tokens
+        self._pool_wait = pool_wait
+        self._max_replays = max_replays
+        self.workers: list[WorkerConnection] = []
+        """Those that are up."""
+        self._sequences: dict[int, SequenceState] = {}
+        self._step = _Step(())
+        self._late: set[SequenceState] = set()
+        """Sequences with a late mask, until a later step collects it or they are freed."""
+        self._changed: set[SequenceState] = set()
+        """Sequences that were edited, moved or failed since the last step."""
+        self._lost: dict[int, GuidedError] = {}
+        """Errors for `failures`, by sequence id."""
+        self._deaths: Counter[str] = Counter()
+        """Number of workers that died while they filled a first mask and no other row, by the grammar's key."""
+        self.replays = 0
+        """Sequences that outlived their worker and are opened on another one, since the start."""
+        self._events: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self._poller = select.poll()
+
+    # events
+
+    def announce(self, event: Callable[[], None]) -> None:
+        """Have the engine's thread call `event`, when it next uses the dispatcher, or waits. From any thread."""
+        self._events.append(event)
+
+    def _handle_events(self) -> None:
+        while self._events:
+            self._events.popleft()()
+
+    def add(self, worker: WorkerConnection) -> None:
+        """Take up a worker. Sequences may be opened on it."""
+        self.workers.append(worker)
+        self._poller.register(worker.channel.fd, select.POLLIN)
+
+    def end(self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", slot: int = FREE) -> None:
+        """Handle the end of a worker: its sequences fail, or are opened on another one when they are next wanted.
+
+        If its supervisor ended it because of a mask (time, memory), the sequence of that mask ends. If it died: with
+        `max_replays=0` every sequence with an open matcher ends; with `max_replays=n` one that was being filled at the
+        death of n + 1 workers.
+
+        Args:
+            error: for the sequences that are lost.
+            slot: of the row because of which its supervisor ended it, if it did.
+        """
+        if worker not in self.workers:
+            return
+        self._changed.update(worker.receive())  # what it answered before its end still counts
+        self._poller.unregister(worker.channel.fd)
+        self.workers.remove(worker)
+        marked = [state for state in worker.marked() if cause == "died" or state.slot == slot]
+        if cause == "died":
+            for state in marked:
+                state.deaths += 1
+                if len(marked) == 1 and not state.has_answered:  # with two, it need not be the cause
+                    self._deaths[state.grammar.key] += 1
+        for state in worker.sequences.values():
+            if cause != "died":
+                is_lost = state in marked
+            elif self._max_replays:
+                is_lost = state.deaths > self._max_replays
+            else:
+                is_lost = state in marked or state.has_answered
+            if is_lost:
+                self._fail(state, _error_of(state, error, marked))
+        for part in self._step.parts:
+            if part.worker is worker:
+                self._step.take(part)
+        for state in worker.sequences.values():
+            self.replays += state.error is None
+            state.leave()
+            self._changed.add(state)
+        worker.sequences.clear()
+        worker.close()
+
+    def _fail(self, state: SequenceState, error: GuidedError) -> None:
+        """Fail a sequence for another reason than a worker's answer. `failures` reports it."""
+        state.error = state.error or error
+        self._lost[state.sequence.sequence_id] = state.error
+        self._changed.add(state)
+
+    def close(self) -> None:
+        """Give up all connections and memory. Every open sequence is lost."""
+        self._closed = True
+        self._handle_events()
+        error = PoolUnavailable("the pool is shut down")
+        for state in self._sequences.values():
+            self._fail(state, error)
+        for worker in list(self.workers):
+            self.end(worker, error)
+
+    # sequences
+
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
+        """See `MaskPool.open`."""
+        self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar)
+
+    def free(self, sequence_ids: Collection[int]) -> None:
+        """See `MaskPool.free`."""
+        for sequence_id in sequence_ids:
+            self._lost.pop(sequence_id, None)
+            state = self._sequences.pop(sequence_id, None)
+            if state is not None:
+                self._late.discard(state)
+                self._changed.discard(state)
+                if state.worker is not None:
+                    state.worker.free(state)
+                state.error = state.error or BackendError("the sequence was freed before its mask was collected")
+        if not self._sequences:  # there may be no next step to send the messages with
+            send_all(self.workers)
+
+    def rollback(self, sequence_id: int, length: int) -> None:
+        """See `MaskPool.rollback`."""
+        state = self._sequences.get(sequence_id)
+        if state is not None and state.worker is not None:
+            state.changed_from = length if state.changed_from is None else min(state.changed_from, length)
+            self._changed.add(state)
+
+    def failures(self) -> dict[int, GuidedError]:
+        """See `MaskPool.failures`."""
+        self._handle_events()
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def placement(self) -> dict[int, set[int]]:
+        """Return the ids of the open sequences of each worker that is up, by the pid of its process."""
+        self._handle_events()
+        return {
+            worker.pid: {state.sequence.sequence_id for state in worker.sequences.values()} for worker in self.workers
+        }
+
+    # a step: out
+
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+        """See `MaskPool.submit`."""
+        self._handle_events()
+        previous = self._step
+        same = sequences is previous.sequences and type(sequences) is tuple
+        if same and previous.all_ready and not self._changed:
+            step = self._step = _Step(sequences)
+            step.parts = previous.parts
+        else:
+            step, new_tokens = self._assign(sequences), None
+        if new_tokens is not None:
+            for part in step.parts:
+                part.send_tokens(new_tokens)
+        elif step.parts:
+            outputs = StepOutputs(sequences)
+            for part in step.parts:
+                part.send_outputs(outputs)
+        send_all(self.workers)
+
+    def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
+        """Begin a step: open the sequences that have no worker, and group the rows by worker."""
+        step = self._step = _Step(sequences)
+        for changed in self._changed:
+            if changed.worker is not None and changed.changed_from is not None:
+                changed.worker.edit(changed)
+        self._changed.clear()
+        rows: dict[WorkerConnection, tuple[list[int], list[SequenceState]]] = {}
+        for row, sequence in enumerate(sequences):
+            state = self._sequences.get(sequence.sequence_id)
+            if state is None:
+                step.failed[row] = BackendError(f"sequence {sequence.sequence_id} is not open")
+                continue
+            if state.worker is None and state.error is None:
+                self._place(state)
+            if state.error is not None:
+                step.failed[row] = state.error
+            elif state.worker is None:
+                step.waiting[row] = state
+            else:
+                of_worker = rows.setdefault(state.worker, ([], []))
+                of_worker[0].append(row)
+                of_worker[1].append(state)
+        step.parts = [StepPart(worker, *of_worker) for worker, of_worker in rows.items()]
+        return step
+
+    def _place(self, state: SequenceState) -> None:
+        """Open a sequence on its parent's worker, or on the one with the fewest sequences, if one can take it now.
+
+        Fails a sequence that has waited for too long, or has a grammar that has ended workers.
+        """
+        if self._closed:
+            self._fail(state, PoolUnavailable("the pool is shut down"))
+            return
+        if self._deaths[state.grammar.key] >= max(_LEAST_DEATHS, self._max_replays + 1):
+            error = WorkerDied("this constraint ended several mask workers with its first mask: it is rejected")
+            error.retryable = False
+            self._fail(state, error)
+            return
+        parent = self._sequences.get(state.sequence.parent_id) if state.sequence.parent_id is not None else None
+        worker = parent.worker if parent is not None else None
+        if worker is None or not worker.has_slot():
+            able = [each for each in self.workers if each.has_slot()]
+            if not able:
+                state.waiting_since = state.waiting_since or time.monotonic()
+                if state.waited >= self._pool_wait:
+                    text = f"no mask worker could take the sequence for {self._pool_wait:g} s"
+                    self._fail(state, PoolUnavailable(text))
+                return
+            # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
+            # its sequences go to the last worker, and others avoid that worker as long as there are such sequences.
+            last, holds = self.workers[-1], _holds_lock(state)
+            apart = holds or any(map(_holds_lock, last.sequences.values()))
+            worker = min(able, key=lambda each: (apart and (each is last) != holds, len(each.sequences)))
+        worker.open(state, parent)
+
+    # a step: back
+
+    def collect(self, deadline: float | None = None) -> StepMasks:
+        """See `MaskPool.collect`."""
+        step = self._step
+        undecided = step.look()
+        if undecided:
+            undecided = self._wait_for_step(step, math.inf if deadline is None else time.monotonic() + deadline)
+        found = StepMasks(failed=step.failed)
+        ready_rows = 0
+        for part in step.parts:
+            table, slots, rows = part.table, part.slots[part.ready], part.rows[part.ready]
+            found.ready.append(ReadyMasks(table.mask, slots, rows, table.seconds))
+            if self._forced_tokens:
+                found.forced |= forced_runs(table.forced[slots], rows)
+            found.seconds += float(table.seconds[slots].sum())
+            ready_rows += len(rows)
+            for index in np.flatnonzero(table.status[part.slots] == STEERED).tolist():
+                part.states[index].sequence.steered = True
+            if self._late:
+                self._late.difference_update(part.ready_states())
+        step.all_ready = ready_rows == len(step.sequences)
+        found.late = sorted(undecided)
+        self._late.update(undecided.values())
+        return found
+
+    def _wait_for_step(self, step: _Step, deadline: float) -> dict[int, SequenceState]:
+        """Wait until every row is decided, or until `deadline`, a `time.monotonic()`. Returns the undecided rows."""
+        while True:
+            for worker in self.workers:
+                worker.request_wakeup()
+                self._changed.update(worker.receive())
+            self._handle_events()
+            for row, state in list(step.waiting.items()):
+                if state.worker is None and state.error is None:
+                    self._place(state)
+                if state.error is not None:
+                    step.failed[row] = state.error
+                elif state.worker is not None:
+                    step.parts.append(StepPart(state.worker, [row], [state]))
+                else:
+                    continue
+                del step.waiting[row]
+            send_all(self.workers)
+            undecided, now = step.look(), time.monotonic()
+            if not undecided or now >= deadline:
+                return undecided
+            polled = self._poller.poll(math.ceil(1000 * min(_LOOK_SECONDS, deadline - now)))
+            if any(happened & select.POLLHUP for _, happened in polled):  # a supervisor is about to announce its end
+                time.sleep(_LOOK_SECONDS)
+
+    def decided(self) -> list[int]:
+        """See `MaskPool.decided`."""
+        if not self._late:
+            return []
+        self._handle_events()
+        for worker in self.workers:
+            self._changed.update(worker.receive())
+        has_slot = any(worker.has_slot() for worker in self.workers)
+        return sorted(
+            state.sequence.sequence_id
+            for state in self._late
+            if state.error is not None
+            or state.is_ready
+            or (state.worker is None and (has_slot or state.waited >= self._pool_wait))
+        )
+
+
+def unload(workers: Collection[WorkerConnection], keys: Collection[str]) -> None:
+    """Have workers drop grammars that are not used any more."""
+    for worker in workers:
+        worker.unload(keys)
+
+
+def _holds_lock(state: SequenceState) -> bool:
+    """Return whether a sequence's backend holds the interpreter lock while it computes a mask."""
+    adapter = BACKENDS.get(state.grammar.backend)
+    return adapter is not None and adapter.holds_interpreter_lock
+
+
+def _error_of(state: SequenceState, error: GuidedError, marked: Sequence[SequenceState]) -> GuidedError:
+    """Return the error of a sequence that is lost. It is not retryable if its own mask ended the worker."""
+    if isinstance(error, WorkerDied) and state in marked:
+        error = WorkerDied(f"{error.message} while it computed this request's mask")
+        error.retryable = False
+    return error

@@ -1,0 +1,302 @@
+"""The driver's process: connects to Ray, and starts and calls actors there as the engine's process asks for it.
+
+A driver ends when the raylet is lost; the engine's process then starts another one. A driver ends with the
+engine's process, and a Ray that the driver has started ends with the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+import ray
+from ray._private import node, ray_constants, services, utils
+from ray._raylet import PlacementGroupID
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from actors.mask_actor import ANSWERS, MaskActor, forward
+from actors.processes import RETRY_SECONDS, START_SECONDS
+from actors.protocol import SegmentName, attach, connect
+from guided.errors import PoolUnavailable, bounded
+from guided.pools.options import NodePlacement
+
+Nodes = Sequence[Mapping[str, Any]]
+"""As `ray.nodes()` returns them."""
+_ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_groups={ANSWERS: 1})(MaskActor)
+# A result above this size would wait in the object store of the actor's node until this process asks for it. By default
+# it is 100 KB. The masks of 64 rows are 200 KB: a step takes 8 instead of 11 ms, of 256 rows 25 instead of 40.
+_ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
+"""The runtime environment of an actor that may be on another node."""
+_RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory", "node:", "ray.io/")
+"""Beginnings of the names of resources and labels that Ray sets itself."""
+_LEAST_CPUS = 0.001
+"""Ray (2.60) places actors that take nothing anywhere, whatever their strategy or labels."""
+
+
+def main() -> None:
+    """Serve the engine's process, over the socket with the descriptor in `sys.argv[1]`."""
+    engine: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    threading.Thread(target=_exit_with_engine, args=(engine,), daemon=True).start()
+    options, is_local, sys.argv[0] = engine.recv()
+    try:
+        if is_local:
+            _leave_out_processes()
+        ray.init(**options)
+        context = ray.get_runtime_context()
+        threading.Thread(target=_exit_with_raylet, args=(str(context.get_node_id()),), daemon=True).start()
+    except Exception as error:
+        engine.send((0, None, _described(error)))
+        return
+    engine.send((0, str(context.gcs_address), None))
+    Requests(engine).serve()
+    ray.shutdown()  # has no time limit: the engine's process kills this one
+
+
+def _exit_with_engine(engine: Connection[Any, Any]) -> None:
+    """Exit once the engine's process has ended. Waiting for Ray may take forever."""
+    poller = select.poll()
+    poller.register(engine.fileno(), 0)  # reports POLLHUP
+    poller.poll()
+    os._exit(1)
+
+
+def _exit_with_raylet(node_id: str) -> None:
+    """Exit once this node's raylet has ended: then no actor can be started, and the actors here have ended too."""
+    (found,) = (each for each in ray.nodes() if each["NodeID"] == node_id)
+    while True:
+        time.sleep(RETRY_SECONDS)
+        try:
+            socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), RETRY_SECONDS).close()
+        except ConnectionRefusedError:
+            os._exit(1)
+        except OSError:
+            pass
+
+
+class Requests:
+    """The requests of the engine's process: the public methods, by name. The engine gives each actor a number."""
+
+    def __init__(self, engine: Connection[Any, Any]) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._actors: dict[int, Any] = {}
+        self._ended: set[int] = set()
+
+    def serve(self) -> None:
+        """Handle requests until one of them is `close`."""
+        while True:
+            number, name, arguments = self._engine.recv()
+            if name == "close":
+                return
+            handle = (number, getattr(self, name), *arguments)
+            if name == "call":  # in order
+                self._answer(*handle)
+            else:  # these block as long as Ray's head is gone
+                threading.Thread(target=self._answer, args=handle, daemon=True).start()
+
+    def check_room(self, placement: NodePlacement, cpus: float, number: int) -> None:
+        """See `Cluster.check_room`."""
+        if placement.kind != "group":  # that has been reserved already
+            check_room(placement, cpus, number, ray.nodes(), str(ray.get_runtime_context().get_node_id()))
+
+    def create(
+        self, number: int, placement: NodePlacement, cpus: float, index: int, arguments: tuple[Any, ...]
+    ) -> Future[Any]:
+        """Start an actor. Returns its location, once it is up."""
+        actor = self._actors[number] = _ACTOR.options(**_ray_options(placement, cpus, index)).remote(*arguments)
+        if number in self._ended:
+            self.end(number)
+        location: Future[Any] = actor.location.remote().future()
+        return location
+
+    def call(self, number: int, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        """Call a method of an actor."""
+        if number not in self._actors:
+            raise RayActorError
+        future: Future[Any] = getattr(self._actors[number], method).remote(*arguments).future()
+        return future
+
+    def forward(self, number: int, path: str, segment: SegmentName) -> None:
+        """Forward the steps of an actor on another node. Returns when the engine can send the first one."""
+        actor, table = self._actors[number], attach(segment)
+        if table is None:
+            raise PoolUnavailable("the memory of the engine's process cannot be mapped")
+        collect = actor.collect.options(concurrency_group=ANSWERS)
+        forward(connect(path), table, actor.deliver.remote, lambda: ray.get(collect.remote()))
+
+    def end(self, number: int) -> None:
+        """Have Ray end an actor."""
+        self._ended.add(number)  # it may not be created yet
+        if (actor := self._actors.pop(number, None)) is not None:
+            ray.kill(actor)
+
+    def _answer(self, number: int, action: Callable[..., Any], *arguments: Any) -> None:
+        """Call `action`, and send its result. If that is a future: its result, once it has one."""
+        try:
+            result = action(*arguments)
+        except Exception as error:
+            self._send(number, None, _described(error))
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: self._answer(number, done.result))
+        else:
+            self._send(number, result, None)
+
+    def _send(self, number: int, result: Any, error: PoolUnavailable | None) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the engine's process has ended
+            self._engine.send((number, result, error))
+
+
+def _described(error: Exception) -> PoolUnavailable:
+    """Return an error that the engine's process can unpickle."""
+    if isinstance(error, PoolUnavailable):
+        return error
+    return PoolUnavailable(bounded(error.cause if isinstance(error, RayTaskError) else error))
+
+
+# where actors run
+
+
+def _ray_options(placement: NodePlacement, cpus: float, index: int) -> dict[str, Any]:
+    """Return the options of `ray.remote` that place mask actor `index` of a pool."""
+    if placement.kind == "local":
+        strategy = NodeAffinitySchedulingStrategy(str(ray.get_runtime_context().get_node_id()), soft=False)
+        return {"num_cpus": cpus, "scheduling_strategy": strategy}
+    options = {"num_cpus": cpus, "scheduling_strategy": "SPREAD", "runtime_env": _ELSEWHERE}
+    if placement.kind == "group":  # its first bundle is that of the engine
+        group = PlacementGroup(PlacementGroupID.from_hex(placement.value))
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1 + index)
+        return {**options, "scheduling_strategy": strategy}
+    if placement.kind == "resource":
+        return {**options, "resources": {placement.name: placement.amount}}
+    options["num_cpus"] = cpus or _LEAST_CPUS
+    return {**options, "label_selector": {placement.name: placement.value}} if placement.kind == "label" else options
+
+
+def check_room(placement: NodePlacement, cpus: float, number: int, nodes: Nodes, here: str) -> None:
+    """Check that nodes have room for `number` mask actors, whatever runs there now.
+
+    Args:
+        cpus: that Ray reserves for each actor.
+        here: the id of this process's node.
+
+    Raises:
+        PoolUnavailable: they have not; says what there is, and which options lower what the pool takes.
+    """
+    alive = [each for each in nodes if each["Alive"]]
+    found = [each for each in alive if _fits(each, placement, here)]
+    if not found:
+        raise PoolUnavailable(
+            f"no node of the Ray cluster has the {placement.kind} of placement {placement.text!r}: {_offers(alive)}"
+        )
+    needs = {name: amount for name, amount in (("CPU", cpus), (placement.name, placement.amount)) if amount}
+    room = sum(min(each["Resources"].get(name, 0) // needs[name] for name in needs) for each in found if needs)
+    if needs and room < number:
+        amounts = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
+        there = ", ".join(f"{sum(each['Resources'].get(name, 0) for each in found):g} {name}" for name in needs)
+        raise PoolUnavailable(
+            f"the pool reserves {amounts} for each of {number} mask actors, and the nodes of placement "
+            f"{placement.text!r} have {there}, enough for {room:g}: lower num_actors, actor_cpus or the amount in "
+            "placement"
+        )
+
+
+def _fits(found: Mapping[str, Any], placement: NodePlacement, here: str) -> bool:
+    match placement.kind:
+        case "local":
+            return bool(found["NodeID"] == here)
+        case "resource":
+            return bool(found["Resources"].get(placement.name, 0) >= placement.amount)
+        case "label":
+            return bool(found.get("Labels", {}).get(placement.name) == placement.value)
+    return True
+
+
+def _offers(nodes: Nodes) -> str:
+    """Say which resources and labels there are, without those that Ray sets itself."""
+    named = {f"{name}:{amount:g}": name for each in nodes for name, amount in each["Resources"].items()}
+    named |= {f"{name}={value}": name for each in nodes for name, value in each.get("Labels", {}).items()}
+    own = sorted(text for text, name in named.items() if not name.startswith(_RAYS_OWN))
+    return f"its {len(nodes)} nodes have {', '.join(own) or 'no resources or labels of their own'}"
+
+
+# a local Ray of few processes
+
+# `ray.init` also starts an autoscaler monitor, a log monitor, a dashboard and two agents of the raylet: five processes
+# of Python, 300 MB, and several seconds until the first actor starts. Nothing here uses them, and Ray has no option to
+# leave them out. The raylet needs its agents as processes, so each is replaced by a shell that waits for the raylet's
+# end. An agent writes the ports that it listens on to files; the raylet aborts if it finds an incomplete file. -1 is
+# none, as in Ray's own agents where the libraries of the dashboard are missing. The second agent is only asked to
+# prepare runtime environments, which the actors of a local Ray do not have.
+_AGENT = """
+for argument; do
+    case $argument in
+    --node-id=*) node=${argument#*=} ;;
+    --session-dir=*) session=${argument#*=} ;;
+    esac
+done
+for name in %s; do
+    file=$session/${name}_$node
+    printf %%s -1 >"$file.new" && mv "$file.new" "$file"
+done
+exec cat
+"""
+_AGENT_PORTS = {
+    ray_constants.PROCESS_TYPE_DASHBOARD_AGENT: "metrics_agent_port metrics_export_port dashboard_agent_listen_port",
+    ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT: "runtime_env_agent_port",
+}
+
+
+class _SmallNode(node.Node):  # type: ignore[misc]
+    def start_monitor(self) -> None:
+        pass
+
+    def start_log_monitor(self) -> None:
+        pass
+
+    def start_api_server(self, **_: object) -> None:
+        pass
+
+
+def _leave_out_processes() -> None:
+    """Have `ray.init` start the GCS server, the raylet and nothing else. It replaces functions of Ray (2.60)."""
+    get_node = services.get_node
+    python_command = services._build_python_executable_command_memory_profileable
+
+    def command(component: str, *arguments: Any, **more: Any) -> list[str]:
+        ports = _AGENT_PORTS.get(component)
+        if ports is None:
+            return list(python_command(component, *arguments, **more))
+        return ["/bin/sh", "-c", _AGENT % ports]
+
+    def wait_for_node(*arguments: Any) -> Any:
+        """Wait until the raylet has registered. Ray waits for 30 s, too short for a machine with a load of 15."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:  # not registered yet
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
+
+    node.Node = _SmallNode
+    services.get_node = wait_for_node
+    services._build_python_executable_command_memory_profileable = command
+    # This process would load the dashboard's libraries, to find out whether they are installed.
+    utils.get_dashboard_dependency_error = lambda: ImportError("the dashboard is not used")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""MaskActor: the Ray actor that a mask worker runs in, and the step path to an actor on another node.
+
+For the engine each worker is local. `RemoteSteps`, in an actor on another node, has a slot table of its own, and the
+same `StepServer` as an actor beside the engine. `forward`, in the driver's process on the engine's node, is the
+worker's side of the engine's table and channel. It makes two kinds of Ray calls: `deliver` hands over a frame of
+requests, and `collect` waits for lines of the table that have changed. They are separate, so that a slow row does not
+delay frames. Ray's own authentication and TLS protect what travels.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec.msgpack import Decoder
+from numpy.typing import NDArray
+
+from actors.processes import enter_session, limit_memory, memory_limit, package_version
+from actors.protocol import (
+    IDLE,
+    UNKNOWN,
+    Failed,
+    Fill,
+    Load,
+    Request,
+    Segment,
+    SegmentName,
+    SlotTable,
+    Unload,
+    attach,
+    connect,
+    hang_up,
+)
+from actors.server import StepServer
+from guided.backends import BACKENDS, Backends
+from guided.backends.without_torch import leave_out_torch
+from guided.process_memory import FreeMemory
+from guided.vocabulary import Vocabulary
+from guided.worker import MaskWorker
+
+_SWITCH_SECONDS = 0.00005
+"""Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python."""
+_TOGETHER_SECONDS = 0.003
+"""Lines that are ready wait so long for the other ones, and are sent without them after that."""
+_REPORT_SECONDS = 0.25
+"""While lines are missing, the engine hears this often which of them is being filled."""
+ANSWERS = "answers"
+"""The concurrency group of `collect`, which waits for masks: it has a thread of its own."""
+_decode_answer = Decoder(Failed).decode
+_decode_requests = Decoder(list[Request]).decode
+_log = logging.getLogger(__name__)
+
+
+class ActorLocation(NamedTuple):
+    """Where an actor runs, and which version of this package it has."""
+
+    pid: int
+    node_id: str
+    """Ray's id of the node."""
+    host: str
+    version: str
+
+
+class MaskActor:
+    """Runs one `MaskWorker`.
+
+    Args:
+        memory: limit of this process's memory in bytes.
+        forced_tokens: look ahead for tokens without an alternative.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, memory: int, forced_tokens: bool) -> None:
+        limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
+        enter_session()
+        leave_out_torch()
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
+        # A backend in Python holds the interpreter lock for the whole switch interval, in every row of a step.
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        self._backends = Backends(vocabulary)
+        # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.
+        self._backends[next(iter(BACKENDS))]
+        self._worker = MaskWorker(vocabulary)
+        self._forced_tokens = forced_tokens
+        self._remote: RemoteSteps | None = None
+        FreeMemory().watch()
+
+    def location(self) -> ActorLocation:
+        """Return where this actor runs; also shows that it is alive."""
+        import ray  # the engine's process, which reads this class, never loads it
+
+        return ActorLocation(
+            os.getpid(), str(ray.get_runtime_context().get_node_id()), platform.node(), package_version()
+        )
+
+    def attach(self, path: str, segment: SegmentName) -> bool:
+        """Connect to the engine at `path` and start to serve steps.
+
+        Returns:
+            False if the engine's shared memory cannot be reached from here; nothing was started then.
+        """
+        table = attach(segment)
+        if table is None:
+            return False
+        self._serve(connect(path), table)
+        return True
+
+    def serve_remotely(self, slots: int, words: int) -> None:
+        """Start to serve steps by `deliver` and `collect`, for an engine on another node."""
+        self._remote = RemoteSteps(slots, words, self._serve)
+
+    def _serve(self, end: Connection[Any, Any], table: SlotTable) -> None:
+        give_up = partial(os._exit, 1)
+        StepServer(self._worker, self._backends, end, table, self._forced_tokens, give_up).start()
+
+    def deliver(self, *frame: Any) -> None:
+        """See `RemoteSteps.deliver`."""
+        assert self._remote is not None
+        self._remote.deliver(*frame)
+
+    def collect(self) -> Lines:
+        """See `RemoteSteps.collect`."""
+        assert self._remote is not None
+        return self._remote.collect()
+
+
+class Lines(NamedTuple):
+    """Lines of a slot table that have changed: its columns, `[n]`."""
+
+    slots: NDArray[np.int32]
+    ready: NDArray[np.int64]
+    seconds: NDArray[np.float32]
+    status: NDArray[np.int32]
+    forced: NDArray[np.int32]
+    changed: NDArray[np.intp]
+    """`[m]`: positions of the words that differ from those sent before, in the flattened masks `[n, words]`."""
+    mask: NDArray[np.int32]
+    """`[m]`: the words there."""
+    mark: NDArray[np.void]
+    """The worker's mark. `since` is the number of seconds that have passed since then."""
+    failures: list[bytes]
+    """Frames with a `Failed` each."""
+
+
+class RemoteSteps:
+    """Serves the steps of an engine on another node.
+
+    Args:
+        serve: starts a `StepServer` with its end of a channel and its table.
+    """
+
+    def __init__(self, slots: int, words: int, serve: Callable[[Connection[Any, Any], SlotTable], None]) -> None:
+        self._segment = Segment(slots, words)
+        self._table = self._segment.table
+        self._sent_ready, self._sent_mask = self._table.ready.copy(), np.zeros_like(self._table.mask)
+        self._failed = np.zeros(slots, bool)
+        """The slots of sequences that are over."""
+        self._news = threading.Event()
+        """Set while there may be lines to wait for."""
+        self._end, server_end = Pipe()
+        serve(server_end, self._table)
+
+    def close(self) -> None:
+        """End the server."""
+        hang_up(self._end)
+
+    def deliver(
+        self, frame: bytes, slots: NDArray[np.int32], target: NDArray[np.int64], tokens: NDArray[np.int32]
+    ) -> None:
+        """Take over a frame of requests. Frames are delivered one after the other, in order.
+
+        Args:
+            slots: `[n]`: the slots that the requests name.
+            target: `[n]`: what `ready` becomes when the requests have been handled.
+            tokens: `[n]`.
+        """
+        self._table.tokens[slots] = tokens
+        self._table.target[slots] = target
+        self._failed[slots] = False
+        self._news.set()
+        self._end.send_bytes(frame)
+
+    def collect(self) -> Lines:
+        """Wait for changed lines. One call at a time.
+
+        Lines that are ready wait for the others of their step, at most a few milliseconds.
+        """
+        table, failures = self._table, list[bytes]()
+        self._news.wait()
+        deadline, has_waited = time.monotonic() + _REPORT_SECONDS, False
+        while True:
+            self._news.clear()
+            table.mark["wake"] = 1  # the server sends a message when it has nothing left to fill
+            changed = table.ready != self._sent_ready
+            is_complete = bool((self._failed | (table.ready == table.target)).all())
+            if is_complete or (has_waited and (changed.any() or failures)) or time.monotonic() > deadline:
+                break
+            has_waited = bool(changed.any())
+            failures += self._failures(_TOGETHER_SECONDS)
+        if not is_complete:
+            self._news.set()
+        for frame in failures:
+            changed[_decode_answer(frame).slot] = True
+        return self._lines(np.flatnonzero(changed).astype(np.int32), failures)
+
+    def _failures(self, seconds: float) -> list[bytes]:
+        """Wait for a message of the server, at most `seconds`. Return those about sequences that are over."""
+        self._end.poll(seconds)
+        found: list[bytes] = []
+        while self._end.poll(0):
+            if frame := self._end.recv_bytes():  # if not, it only ends the wait
+                self._failed[_decode_answer(frame).slot] = True
+                found.append(frame)
+        return found
+
+    def _lines(self, slots: NDArray[np.int32], failures: list[bytes]) -> Lines:
+        table = self._table
+        ready = table.ready[slots]  # before the masks: a line that is filled again meanwhile has the older version
+        masks = table.mask[slots]
+        words = np.flatnonzero(masks != self._sent_mask[slots])
+        self._sent_ready[slots], self._sent_mask[slots] = ready, masks
+        mark = table.mark.copy()
+        mark["since"] = time.monotonic() - mark["since"]
+        columns = (ready, table.seconds[slots], table.status[slots], table.forced[slots])
+        return Lines(slots, *columns, words, masks.reshape(-1)[words], mark, failures)
+
+
+def forward(
+    end: Connection[Any, Any],
+    table: SlotTable,
+    deliver: Callable[[bytes, NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]], object],
+    collect: Callable[[], Lines],
+) -> None:
+    """Forward one incarnation's steps, on two daemon threads, until the engine closes the channel or the actor ends.
+
+    Args:
+        end: the worker's end of the channel.
+        table: shared with the engine.
+        deliver: calls `RemoteSteps.deliver` in the actor, and does not wait for it. Calls keep their order.
+        collect: calls `RemoteSteps.collect` in the actor. Raises if the actor has ended.
+    """
+
+    def forward_frame() -> None:
+        frame = end.recv_bytes()
+        slots = np.concatenate([_slots(each) for each in _decode_requests(frame)])
+        if table.mark["busy"][0, 0] == IDLE:  # until the actor says which slot it is
+            table.mark["since"][0, 0] = time.monotonic()
+            table.mark["busy"][0, 0] = UNKNOWN
+        deliver(frame, slots, table.target[slots], table.tokens[slots])
+
+    def return_lines() -> None:
+        lines = collect()
+        _write(lines, table)
+        for failed in lines.failures:
+            end.send_bytes(failed)
+        if table.mark["wake"][0]:
+            table.mark["wake"] = 0
+            end.send_bytes(b"")
+
+    def run(action: Callable[[], None]) -> None:
+        try:
+            while True:
+                action()
+        except Exception as error:  # of any kind: the engine would wait for a worker that does not answer
+            _log.info("a step channel ends: %s", error)
+        hang_up(end)
+
+    for action in (forward_frame, return_lines):
+        threading.Thread(target=run, args=(action,), name="forwarder", daemon=True).start()
+
+
+def _write(lines: Lines, table: SlotTable) -> None:
+    """Write lines into the table: `ready` last, because the engine reads a line when its `ready` has changed."""
+    slots = lines.slots
+    masks = table.mask[slots]
+    masks.reshape(-1)[lines.changed] = lines.mask
+    table.mask[slots] = masks
+    table.seconds[slots], table.status[slots], table.forced[slots] = lines.seconds, lines.status, lines.forced
+    table.ready[slots] = lines.ready
+    table.mark["since"] = time.monotonic() - lines.mark["since"]
+    table.mark["busy"], table.mark["filled"] = lines.mark["busy"], lines.mark["filled"]
+
+
+def _slots(request: Request) -> NDArray[np.int32]:
+    """Return the slots that a request names, int32 `[n]`."""
+    if isinstance(request, Fill):
+        return np.frombuffer(request.slots, np.int32)
+    return np.array([] if isinstance(request, Load | Unload) else [request.slot], np.int32)

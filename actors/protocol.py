@@ -1,0 +1,342 @@
+"""What the engine and one worker share: the channel between them, its messages, and the slot table.
+
+A sequence that is open on a worker holds a slot there, one line of the table. Each column has one writer:
+
+    tokens[slot]      engine   the output token since the last mask
+    target[slot]      engine   the version of the output that a mask is wanted for; negative once the slot was freed
+    ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
+    mask[slot, :]     worker   the token bitmask
+    forced[slot, :]   worker   the tokens from here on that have no alternative, -1 behind the last
+    seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
+    status[slot]      worker   `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget; or
+                               `FAILED`: the sequence is over, and a message says why
+
+A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
+the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
+version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`. Once the worker has handled
+everything it was sent, `ready` equals `target` in all slots but the failed ones.
+
+In the usual step the engine writes `tokens` and `target` of the batch's slots and sends one `Fill` with the slot
+numbers; after the forward pass it compares `ready` with `target`. Everything else is a message in the same socket,
+handled in order. A slot is used again only after the worker has handled its `Free`, or the worker's process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+import weakref
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from guided.completing.budget import Budget
+from guided.errors import Wire
+from guided.pools.protocol import MAX_FORCED_TOKENS
+
+POSITION = (1 << 32) - 1
+"""Mask of the bits of a version that hold the number of output tokens."""
+EDIT = 1 << 32
+"""One edit, in a version."""
+FREE = -1
+"""`ready` of a slot that no sequence has held yet."""
+OK, FAILED, STEERED = 0, 1, 2
+IDLE, IMPORTING, UNKNOWN = -1, -2, -3
+"""`busy` of a thread that fills no row, of one that imports a grammar library, which takes seconds, and of an actor on
+another node that has not said yet what it fills."""
+THREADS = 2
+"""Threads of a worker that fill rows."""
+SLOW_SECONDS = 0.001
+"""If the last mask of a row took longer than this, the next one is expected to be slow."""
+_LENGTH = struct.Struct("!i")
+"""What a `Connection` sends before each message."""
+_CHUNK = 1 << 18
+_NONCE_BYTES = 32
+_MARK_OFFSET = 64
+_MARK = np.dtype([("since", "f8", THREADS), ("busy", "i4", THREADS), ("filled", "i8"), ("wake", "i4")])
+_COLUMNS_OFFSET = 128
+_COLUMNS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "target": (np.int64, ()),
+    "ready": (np.int64, ()),
+    "seconds": (np.float32, ()),
+    "status": (np.int32, ()),
+    "tokens": (np.int32, ()),
+    "forced": (np.int32, (MAX_FORCED_TOKENS,)),
+}
+"""The columns before `mask`: type and shape of a line."""
+
+
+# channel
+
+
+class Channel:
+    """The engine's end: a Unix socket, used by one incarnation only. Sends never block.
+
+    The engine's thread itself writes to the socket: to wake another thread for it takes tens of microseconds.
+    """
+
+    def __init__(self) -> None:
+        self.path = f"\0guided-{os.getpid()}-{secrets.token_hex(8)}"
+        """Where the worker connects to: an abstract address (unix(7)), which leaves no file."""
+        self._stream = socket.socket(socket.AF_UNIX)
+        self._stream.bind(self.path)
+        self._stream.listen(1)
+        self._received = bytearray()
+        self._unsent = b""
+
+    def accept(self, timeout: float) -> bool:
+        """Return whether the worker connected within `timeout` seconds. Nothing can connect after this."""
+        with self._stream as listening:
+            listening.settimeout(timeout)
+            try:
+                connected, _ = listening.accept()
+            except TimeoutError:
+                return False
+        if _user_of(connected) != os.getuid():  # other users can see the address
+            connected.close()
+            return False
+        connected.setblocking(False)
+        self._stream = connected
+        return True
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to poll: readable if there is a message; `POLLHUP` once the worker's end is closed."""
+        return self._stream.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Queue a message, and send what the socket takes now. A lost connection is noticed by its supervisor."""
+        self._unsent += _LENGTH.pack(len(message)) + message
+        self.push()
+
+    def push(self) -> None:
+        """Send what is left of the queue."""
+        if self._unsent:
+            with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
+                self._unsent = self._unsent[self._stream.send(self._unsent, socket.MSG_NOSIGNAL) :]
+
+    def receive(self) -> bytes | None:
+        """Return the next message that has arrived, or None."""
+        start = _LENGTH.size
+        while True:
+            if len(self._received) >= start:
+                end = start + max(0, *_LENGTH.unpack_from(self._received))
+                if len(self._received) >= end:
+                    message = bytes(self._received[start:end])
+                    del self._received[:end]
+                    return message
+            try:
+                chunk = self._stream.recv(_CHUNK)
+            except OSError:  # nothing has arrived, or the connection is lost
+                return None
+            if not chunk:
+                return None
+            self._received += chunk
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._stream.close()
+
+
+def _user_of(stream: socket.socket) -> int:
+    """Return the user id of the process at the other end (SO_PEERCRED)."""
+    _, user, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)
+
+
+def connect(path: str) -> Connection[Any, Any]:
+    """Worker side: connect to `Channel.path`."""
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.connect(path)
+        return Connection(stream.detach())
+
+
+def hang_up(end: Connection[Any, Any]) -> None:
+    """Worker side: end the connection, also for a thread that waits for a message."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as stream:
+        stream.shutdown(socket.SHUT_RDWR)
+
+
+# messages
+
+
+class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
+    """Fill the masks after one more token each, which is in the table."""
+
+    slots: bytes
+    """int32 `[n]`, in native byte order."""
+
+
+class Load(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
+    """Load a compiled grammar when a sequence of it is first filled. Sent before the first `Open` with its key."""
+
+    key: str
+    backend: str
+    constraint: bytes
+    """The constraint, encoded with msgpack."""
+    dumped: bytes
+    """The serialized grammar."""
+
+
+class Unload(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
+    """Drop grammars that are not used any more."""
+
+    keys: list[str]
+
+
+class Open(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
+    """Open a sequence in a free slot, and fill its mask."""
+
+    slot: int
+    version: int
+    """The version of the output, with a new edit count."""
+    grammar: str
+    """Key of the grammar."""
+    parent: int | None
+    """Slot of the matcher to copy."""
+    tokens: list[int]
+    """The sequence's whole output so far."""
+    request_id: str = ""
+    """For the worker's log."""
+    budget: Budget | None = None
+    """The constraint is completed within it."""
+    seconds: float = 0.0
+    """Estimate for this mask: slow rows are filled last."""
+
+
+class Edit(msgspec.Struct, array_like=True, tag=4, gc=False, frozen=True):
+    """Replace the output of a slot's sequence from position `start` on, and fill the mask."""
+
+    slot: int
+    version: int
+    start: int
+    tokens: list[int]
+
+
+class Free(msgspec.Struct, array_like=True, tag=5, gc=False, frozen=True):
+    """Close the matcher in a slot; acknowledged by `ready[slot] = version`, which is negative."""
+
+    slot: int
+    version: int
+
+
+Request = Fill | Load | Unload | Open | Edit | Free
+"""From the engine; a frame is a list of them."""
+
+
+class Failed(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The sequence in a slot is over. From the worker: a frame is one `Failed`, or empty, which wakes the engine."""
+
+    slot: int
+    version: int
+    error: Wire
+
+
+# slot table
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """The columns (see the module's docstring), and the worker's progress mark."""
+
+    tokens: NDArray[np.int32]
+    target: NDArray[np.int64]
+    ready: NDArray[np.int64]
+    mask: NDArray[np.int32]
+    forced: NDArray[np.int32]
+    seconds: NDArray[np.float32]
+    status: NDArray[np.int32]
+    mark: NDArray[np.void]
+    """`[1]`. `busy`: for each thread of the worker the slot that it fills, `IDLE` or `IMPORTING`. `since`: the
+    `time.monotonic()` at which it began. `filled`: number of masks so far. `wake`: the engine waits; the worker sends a
+    message when it is done."""
+
+    @classmethod
+    def over(cls, memory: mmap.mmap, slots: int, words: int) -> SlotTable:
+        """Return the table that lies in `memory`."""
+        offset = _COLUMNS_OFFSET
+        columns: dict[str, NDArray[Any]] = {}
+        for name, (dtype, shape) in _COLUMNS.items():
+            columns[name] = np.ndarray((slots, *shape), dtype, memory, offset)
+            offset += columns[name].nbytes
+        mask = np.ndarray((slots, words), np.int32, memory, _mask_offset(slots))
+        return cls(mask=mask, mark=np.ndarray(1, _MARK, memory, _MARK_OFFSET), **columns)
+
+
+def _mask_offset(slots: int) -> int:
+    width = sum(np.dtype((dtype, shape)).itemsize for dtype, shape in _COLUMNS.values())
+    return -(-(_COLUMNS_OFFSET + slots * width) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def freed(version: int) -> int:
+    """Return the version of a slot that is freed: negative, and another one for each sequence that held the slot.
+
+    Args:
+        version: the slot's last version.
+    """
+    return ~(version // EDIT)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentName:
+    """What an actor needs to open a segment, and to verify that it is the right one."""
+
+    pid: int
+    fd: int
+    nonce: bytes
+    slots: int
+    words: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return _mask_offset(self.slots) + self.slots * self.words * 4
+
+
+class Segment:
+    """Engine side: creates the shared memory of one table.
+
+    It is a memfd, which the worker opens through `/proc/<pid>/fd`, so that it vanishes with its owner. (Python 3.11's
+    `multiprocessing.shared_memory` does not: the resource tracker of a killed actor unlinks the engine's segment.)
+    Pages are allocated when a slot's mask is first written, so reserving many slots costs nothing.
+    """
+
+    def __init__(self, slots: int, words: int) -> None:
+        fd = os.memfd_create("guided-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.close = weakref.finalize(self, os.close, fd)
+        """Closes the descriptor: no worker can attach any more. Idempotent."""
+        self.name = SegmentName(os.getpid(), fd, secrets.token_bytes(_NONCE_BYTES), slots, words)
+        os.ftruncate(fd, self.name.nbytes)
+        # An actor that shrank it would cause a SIGBUS in the engine.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        memory = mmap.mmap(fd, self.name.nbytes)
+        memory[:_NONCE_BYTES] = self.name.nonce
+        self.table = table = SlotTable.over(memory, slots, words)
+        """Unmapped with the last reference to one of its arrays."""
+        table.target[:] = table.ready[:] = FREE
+        table.forced[:] = -1
+        table.mark["busy"] = IDLE
+
+
+def attach(name: SegmentName) -> SlotTable | None:
+    """Actor side: map a segment; return None if this process cannot reach that memory.
+
+    Another machine may have the same pid and descriptor: only the nonce proves that it is the same segment.
+    """
+    try:
+        with open(f"/proc/{name.pid}/fd/{name.fd}", "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != name.nbytes:
+                return None
+            memory = mmap.mmap(file.fileno(), name.nbytes)
+    except (OSError, ValueError):
+        return None
+    return SlotTable.over(memory, name.slots, name.words) if memory[:_NONCE_BYTES] == name.nonce else None

@@ -1,0 +1,58 @@
+"""Clusters of Ray on this machine, and programs in processes of their own: a process may join one cluster only.
+
+As a program it runs a cluster in the directory `sys.argv[1]` with `sys.argv[2]` nodes, and prints its address. It ends
+the cluster after a line of its input, and starts it again, at the same address, after another.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PATHS = [str(ROOT), str(ROOT / "tests" / "support" / "startup"), str(ROOT / "tests" / "support")]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a program that knows the modules of this folder and the faulty backend."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS), **more}
+
+
+def run(code: str, *arguments: str) -> str:
+    """Run Python code in a process of its own. Returns what it prints."""
+    command = [sys.executable, "-c", code, *arguments]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280, env=environment())
+    assert ran.returncode == 0, ran.stdout
+    return ran.stdout
+
+
+def cluster_in(directory: str, **head: Any) -> Any:
+    """Start a cluster of one node with one CPU."""
+    from ray.cluster_utils import Cluster
+
+    os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
+    quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
+    return Cluster(initialize_head=True, head_node_args={**quiet, **head})
+
+
+def main() -> None:
+    head: dict[str, Any] = {}
+    while True:
+        cluster = cluster_in(sys.argv[1], **head)
+        for _ in range(1, int(sys.argv[2])):
+            cluster.add_node(num_cpus=1)
+        head["gcs_server_port"] = int(cluster.address.rpartition(":")[2])
+        print(cluster.address, flush=True)
+        sys.stdin.readline()
+        cluster.shutdown()
+        print("down", flush=True)
+        if not sys.stdin.readline():
+            return
+
+
+if __name__ == "__main__":
+    main()
