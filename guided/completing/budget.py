@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -21,10 +20,6 @@ _MAX_HINT = 10_000
 """Maximum length of a hint, in characters."""
 _MAX_SOURCE = 32 << 10
 """Maximum length of a constraint that is estimated, in characters."""
-_MAX_VALUES = 1_000
-"""Maximum number of subschemas that `_Instances` reads to guess one instance."""
-_MAX_TEXT = 16 * _MAX_SOURCE
-"""Maximum number of characters of JSON that `_Instances` compares or takes over."""
 
 
 class Budget(NamedTuple):
@@ -43,7 +38,7 @@ class Budget(NamedTuple):
     text_jump: int
     """Maximum jump of a token that is plain text within a JSON string."""
     hint: str = ""
-    """A text that is probably a short output. The matcher checks whether it is one."""
+    """A shortest output of a choice or a regex, if it is known. The matcher checks whether it is one."""
 
 
 def budget_of(constraint: Constraint, tokens: int) -> Budget:
@@ -70,7 +65,8 @@ def _estimates(constraint: Constraint) -> Budget:
             jump = max(len(option.encode()) for option in constraint.choices)
             hint = min(constraint.choices, key=len)
         case "regex":
-            jump, hint = _worst(constraint.source), _short_match(constraint.source)
+            jump, node = _worst(constraint.source), _parsed(constraint.source)
+            hint = _text(node) if node is not None and _rest(node)[0] <= _MAX_HINT else ""
         case "grammar" | "structural_tag":
             jump = len(constraint.source)
             for count in re.findall(r"\{(\d{1,6})", constraint.source):
@@ -81,24 +77,15 @@ def _estimates(constraint: Constraint) -> Budget:
 
 def _of_schema(schema: Any) -> Budget:
     sizes = _Sizes(schema)
-    inner = max((sizes.of(each) for each in _subschemas(schema)), default=0)
+    jump = max((sizes.of(each) for each in _subschemas(schema)), default=0) + _MARGIN
     has_patterns = re.search(r'"(pattern|patternProperties|format|propertyNames)":', json.dumps(schema))
-    jump = min(inner, _MAX_JUMP) + _MARGIN
-    hint = _text_of(_Instances(schema).of(schema))
-    first = max(jump, min(sizes.of(schema), _MAX_JUMP))
-    return Budget(0, first, jump, jump if has_patterns else 0, hint if len(hint) <= _MAX_HINT else "")
+    return Budget(0, max(jump, sizes.of(schema)), jump, jump if has_patterns else 0)
 
 
 def _worst(pattern: str) -> int:
     """Return the size in bytes of the shortest rest of a match, after the worst prefix."""
     node = _parsed(pattern)
     return len(pattern) if node is None else _rest(node)[1]
-
-
-def _short_match(pattern: str) -> str:
-    """Return a shortest match; empty if there is none, or if it is longer than `_MAX_HINT` bytes."""
-    node = _parsed(pattern)
-    return _text(node) if node is not None and _rest(node)[0] <= _MAX_HINT else ""
 
 
 @lru_cache(maxsize=4)
@@ -110,6 +97,7 @@ def _parsed(pattern: str) -> regex.Node | None:
 
 
 def _text(node: regex.Node) -> str:
+    """Return a shortest match."""
     match node:
         case regex.Chars(ranges):
             usual = (each for each in "a0 " if any(low <= ord(each) <= high for low, high in ranges))
@@ -175,14 +163,11 @@ class _Sizes:
         return (
             max(options, default=0)
             + sum(parts)
-            + self._reference(schema)
+            + self.of(_target(self._root, schema))
             + _scalar(schema)
             + self._object(schema)
             + self._array(schema)
         )
-
-    def _reference(self, schema: Mapping[str, Any]) -> int:
-        return self.of(_target(self._root, schema))
 
     def _object(self, schema: Mapping[str, Any]) -> int:
         properties = schema.get("properties")
@@ -202,62 +187,6 @@ class _Sizes:
         return sum(prefix) + (_count(schema, "minItems") + _count(schema, "minContains")) * (item + 2) + item
 
 
-class _Instances:
-    """Guesses short instances. A wrong guess does no harm."""
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._left = _MAX_VALUES
-        self._text_left = _MAX_TEXT
-
-    def of(self, schema: Any) -> Any:
-        """Return a value that may be a short instance of `schema`."""
-        self._left -= 1
-        if not isinstance(schema, Mapping) or self._left < 0 or self._text_left < 0:
-            return 0
-        if "const" in schema:
-            self._length(schema["const"])
-            return schema["const"]
-        options = _list(schema.get("enum")) or [
-            self.of({**schema, **_mapping(each), "anyOf": 0, "oneOf": 0})
-            for each in [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
-        ]
-        if options:
-            return min(options, key=self._length)
-        if "$ref" in schema:
-            return self.of(_target(self._root, schema))
-        return self._typed(
-            {**schema, **{key: value for each in _list(schema.get("allOf")) for key, value in _mapping(each).items()}}
-        )
-
-    def _length(self, value: Any) -> int:
-        """Return the length of a value's JSON text, and count it."""
-        length = len(_text_of(value))
-        self._text_left -= length
-        return length
-
-    def _typed(self, schema: Mapping[str, Any]) -> Any:
-        kind = schema.get("type")
-        kind = kind[0] if isinstance(kind, list) and kind else kind
-        if kind == "object" or (kind is None and "properties" in schema):
-            properties = _mapping(schema.get("properties"))
-            required = dict.fromkeys(name for name in _list(schema.get("required")) if isinstance(name, str))
-            names = dict.fromkeys(name for name in properties if name in required) | required
-            found = {name: self.of(properties.get(name)) for name in names}
-            return found | {str(index): 0 for index in range(min(_count(schema, "minProperties"), 99) - len(found))}
-        if kind == "array" or (kind is None and "items" in schema):
-            count = min(max(_count(schema, "minItems"), _count(schema, "minContains")), 99)
-            items = [self.of(each) for each in _list(schema.get("prefixItems"))[:count]]
-            items += [self.of(schema["contains"])] if "contains" in schema and not items else []
-            return items + [self.of(schema.get("items")) for _ in range(count - len(items))]
-        if kind == "string":
-            pattern = schema.get("pattern")
-            text = _short_match(pattern.removeprefix("^").removesuffix("$")) if isinstance(pattern, str) else ""
-            self._text_left -= len(text)
-            return text.ljust(min(_count(schema, "minLength"), _MAX_HINT), "a")
-        return {"null": None, "boolean": True}.get(str(kind), math.ceil(schema.get("minimum", 0)))
-
-
 def _target(root: Any, schema: Mapping[str, Any]) -> Any:
     """Return the target of a `$ref` within the document; None if it is elsewhere."""
     pointer, target = schema.get("$ref"), root
@@ -270,14 +199,6 @@ def _target(root: Any, schema: Mapping[str, Any]) -> Any:
         elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
             target = target[int(step)]
     return target
-
-
-def _text_of(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _scalar(schema: Mapping[str, Any]) -> int:

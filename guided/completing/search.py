@@ -21,7 +21,7 @@ from guided.bitmask import allowed_ids, pack
 from guided.errors import GuidedError
 from guided.vocabulary import Vocabulary, valid_utf8
 
-_FIRST_STEPS = 1000
+_FIRST_STEPS = 4000
 """Maximum number of tokens that the search for a sequence's first completion tries."""
 _SKIPS = 6
 """Maximum number of bytes at the beginning of the known completion that a new token may make superfluous."""
@@ -50,10 +50,6 @@ class Completion(NamedTuple):
 
     text: bytes
     tokens: tuple[int, ...]
-
-    def is_shorter(self, other: Completion | None) -> bool:
-        """Whether it has fewer tokens than another one, or there is no other."""
-        return other is None or len(self.tokens) < len(other.tokens)
 
 
 class Completions:
@@ -156,14 +152,6 @@ class Completions:
             return Completion(text, tokens) if trial.is_accepting() else None
         except GuidedError:
             return None
-
-    def ended(self, matcher: Matcher, output: bytes) -> Completion | None:
-        """Return the end of `output`, a complete text, if it completes `matcher`'s output.
-
-        At most `_SKIPS - 1` bytes are left out at its beginning, and a joint may be put before it.
-        """
-        ends = (joint + output[start:] for start in range(min(_SKIPS, len(output))) for joint in (b"", *_JOINTS))
-        return next(filter(None, (self.checked(matcher, end) for end in ends)), None)
 
     def inherited(self, matcher: Matcher, known: Completion, token: int) -> Completion | None:
         """Derive a completion after `token`, which `matcher` has accepted, from the one before it."""

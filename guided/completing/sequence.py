@@ -61,10 +61,9 @@ class BudgetedSequence:
             found: Completion | None = Completion(b"", ())
             if not (matcher.is_terminated() or matcher.is_accepting()):
                 found = None if known is None else self._completions.inherited(matcher, known, token)
-                found = found or self._completions.ended(matcher, self._budget.hint.encode())
                 if found is None or len(found.tokens) >= left:
                     searched = self._completions.find(matcher, Steps(_LATER_STEPS))
-                    found = searched if searched is not None and searched.is_shorter(found) else found
+                    found = min(filter(None, (found, searched)), key=lambda each: len(each.tokens), default=None)
             self._known.append(found)
 
     def _start(self, matcher: Matcher) -> None:
