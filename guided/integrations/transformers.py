@@ -10,9 +10,9 @@ during it: a Ray pool (`pool="ray"`) adds isolation, and hides no time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
-from guided.integrations.blocking import finish_step
 from guided.kernel import apply_bitmask
 from guided.output_types import constraint_for
 from guided.pools.inline import InlinePool
@@ -36,6 +35,8 @@ from guided.vocabulary import Vocabulary
 _FLOOR = -1e4
 """Minimum score of an allowed token, even if other processors forbid it: it is chosen only if nothing else is left. As
 a beam, it ranks before `generate()`'s empty beams (-1e9)."""
+_POLL_SECONDS = 0.001
+"""Interval in which rows are tried again while no worker is up."""
 _FAILED_SCORE = -1e30
 """Score of the stop token of a failed row: its only token, and as a beam behind all others."""
 
@@ -217,10 +218,7 @@ class GuidedLogitsProcessor:
     def _move(self, ids: NDArray[np.int64], stayed: list[bool]) -> bool:
         """Follow beams: a branch continues in one row and is copied to others, or is dropped.
 
-        Copying a matcher takes 1 us, which is faster than rolling back a dropped one.
-
-        Returns:
-            Whether each constrained row has the tokens of one of the last call's rows.
+        Returns False if a constrained row has not the tokens of one of the last call's rows.
         """
         before = self._branches
         rows = {(branch.request_id, self._ids[row].tobytes()): row for row, branch in before.items()}
@@ -258,23 +256,39 @@ class GuidedLogitsProcessor:
 
     def _collect(self) -> list[int]:
         """Write the masks of the branches into `_bitmask`, at their rows. Returns these rows. Failed branches end."""
-        processor = self._processor
-        processor.failures()  # a lost sequence fails below, in its row
+        self._processor.failures()  # a lost sequence fails below, in its row
         if self._step is None:
             step = [(row, branch.sequence) for row, branch in self._branches.items() if branch.sequence is not None]
             step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens
             self._step = [row for row, _ in step], tuple(sequence for _, sequence in step)
         rows, sequences = self._step
-        processor.prepare(sequences, rows)
-        failed = finish_step(processor, sequences, rows, partial(processor.collect, self._bitmask)).failed
+        failed = self._fill(rows, sequences)
         for sequence in sequences:
             sequence.parent_id = None
         self._free_unused()
-        if not failed:
-            return sorted(rows)
-        by_row = {row: failed.get(sequence.sequence_id) for row, sequence in zip(rows, sequences, strict=True)}
-        self._fail({row: error for row, error in by_row.items() if error is not None})
-        return sorted(row for row in rows if self._branches[row].sequence is not None)
+        if failed:
+            self._fail(
+                {
+                    row: failed[each.sequence_id]
+                    for row, each in zip(rows, sequences, strict=True)
+                    if each.sequence_id in failed
+                }
+            )
+            rows = [row for row in rows if self._branches[row].sequence is not None]
+        return sorted(rows)
+
+    def _fill(self, rows: list[int], sequences: tuple[GuidedSequence, ...]) -> dict[int, GuidedError]:
+        """Wait for all masks of a step. Returns the errors of failed rows, by sequence id."""
+        failed: dict[int, GuidedError] = {}
+        while True:
+            self._processor.prepare(sequences, rows)
+            report = self._processor.collect(self._bitmask)
+            failed |= report.failed
+            if not report.late:
+                return failed
+            time.sleep(_POLL_SECONDS)
+            late = [place for place, each in enumerate(sequences) if each.sequence_id in report.late]
+            rows, sequences = [rows[place] for place in late], tuple(sequences[place] for place in late)
 
     def _fail(self, failed: dict[int, GuidedError]) -> None:
         if not self._end_failed:

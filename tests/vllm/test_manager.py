@@ -21,7 +21,7 @@ from guided.errors import PoolUnavailable
 from guided.integrations.vllm import activation
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.inline import InlinePool
-from guided.pools.opening import PoolOpener
+from guided.pools.opening import LazyPool
 from guided.vocabulary import Vocabulary
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
@@ -221,7 +221,7 @@ VOCABULARY = Vocabulary(
 
 def use_pool(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], InlinePool]) -> None:
     """Have managers open this pool."""
-    monkeypatch.setattr("guided.integrations.vllm.manager.pool_opener", lambda config: PoolOpener(open_pool))
+    monkeypatch.setattr("guided.integrations.vllm.manager.lazy_pool", lambda config: LazyPool(VOCABULARY, open_pool))
 
 
 class Reasoner:

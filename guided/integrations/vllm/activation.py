@@ -40,8 +40,8 @@ def activate() -> None:
     from vllm.sampling_params import SamplingParams
 
     from guided.integrations.vllm import metrics
-    from guided.integrations.vllm.admission import validate_structured_outputs
     from guided.integrations.vllm.manager import GuidedManager
+    from guided.integrations.vllm.request_params import validate_structured_outputs
 
     vllm.v1.engine.core.StructuredOutputManager = GuidedManager
     SamplingParams._validate_structured_outputs = validate_structured_outputs

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from guided.errors import InvalidRequest
-from guided.integrations.vllm.metrics import ReportedPool
-from guided.pools.opening import DEFAULT_POOL, PoolOpener, find_pool
-from guided.pools.protocol import MaskPool
+from guided.integrations.vllm import metrics
+from guided.pools.opening import DEFAULT_POOL, LazyPool, find_pool
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -20,10 +19,11 @@ STEP_WAIT = 0.2
 """Default of `step_wait`: seconds that a step waits for a mask. All rows of the batch wait as long."""
 
 
-def pool_opener(config: VllmConfig) -> PoolOpener:
-    """Return an opener for the pool of this configuration.
+def lazy_pool(config: VllmConfig) -> LazyPool:
+    """Return the pool of this configuration. It is opened when it is needed.
 
     Raises:
+        InvalidRequest: vLLM was started without a tokenizer.
         PoolUnavailable: there is no such pool, or its dependencies are not installed.
         ValueError: the pool does not take these options.
     """
@@ -34,7 +34,8 @@ def pool_opener(config: VllmConfig) -> PoolOpener:
         if config.parallel_config.distributed_executor_backend == "ray":
             options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
     make = find_pool(options.pop("pool"), options)
-    return PoolOpener(lambda: cast(MaskPool, ReportedPool(make(model_vocabulary(config)))))
+    vocabulary = model_vocabulary(config)
+    return LazyPool(vocabulary, lambda: metrics.reported(make(vocabulary)))
 
 
 def step_wait(config: VllmConfig) -> float:
@@ -52,7 +53,7 @@ def model_vocabulary(config: VllmConfig) -> Vocabulary:
     model = config.model_config
     tokenizer = cached_tokenizer_from_config(model)
     if tokenizer is None:
-        raise InvalidRequest("guided requests need the tokenizer: start vLLM without --skip-tokenizer-init")
+        raise InvalidRequest("guided's structured outputs need the tokenizer: start vLLM without --skip-tokenizer-init")
     tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # vLLM's class for Mistral models wraps it
     others = (model.try_get_generation_config() or {}).get("eos_token_id")
     stops = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]

@@ -2,8 +2,7 @@
 
 vLLM's own manager compiles grammars and fills masks in the engine's process. This one asks the pool. A request waits
 for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the deadline leaves the
-batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask is ready
-(`scheduling.py`).
+batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask is ready.
 
 vLLM's `StructuredOutputBackend` and its grammar class would be the narrower interface. They don't fit masks of other
 processes: a grammar is asked for one row at a time, each answer is waited for, also between the rows of draft tokens,
@@ -13,10 +12,11 @@ and a row can't be late. Compilations would wait in vLLM's few threads.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +28,13 @@ from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from guided.bitmask import words
 from guided.errors import GuidedError, TokenRejected
-from guided.integrations.vllm.configuration import pool_opener, step_wait
+from guided.integrations.vllm.configuration import lazy_pool, step_wait
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
-from guided.integrations.vllm.scheduling import guided_scheduler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger("guided.integrations")
@@ -81,14 +81,14 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 "guided's structured outputs don't work with distributed_executor_backend=external_launcher"
             )
         super().__init__(vllm_config)
-        self._opener = pool_opener(vllm_config)
+        self._pool = lazy_pool(vllm_config)
         # vLLM accepts requests only after this. While requests wait, vLLM's processes poll and take two cores, and a
         # local Ray that starts then can exceed its limit of 30 s. After a failure, which is logged, requests try again.
-        self._opener.open().exception()
-        weakref.finalize(self, self._opener.close)
+        self._pool.opened().exception()
+        weakref.finalize(self, self._pool.shutdown)
         self.errors: dict[str, RequestError] = {}
         """The errors of failed requests, by vLLM's id, until the requests are freed. Any thread adds entries."""
-        self._masker = Masker(self._opener, self._note_failure)
+        self._masker = Masker(self._pool, self._note_failure)
         self._step_wait = step_wait(vllm_config)
         self._stride = 1 + vllm_config.num_speculative_tokens
         """Number of lines that a request has in a bitmask."""
@@ -184,7 +184,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def clear_backend(self) -> None:
         """Close the pool."""
         super().clear_backend()
-        self._opener.close()
+        self._pool.shutdown()
 
     # the scheduler's interface
 
@@ -292,12 +292,69 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         """Allow the request's own stop tokens in those of its masks that allow the end of the output."""
         vocabulary = self._masker.vocabulary
         assert output.masks is not None
-        assert vocabulary is not None
         for mask in output.masks:
             complete = any(_allows(mask, token) for token in vocabulary.stop_token_ids)
             for token in output.stops.difference(vocabulary.stop_token_ids):
                 word = mask[token >> 5]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
+
+
+def guided_scheduler(base: type[Any]) -> type[Any]:
+    """Return a subclass of vLLM's scheduler class `base` that skips requests without a mask."""
+    return type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
+
+
+class _GuidedScheduling:
+    """Overrides of the methods of vLLM's `Scheduler`."""
+
+    structured_output_manager: GuidedManager
+    requests: dict[str, Request]
+    running: list[Request]
+    current_step: int
+    grammar_compile_error_reqs: dict[str, RequestError]
+    """vLLM ends these requests with their errors, after this step."""
+    prev_step_scheduled_req_ids: set[str]
+    _preempt_request: Any
+    _held_back: frozenset[str] | set[str] = frozenset()
+
+    def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
+        manager = self.structured_output_manager
+        self._held_back = manager.hold_back(self.requests)
+        for request_id in self._held_back:
+            request = self.requests.get(request_id)
+            if request is not None:  # a running request is skipped until this step
+                request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
+        output: SchedulerOutput = super().schedule(*args, **options)  # type: ignore[misc]
+        manager.free(output.finished_req_ids)
+        if output.has_structured_output_requests and not output.pending_structured_output_tokens:
+            request_ids = [
+                request_id
+                for request_id in output.num_scheduled_tokens
+                if (request := self.requests[request_id]).use_structured_output and not request.is_prefill_chunk
+            ]
+            manager.prepare(self.requests, request_ids, output.scheduled_spec_decode_tokens)
+        return output
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        if request.request_id in self._held_back:
+            return False
+        ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        return ready
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        output: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        manager = self.structured_output_manager
+        for request_id in manager.take_missing():
+            request = self.requests[request_id]
+            if request in self.running:
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                self.prev_step_scheduled_req_ids.discard(request_id)  # its tokens are sent again when it continues
+        return output
+
+    def update_from_output(self, *args: Any, **options: Any) -> Any:
+        self.grammar_compile_error_reqs.update(self.structured_output_manager.errors)
+        return super().update_from_output(*args, **options)  # type: ignore[misc]
 
 
 def _drafts(request_ids: Iterable[str], drafts: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
