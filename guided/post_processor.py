@@ -119,7 +119,7 @@ class LogitPostProcessor:
             A report. Or the changed logits, as in the RFC. None: every row is ready.
 
         Raises:
-            RuntimeError: `prepare` was not called, or by another thread.
+            RuntimeError: `prepare` was not called.
             ValueError: the logits are narrower than the vocabulary.
         """
 

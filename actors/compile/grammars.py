@@ -11,10 +11,9 @@ from functools import partial
 from actors.compile.compiler import Compiler
 from actors.compile.process import CompileResult
 from guided.backends import BACKENDS
-from guided.compilation import grammar_key
 from guided.constraint import Constraint
 from guided.errors import CompileQueueFull, GuidedError, PoolUnavailable, from_wire
-from guided.pools.grammar_cache import CacheKey, GrammarCache, cache_key
+from guided.pools.grammar_cache import GrammarCache, cache_key
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import BackendStatus, Grammar
 from guided.vocabulary import Vocabulary
@@ -61,7 +60,7 @@ class Grammars:
         return future
 
     def _finish(
-        self, key: CacheKey, constraint: Constraint, future: Future[Grammar], compiled: Future[CompileResult]
+        self, key: str, constraint: Constraint, future: Future[Grammar], compiled: Future[CompileResult]
     ) -> None:
         """Report a grammar, or an error. Runs on the thread that has compiled it."""
         result = compiled.result()
@@ -73,10 +72,9 @@ class Grammars:
             future.set_exception(error)
             return
         grammar = Grammar(
-            grammar_key(result.backend, constraint),
+            key,
             result.backend,
             constraint,
-            key,
             result.seconds,
             checked=tuple(result.checked),
             mask_seconds=result.mask_seconds,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
 
@@ -43,33 +42,26 @@ _FAILED_SCORE = -1e30
 _ids = count(1 << 40)  # shared by all processors: they may use one pool, together with an engine that counts from 0
 
 
-@dataclass(slots=True)
-class _Branch:
-    """One constrained row: the output of a prompt, or of one of its beams."""
+class _Row(GuidedSequence):
+    """The sequence of a row with a constraint."""
 
-    request_id: str
-    tokens: list[int] = field(default_factory=list)
-    sequence: GuidedSequence | None = None
-    """None: the branch has ended (by a stop token, by padding from `generate()`, or without a mask)."""
-    failed: bool = False
+    output_token_ids: list[int]
+    ended = False
+    """By a stop token, by padding from `generate()`, or without a mask. It needs no masks."""
+    failed = False
 
-    def open(self, parent_id: int | None = None) -> None:
-        self.sequence = GuidedSequence(self.request_id, next(_ids), self.tokens, parent_id=parent_id)
-
-    def copy(self) -> _Branch:
-        """Return a branch for another row with the same output. Its matcher is copied from this one's."""
-        branch = _Branch(self.request_id, list(self.tokens), None, self.failed)
-        if self.sequence is not None:
-            branch.open(self.sequence.sequence_id)
-        return branch
+    def copy(self) -> _Row:
+        """Return a sequence for another row with the same output. Its matcher is copied from this one's."""
+        copy = _Row(self.request_id, next(_ids), [*self.output_token_ids], parent_id=self.sequence_id)
+        copy.ended, copy.failed = self.ended, self.failed
+        return copy
 
 
 class GuidedLogitsProcessor:
     """Constrains the rows of `generate()`: greedy, sampled, beam-searched, or drafted by an assistant.
 
     One processor serves many `generate()` calls, one after the other, from one thread: rows that don't continue those
-    of the previous call start a new generation. One kind of prompt is taken for a continuation: the previous prompt,
-    then a beginning of the text generated for it (or nothing), then one token. Call `reset()` before such a prompt.
+    of the previous call start a new generation. Call `reset()` before a prompt that continues them by one token.
 
     If other processors (`min_new_tokens`, `bad_words_ids`, ...) forbid all tokens that the constraint allows, the
     constraint wins. Place this processor after your own. transformers runs temperature, top-k and the like after it.
@@ -128,10 +120,10 @@ class GuidedLogitsProcessor:
         """`[rows, tokens]`: the prompts and outputs of the last call."""
         self._length = 0
         """Number of tokens of the prompts."""
-        self._branches: dict[int, _Branch] = {}
-        """By row. Rows without a constraint have none."""
+        self._rows: dict[int, _Row] = {}
+        """By index. Rows without a constraint have none."""
         self._step: tuple[list[int], tuple[GuidedSequence, ...]] | None = None
-        """The rows with a matcher and their sequences. None: a branch has begun, moved or ended since the last step."""
+        """The rows that need a mask and their sequences. None: a row has begun, moved or ended since the last step."""
         self._unused: list[int] = []
         """Ids of sequences to be freed after this step: until then, their matchers may be copied."""
         try:
@@ -178,7 +170,7 @@ class GuidedLogitsProcessor:
         self._mask_ended(scores, masked)
         return masked
 
-    # the branch of each row
+    # the sequence of each row
 
     def _begin(self, ids: NDArray[np.int64]) -> None:
         """Start a new generation with these prompts."""
@@ -195,11 +187,10 @@ class GuidedLogitsProcessor:
         for row in range(rows):
             index = row * prompts // rows  # the rows of a prompt are adjacent
             if self._constraints[index] is not None:
-                self._branches[row] = branch = _Branch(str(index))
-                branch.open()
+                self._rows[row] = _Row(str(index), next(_ids), [])
 
     def _continue(self, ids: NDArray[np.int64]) -> bool:
-        """Update the branches from the rows. Returns False if the rows don't continue those of the last call."""
+        """Update the sequences. Returns False if the rows don't continue those of the last call."""
         before, known = self._ids, ids.shape[1] - 1
         if len(ids) != len(before) or not self._length <= known <= before.shape[1]:
             return False
@@ -207,58 +198,45 @@ class GuidedLogitsProcessor:
         if not stayed.all() and not self._move(ids[:, :known], stayed.tolist()):
             return False
         tokens, length = ids[:, -1].tolist(), known - self._length
-        for row, branch in self._branches.items():
-            if len(branch.tokens) > length:
-                self._roll_back(branch, length)
-            branch.tokens.append(tokens[row])
-            if tokens[row] not in self._text:
-                self._end(branch)
+        for row, one in self._rows.items():
+            output = one.output_token_ids
+            if len(output) > length:  # draft tokens of an assistant were rejected
+                del output[length:]
+                self._processor.rollback(one.sequence_id, length)
+                if one.ended and not one.failed and self._text.issuperset(output):
+                    one.ended, self._step = False, None
+            output.append(tokens[row])
+            if tokens[row] not in self._text and not one.ended:
+                one.ended, self._step = True, None
         return True
 
     def _move(self, ids: NDArray[np.int64], stayed: list[bool]) -> bool:
-        """Follow beams: a branch continues in one row and is copied to others, or is dropped.
+        """Follow beams: a sequence continues in one row and is copied to others, or is dropped.
 
         Returns False if a constrained row has not the tokens of one of the last call's rows.
         """
-        before = self._branches
-        rows = {(branch.request_id, self._ids[row].tobytes()): row for row, branch in before.items()}
+        before = self._rows
+        rows = {(one.request_id, self._ids[row].tobytes()): row for row, one in before.items()}
         parents = {
-            row: row if stayed[row] else rows.get((branch.request_id, ids[row].tobytes()))
-            for row, branch in before.items()
+            row: row if stayed[row] else rows.get((one.request_id, ids[row].tobytes())) for row, one in before.items()
         }
-        dropped, self._branches = set(before), {}
+        if None in parents.values():
+            return False
+        dropped, self._rows, self._step = set(before), {}, None
         for row, parent in sorted(parents.items(), key=lambda pair: pair[0] != pair[1]):
-            if parent is None:
-                self._branches = before
-                return False
-            self._branches[row] = before[parent] if parent in dropped else before[parent].copy()
+            assert parent is not None
+            self._rows[row] = before[parent] if parent in dropped else before[parent].copy()
             dropped.discard(parent)
-        for row in dropped:
-            self._end(before[row])
-        self._step = None
+        self._unused += [before[row].sequence_id for row in dropped]
         return True
-
-    def _roll_back(self, branch: _Branch, length: int) -> None:
-        """Remove rejected draft tokens of an assistant."""
-        del branch.tokens[length:]
-        if branch.sequence is not None:
-            self._processor.rollback(branch.sequence.sequence_id, length)
-        elif not branch.failed and self._text.issuperset(branch.tokens):
-            branch.open()
-            self._step = None
-
-    def _end(self, branch: _Branch) -> None:
-        if branch.sequence is not None:
-            self._unused.append(branch.sequence.sequence_id)
-            branch.sequence = self._step = None
 
     # masks
 
     def _collect(self) -> list[int]:
-        """Write the masks of the branches into `_bitmask`, at their rows. Returns these rows. Failed branches end."""
+        """Write the masks of the rows into `_bitmask`. Returns the rows that have one."""
         self._processor.failures()  # a lost sequence fails below, in its row
         if self._step is None:
-            step = [(row, branch.sequence) for row, branch in self._branches.items() if branch.sequence is not None]
+            step = [(row, one) for row, one in self._rows.items() if not one.ended]
             step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens
             self._step = [row for row, _ in step], tuple(sequence for _, sequence in step)
         rows, sequences = self._step
@@ -266,16 +244,18 @@ class GuidedLogitsProcessor:
         for sequence in sequences:
             sequence.parent_id = None
         self._free_unused()
-        if failed:
-            self._fail(
-                {
-                    row: failed[each.sequence_id]
-                    for row, each in zip(rows, sequences, strict=True)
-                    if each.sequence_id in failed
-                }
-            )
-            rows = [row for row in rows if self._branches[row].sequence is not None]
-        return sorted(rows)
+        if not failed:
+            return sorted(rows)
+        for row in sorted(rows):
+            error = failed.get(self._rows[row].sequence_id)
+            if error is not None and not self._end_failed:
+                self.reset()
+                raise _prefixed(error, f"row {row} of {len(self._bitmask)}") from error
+            if error is not None:
+                self._rows[row].ended = self._rows[row].failed = True
+                self._step = None
+                self.failed.setdefault(row, error)
+        return sorted(row for row in rows if not self._rows[row].ended)
 
     def _fill(self, rows: list[int], sequences: tuple[GuidedSequence, ...]) -> dict[int, GuidedError]:
         """Wait for all masks of a step. Returns the errors of failed rows, by sequence id."""
@@ -290,21 +270,11 @@ class GuidedLogitsProcessor:
             late = [place for place, each in enumerate(sequences) if each.sequence_id in report.late]
             rows, sequences = [rows[place] for place in late], tuple(sequences[place] for place in late)
 
-    def _fail(self, failed: dict[int, GuidedError]) -> None:
-        if not self._end_failed:
-            row = min(failed)
-            self.reset()
-            raise _prefixed(failed[row], f"row {row} of {len(self._bitmask)}") from failed[row]
-        for row, error in failed.items():
-            branch = self._branches[row]
-            branch.failed, branch.sequence, self._step = True, None, None
-            self.failed.setdefault(row, error)
-
     def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
         """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
-        ended = [row for row, branch in self._branches.items() if branch.sequence is None]
+        ended = [row for row, one in self._rows.items() if one.ended]
         if ended:
-            failed = torch.tensor([self._branches[row].failed for row in ended], device=masked.device)
+            failed = torch.tensor([self._rows[row].failed for row in ended], device=masked.device)
             rows = torch.tensor(ended, device=masked.device).unsqueeze(1)
             stop = torch.tensor(self._stop, device=masked.device)
             kept = scores[rows, stop].clamp_(min=_FLOOR)
@@ -316,10 +286,9 @@ class GuidedLogitsProcessor:
 
     def reset(self) -> None:
         """Start a new generation with the next call, whatever its rows are."""
-        for branch in self._branches.values():
-            self._end(branch)
+        self._unused += [one.sequence_id for one in self._rows.values()]
         self._free_unused()
-        self._branches.clear()
+        self._rows.clear()
         self._step = None
         self._ids = np.empty((0, 0), np.int64)
 

@@ -27,11 +27,9 @@ class Grammar:
     """A compiled grammar, ready to be opened in this pool."""
 
     key: str
-    """`backend:constraint key`: equal for equal constraints on the same backend."""
+    """Equal for equal constraints that were compiled with the same choice of backends."""
     backend: str
     constraint: Constraint
-    cache_key: tuple[str, ...]
-    """Key under which the pool's cache counts its users (`guided.pools.grammar_cache`)."""
     compile_seconds: float = 0.0
     """Seconds that the compilation took."""
     compiled_at: float = field(default_factory=time.monotonic, compare=False)

@@ -42,23 +42,6 @@ _QUICK_MASKS = 16
 """Number of successive masks, each ready within a step, after which a slow request is an ordinary one again."""
 
 
-@dataclass(eq=False, slots=True)
-class _Output:
-    """The output of one structured request."""
-
-    request: GuidedRequest
-    stops: frozenset[int] = frozenset()
-    """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
-    tokens: list[int] = field(default_factory=list)
-    """Output tokens that the grammar has consumed, without those of the reasoning."""
-    masks: NDArray[np.int32] | None = None
-    """`[1 + drafts, words]`: the masks of the last step."""
-    asked: int = -1
-    """Number of output tokens when a slow request's mask was last requested."""
-    quick: int = 0
-    """Number of masks requested for a slow request since one took longer than a step."""
-
-
 @dataclass(slots=True)
 class _Step:
     """The lines of one step's bitmask: for each request one per draft token, one more, and unused ones."""
@@ -93,9 +76,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._stride = 1 + vllm_config.num_speculative_tokens
         """Number of lines that a request has in a bitmask."""
         self._words = words(vllm_config.model_config.get_vocab_size())
-        self._outputs: dict[str, _Output] = {}
+        self._guided: dict[str, GuidedRequest] = {}
         """By vLLM's request id. The thread that receives requests adds entries."""
-        self._slow: dict[str, _Output] = {}
+        self._slow: dict[str, GuidedRequest] = {}
         """Requests that had a late mask. They join a batch only when their mask is ready, until `_QUICK_MASKS` masks in
         succession took less than a step."""
         self._missing: list[str] = []
@@ -120,7 +103,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if structured is None:
             return
         guided = self._masker.begin(request.request_id, GuidedParams.from_text(structured.params._backend))
-        self._outputs[request.request_id] = _Output(guided, frozenset(request.sampling_params.stop_token_ids or ()))
+        guided.stops = frozenset(request.sampling_params.stop_token_ids or ())
+        self._guided[request.request_id] = guided
         structured.grammar = guided.compiled
 
     def grammar_bitmask(
@@ -139,47 +123,45 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         bitmask = np.full((len(step.drafts) * self._stride, self._words), -1, np.int32)
         discarded = self._masker.collect(bitmask, self._step_wait)
         for number, (request_id, drafts) in enumerate(step.drafts):
-            output = self._outputs.get(request_id)
-            if output is None:
+            guided = self._guided.get(request_id)
+            if guided is None:
                 continue
             first = number * self._stride
-            output.masks = bitmask[first : first + 1 + len(drafts)]
+            guided.masks = bitmask[first : first + 1 + len(drafts)]
             if request_id in step.reasoning:
                 count, beginning = step.reasoning[request_id]
-                self._mask_reasoning_ends(requests[request_id], output.masks[:count], bitmask[beginning])
-            if output.stops:
-                self._allow_stops(output)
+                self._mask_reasoning_ends(requests[request_id], guided.masks[:count], bitmask[beginning])
+            if guided.stops:
+                self._allow_stops(guided)
             invalid = next((place for place in range(len(drafts)) if first + place + 1 in discarded), None)
             if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
                 scheduled_spec_decode_tokens[request_id] = [*drafts[:invalid], *[-1] * (len(drafts) - invalid)]
-            if output.request.late or output.request.error is not None:
-                self._slow[request_id], output.quick = output, 0
+            if guided.late or guided.error is not None:
+                self._slow[request_id], guided.quick = guided, 0
                 self._missing.append(request_id)
         return bitmask
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
         """Return the draft tokens to be verified. The mask before an invalid one forbids it."""
-        if request.request_id not in self._outputs:
+        if request.request_id not in self._guided:
             return spec_tokens
         return [] if request.request_id in self._slow else list(strip_speculative_padding(spec_tokens))
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
         """Add sampled tokens to a request's output. Returns False, which ends the request, if a mask forbids one."""
-        output = self._outputs.get(request.request_id)
-        if output is None or not new_token_ids:
+        guided = self._guided.get(request.request_id)
+        if guided is None or not new_token_ids:
             return True
         start = self._get_constraint_bounds(request, new_token_ids, spec_tokens_committed=True).grammar_start
         if start > len(new_token_ids):
             return True
         request.structured_output_request.reasoning_ended = True
-        for mask, token in zip(output.masks if output.masks is not None else (), new_token_ids, strict=False):
+        for mask, token in zip(guided.masks if guided.masks is not None else (), new_token_ids, strict=False):
             if not _allows(mask, token):
-                self._masker.fail(
-                    output.request, TokenRejected(f"the engine sampled token {token}, which is forbidden")
-                )
+                self._masker.fail(guided, TokenRejected(f"the engine sampled token {token}, which is forbidden"))
                 break
-        output.tokens.extend(new_token_ids[start:])
-        return output.request.error is None
+        guided.tokens.extend(new_token_ids[start:])
+        return guided.error is None
 
     def clear_backend(self) -> None:
         """Close the pool."""
@@ -200,30 +182,28 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._step = None
         held = {
             name
-            for name, output in slow.items()
-            if output.request.error is not None
+            for name, guided in slow.items()
+            if guided.error is not None
             or (request := requests.get(name)) is None
             or request.num_output_placeholders > 0  # its last token is being computed
         }
         decided = self._masker.decided()
-        asking: dict[str, _Output] = {}
-        for name, output in slow.items():
-            late = output.request.late
+        asking: dict[str, GuidedRequest] = {}
+        for name, guided in slow.items():
+            late = guided.late
             if late and not late <= decided:
-                output.quick = 0
-            elif name not in held and (late or output.asked != len(output.tokens)):
-                asking[name] = output
+                guided.quick = 0
+            elif name not in held and (late or guided.asked != len(guided.tokens)):
+                asking[name] = guided
         if asking:
-            self._masker.prepare(
-                [GuidedRow(each.request, line, each.tokens) for line, each in enumerate(asking.values())]
-            )
+            self._masker.prepare([GuidedRow(each, line, each.tokens) for line, each in enumerate(asking.values())])
             self._masker.collect(np.empty((len(asking), self._words), np.int32), 0.0)
-        for name, output in asking.items():
-            output.asked = len(output.tokens)
-            output.quick += 1
-            if output.quick >= _QUICK_MASKS and not output.request.late:
+        for name, guided in asking.items():
+            guided.asked = len(guided.tokens)
+            guided.quick += 1
+            if guided.quick >= _QUICK_MASKS and not guided.late:
                 del slow[name]
-        held |= {name for name, output in slow.items() if output.request.late or output.request.error is not None}
+        held |= {name for name, guided in slow.items() if guided.late or guided.error is not None}
         returning = [name for name in slow if name not in held and requests[name].status == RequestStatus.PREEMPTED]
         return held.union(returning[1:])
 
@@ -235,12 +215,12 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def free(self, request_ids: Iterable[str]) -> None:
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
         for request_id in request_ids:
-            output = self._outputs.pop(request_id, None)
+            guided = self._guided.pop(request_id, None)
             self._slow.pop(request_id, None)
             self.errors.pop(request_id, None)
-            if output is not None:
+            if guided is not None:
                 self._step = None
-                self._masker.end(output.request)
+                self._masker.end(guided)
 
     # steps
 
@@ -250,8 +230,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
         self._step = step = _Step(_drafts(request_ids, drafts))
         for number, (request_id, given) in enumerate(step.drafts):
-            output = self._outputs.get(request_id)
-            if output is None:  # it is over, and vLLM still transfers its blocks
+            guided = self._guided.get(request_id)
+            if guided is None:  # it is over, and vLLM still transfers its blocks
                 continue
             tokens = strip_speculative_padding(given)
             grammar_start, constraint_start = self._get_constraint_bounds(requests[request_id], tokens)
@@ -261,11 +241,11 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 beginning = first + constraint_start if ends_before_output else first
                 step.reasoning[request_id] = min(constraint_start, 1 + len(tokens)), beginning
                 if not ends_before_output:
-                    step.rows.append(GuidedRow(output.request, first, output.tokens))
+                    step.rows.append(GuidedRow(guided, first, guided.tokens))
             for count in range(constraint_start, len(tokens) + 1):
                 consumed = tokens[grammar_start:count]
-                before = [*output.tokens, *consumed] if consumed else output.tokens
-                step.rows.append(GuidedRow(output.request, first + count, before, len(consumed)))
+                before = [*guided.tokens, *consumed] if consumed else guided.tokens
+                step.rows.append(GuidedRow(guided, first + count, before, len(consumed)))
         self._masker.prepare(step.rows)
         return step
 
@@ -288,13 +268,13 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         for token in forbidden:
             masks[:, token >> 5] &= ~_bit(token)
 
-    def _allow_stops(self, output: _Output) -> None:
+    def _allow_stops(self, guided: GuidedRequest) -> None:
         """Allow the request's own stop tokens in those of its masks that allow the end of the output."""
         vocabulary = self._masker.vocabulary
-        assert output.masks is not None
-        for mask in output.masks:
+        assert guided.masks is not None
+        for mask in guided.masks:
             complete = any(_allows(mask, token) for token in vocabulary.stop_token_ids)
-            for token in output.stops.difference(vocabulary.stop_token_ids):
+            for token in guided.stops.difference(vocabulary.stop_token_ids):
                 word = mask[token >> 5]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
 

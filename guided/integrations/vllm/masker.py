@@ -47,6 +47,18 @@ class GuidedRequest:
     committed: dict[int, int] = field(default_factory=dict)
     """By number of draft tokens: the number of last prepared tokens that cannot be rejected."""
 
+    # The manager's
+    stops: frozenset[int] = frozenset()
+    """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
+    tokens: list[int] = field(default_factory=list)
+    """Output tokens that the grammar has consumed, without those of the reasoning."""
+    masks: NDArray[np.int32] | None = None
+    """`[1 + drafts, words]`: the masks of the last step."""
+    asked: int = -1
+    """Number of output tokens when a slow request's mask was last requested."""
+    quick: int = 0
+    """Number of masks requested for a slow request since one took longer than a step."""
+
 
 class GuidedRow(NamedTuple):
     """One guided row of a step."""
