@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -18,8 +19,15 @@ _MARGIN = 24
 _MAX_JUMP = 1 << 20
 _MAX_HINT = 10_000
 """Maximum length of a hint, in characters."""
+_MAX_SCHEMAS = 300
+"""Maximum number of subschemas that are read for a hint."""
 _MAX_SOURCE = 32 << 10
 """Maximum length of a constraint that is estimated, in characters."""
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value maps names to schemas."""
+_VALUES = ("const", "enum", "default", "example", "examples")
+"""Keywords whose value is no schema."""
+_UNREADABLE = (GuidedError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Budget(NamedTuple):
@@ -38,7 +46,7 @@ class Budget(NamedTuple):
     text_jump: int
     """Maximum jump of a token that is plain text within a JSON string."""
     hint: str = ""
-    """A shortest output of a choice or a regex, if it is known. The matcher checks whether it is one."""
+    """A text that is probably a short output. The matcher checks whether it is one."""
 
 
 def budget_of(constraint: Constraint, tokens: int) -> Budget:
@@ -48,7 +56,9 @@ def budget_of(constraint: Constraint, tokens: int) -> Budget:
     worker then looks for a completion before each token.
     """
     if constraint.kind == "choice" or len(constraint.source) <= _MAX_SOURCE:
-        with contextlib.suppress(GuidedError, ValueError, RecursionError, OverflowError):
+        with contextlib.suppress(
+            GuidedError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
+        ):
             return _estimates(constraint)._replace(tokens=tokens)
     return Budget(tokens, _MAX_JUMP, _MAX_JUMP, _MAX_JUMP)
 
@@ -77,9 +87,14 @@ def _estimates(constraint: Constraint) -> Budget:
 
 def _of_schema(schema: Any) -> Budget:
     sizes = _Sizes(schema)
-    jump = max((sizes.of(each) for each in _subschemas(schema)), default=0) + _MARGIN
+    inside = _subschemas(schema) if isinstance(schema, Mapping) else ()
+    jump = max(map(sizes.of, inside), default=0) + _MARGIN
     has_patterns = re.search(r'"(pattern|patternProperties|format|propertyNames)":', json.dumps(schema))
-    return Budget(0, max(jump, sizes.of(schema)), jump, jump if has_patterns else 0)
+    hint = ""
+    with contextlib.suppress(*_UNREADABLE):
+        hint = _json(_Instances(schema).of(schema))
+    first = max(jump, sizes.of(schema))
+    return Budget(0, first, jump, jump if has_patterns else 0, hint if len(hint) <= _MAX_HINT else "")
 
 
 def _worst(pattern: str) -> int:
@@ -131,13 +146,14 @@ def _rest(node: regex.Node) -> tuple[int, int]:
             return least * low, worst + least * max(0, low - 1)
 
 
-def _subschemas(schema: Any) -> Iterator[Any]:
-    """Yield all values within a schema that may be schemas."""
-    values = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
-    for value in values:
-        if isinstance(value, Mapping):
-            yield value
-        yield from _subschemas(value)
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas within a schema."""
+    for keyword, value in schema.items():
+        values = value.values() if keyword in _MAPS else value if isinstance(value, list) else [value]
+        for each in values if keyword not in _VALUES else ():
+            if isinstance(each, Mapping):
+                yield each
+                yield from _subschemas(each)
 
 
 class _Sizes:
@@ -153,68 +169,88 @@ class _Sizes:
             return 0
         if id(schema) not in self._known:
             self._known[id(schema)] = 0  # for a recursive reference: a finite instance ends the recursion
-            self._known[id(schema)] = min(self._estimate(schema), _MAX_JUMP)
+            applied = [*schema.get("allOf", ()), schema.get("then"), schema.get("else"), _target(self._root, schema)]
+            size = _scalar(schema) + self._object(schema) + self._array(schema) + sum(map(self.of, applied))
+            size += max(map(self.of, [*schema.get("anyOf", ()), *schema.get("oneOf", ())]), default=0)
+            self._known[id(schema)] = min(size, _MAX_JUMP)
         return self._known[id(schema)]
 
-    def _estimate(self, schema: Mapping[str, Any]) -> int:
-        options = [self.of(each) for key in ("anyOf", "oneOf") for each in _list(schema.get(key))]
-        parts = [self.of(each) for each in _list(schema.get("allOf"))]
-        parts += [self.of(schema.get(key)) for key in ("then", "else")]
-        return (
-            max(options, default=0)
-            + sum(parts)
-            + self.of(_target(self._root, schema))
-            + _scalar(schema)
-            + self._object(schema)
-            + self._array(schema)
-        )
-
     def _object(self, schema: Mapping[str, Any]) -> int:
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, Mapping) else {}
-        required = dict.fromkeys(name for name in _list(schema.get("required")) if isinstance(name, str))
-        size = sum(len(name) + 4 + self.of(properties.get(name)) for name in required)
-        optional = [len(name) + 4 + self.of(each) for name, each in properties.items() if name not in required]
-        others = [self.of(each) for each in (schema.get("additionalProperties"),)]
-        if isinstance(patterns := schema.get("patternProperties"), Mapping):
-            others += [len(pattern) + self.of(each) for pattern, each in patterns.items()]
-        more = max([*optional, *others])
-        return size + more + _count(schema, "minProperties") * (8 + more)
+        required = set(schema.get("required", ()))
+        members = {name: len(name) + 4 + self.of(each) for name, each in schema.get("properties", {}).items()}
+        others = [len(pattern) + self.of(each) for pattern, each in schema.get("patternProperties", {}).items()]
+        others += [size for name, size in members.items() if name not in required]
+        more = max([*others, self.of(schema.get("additionalProperties"))])
+        least = sum(members.get(name, len(name) + 4) for name in required)
+        return least + more + int(schema.get("minProperties", 0)) * (8 + more)
 
     def _array(self, schema: Mapping[str, Any]) -> int:
-        prefix = [self.of(each) + 1 for key in ("prefixItems", "items") for each in _list(schema.get(key))]
-        item = max(self.of(schema.get(key)) for key in ("items", "additionalItems", "contains"))
-        return sum(prefix) + (_count(schema, "minItems") + _count(schema, "minContains")) * (item + 2) + item
+        items = schema.get("items")
+        prefix = sum(
+            self.of(each) + 1 for each in (*schema.get("prefixItems", ()), *(items if isinstance(items, list) else ()))
+        )
+        item = max(map(self.of, (items, schema.get("additionalItems"), schema.get("contains"))))
+        return prefix + item + int(schema.get("minItems", 0) + schema.get("minContains", 0)) * (item + 2)
+
+
+class _Instances:
+    """Guesses short instances. A wrong guess does no harm."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _MAX_SCHEMAS
+
+    def of(self, schema: Any) -> Any:
+        """Return a value that may be a short instance of `schema`."""
+        self._left -= 1
+        if not isinstance(schema, Mapping) or self._left < 0:
+            return 0
+        if "const" in schema:
+            return schema["const"]
+        if "$ref" in schema:
+            return self.of(_target(self._root, schema))
+        options = schema.get("enum") or [
+            self.of({**schema, "anyOf": (), "oneOf": (), **each})
+            for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
+        ]
+        if options:
+            return min(options, key=lambda value: len(_json(value)))
+        for each in schema.get("allOf", ()):
+            schema = {**schema, **each}
+        kind = schema.get("type")
+        kind = kind[0] if isinstance(kind, list) else kind
+        if kind == "object" or "properties" in schema:
+            properties, required = schema.get("properties", {}), schema.get("required", ())
+            names = dict.fromkeys([*filter(required.__contains__, properties), *required])
+            return {name: self.of(properties.get(name)) for name in names}
+        if kind == "array":
+            count = min(schema.get("minItems", 0), 99)
+            schemas = [*schema.get("prefixItems", ()), *[schema.get("items")] * count][:count]
+            return [self.of(each) for each in schemas]
+        if kind == "string":
+            return "a" * min(schema.get("minLength", 0), _MAX_HINT)
+        return {"null": None, "boolean": True}.get(kind, math.ceil(schema.get("minimum", 0)))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _target(root: Any, schema: Mapping[str, Any]) -> Any:
     """Return the target of a `$ref` within the document; None if it is elsewhere."""
-    pointer, target = schema.get("$ref"), root
-    if not isinstance(pointer, str) or not pointer.startswith("#"):
+    reference, target = schema.get("$ref"), root
+    if reference is None or not reference.startswith("#"):
         return None
-    for step in filter(None, pointer[1:].split("/")):
+    for step in filter(None, reference[1:].split("/")):
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, Mapping):
-            target = target.get(step)
-        elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-            target = target[int(step)]
+        target = target[int(step) if isinstance(target, list) else step]
     return target
 
 
 def _scalar(schema: Mapping[str, Any]) -> int:
-    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
     size = max((len(json.dumps(value, ensure_ascii=False).encode()) for value in values), default=0)
-    if isinstance(pattern := schema.get("pattern"), str):
-        size += _worst(pattern.strip("^$"))
+    size += _worst(schema["pattern"].strip("^$")) if "pattern" in schema else 0
     numbers = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     digits = max((len(str(schema[key])) for key in numbers if key in schema), default=0)
-    return size + _count(schema, "minLength") + 2 * digits + (48 if "format" in schema else 0) + 2
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _count(schema: Mapping[str, Any], key: str) -> int:
-    value = schema.get(key, 0)
-    return int(value) if isinstance(value, int | float) and value > 0 else 0
+    return size + int(schema.get("minLength", 0)) + 2 * digits + (48 if "format" in schema else 0) + 2

@@ -144,12 +144,8 @@ def test_other_backends(backend: str) -> None:
 
 @pytest.mark.parametrize(
     "constraint",
-    [
-        Constraint.json_schema({"const": {"$ref": "#/const/a/" + "9" * 5_000, "a": [1]}}),
-        Constraint.json_schema({"const": "x" * 100_000}),
-        Constraint.regex("a|" + "x{10000}" * 5_000),
-    ],
-    ids=["digits", "long", "large"],
+    [Constraint.json_schema({"const": "x" * 100_000}), Constraint.regex("a|" + "x{10000}" * 5_000)],
+    ids=["long", "large"],
 )
 def test_what_cannot_be_estimated_is_searched_from_the_start(constraint: Constraint) -> None:
     budget = budget_of(constraint, 9)
