@@ -67,14 +67,15 @@ class LazyPool:
         self._open_pool = open_pool
         self._opening: Future[MaskPool] | None = None
         self._failed_at = math.inf
-        self._closed = False
+        self.closed = False
+        """It was shut down."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
 
     def opened(self) -> Future[MaskPool]:
         """Start to open the pool, unless it is open or opening. The future ends with the pool or `PoolUnavailable`."""
-        if self._closed:
+        if self.closed:
             closed: Future[MaskPool] = Future()
             closed.set_exception(PoolUnavailable("the pool is shut down"))
             return closed
@@ -95,7 +96,7 @@ class LazyPool:
             return
         _log.info("the mask pool opened after %.1f s", time.monotonic() - started)
         opening.set_result(self._pool)
-        if self._closed:
+        if self.closed:
             self._pool.shutdown()
 
     def _fail(self, opening: Future[MaskPool], error: BaseException) -> None:
@@ -127,5 +128,5 @@ class LazyPool:
 
     def shutdown(self) -> None:
         """Shut the pool down; if it is still opening, as soon as it is open. Idempotent."""
-        self._closed = True
+        self.closed = True
         self._pool.shutdown()

@@ -27,10 +27,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from guided.bitmask import words
-from guided.errors import GuidedError, TokenRejected
-from guided.integrations.vllm.configuration import lazy_pool, step_wait
+from guided.errors import GuidedError, InvalidRequest, TokenRejected
+from guided.integrations.vllm import metrics
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
+from guided.pools.opening import DEFAULT_POOL, LazyPool, find_pool
+from guided.pools.protocol import MaskPool
+from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("guided.integrations")
 _QUICK_MASKS = 16
 """Number of successive masks, each ready within a step, after which a slow request is an ordinary one again."""
+_MAX_REPLAYS = 2
+"""Default of `max_replays`: vLLM has no finish reason for a request that ends because of another request's fault."""
+_STEP_WAIT = 0.2
+"""Default of `step_wait`: seconds that a step waits for a mask. All rows of the batch wait as long."""
 
 
 @dataclass(slots=True)
@@ -64,7 +71,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 "guided's structured outputs don't work with distributed_executor_backend=external_launcher"
             )
         super().__init__(vllm_config)
-        self._pool = lazy_pool(vllm_config)
+        self._pool, self._step_wait = lazy_pool(vllm_config)
         # vLLM accepts requests only after this. While requests wait, vLLM's processes poll and take two cores, and a
         # local Ray that starts then can exceed its limit of 30 s. After a failure, which is logged, requests try again.
         self._pool.opened().exception()
@@ -72,7 +79,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self.errors: dict[str, RequestError] = {}
         """The errors of failed requests, by vLLM's id, until the requests are freed. Any thread adds entries."""
         self._masker = Masker(self._pool, self._note_failure)
-        self._step_wait = step_wait(vllm_config)
         self._stride = 1 + vllm_config.num_speculative_tokens
         """Number of lines that a request has in a bitmask."""
         self._words = words(vllm_config.model_config.get_vocab_size())
@@ -277,6 +283,54 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             for token in guided.stops.difference(vocabulary.stop_token_ids):
                 word = mask[token >> 5]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
+
+
+def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
+    """Read `--additional-config '{"guided": {...}}'`.
+
+    Returns:
+        The pool, which is not open yet, and the option `step_wait`: seconds that a step waits for a mask.
+
+    Raises:
+        InvalidRequest: vLLM was started without a tokenizer.
+        PoolUnavailable: there is no such pool, or its dependencies are not installed.
+        ValueError: the pool does not take these options, or `step_wait` is no number of seconds.
+    """
+    additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
+    options = {"pool": DEFAULT_POOL, "step_wait": _STEP_WAIT, **(additional.get("guided") or {})}
+    step_wait = options.pop("step_wait")
+    if isinstance(step_wait, bool) or not isinstance(step_wait, int | float) or step_wait < 0:
+        raise ValueError(f"step_wait is a number of seconds, 0 or more, not {step_wait!r}")
+    if options["pool"] == "ray":
+        options.setdefault("max_replays", _MAX_REPLAYS)
+        if config.parallel_config.distributed_executor_backend == "ray":
+            options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
+    make = find_pool(options.pop("pool"), options)
+    vocabulary = model_vocabulary(config)
+
+    def open_reported() -> MaskPool:
+        opened = make(vocabulary)
+        metrics.report(opened, lambda: pool.closed)
+        return opened
+
+    pool = LazyPool(vocabulary, open_reported)
+    return pool, float(step_wait)
+
+
+def model_vocabulary(config: VllmConfig) -> Vocabulary:
+    """Return the vocabulary of the model's tokenizer, with all tokens that end an output."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = config.model_config
+    tokenizer = cached_tokenizer_from_config(model)
+    if tokenizer is None:
+        raise InvalidRequest("guided's structured outputs need the tokenizer: start vLLM without --skip-tokenizer-init")
+    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # vLLM's class for Mistral models wraps it
+    others = (model.try_get_generation_config() or {}).get("eos_token_id")
+    stops = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]
+    return Vocabulary.from_tokenizer(
+        tokenizer, model.get_vocab_size(), list(dict.fromkeys(token for token in stops if token is not None))
+    )
 
 
 def guided_scheduler(base: type[Any]) -> type[Any]:

@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,17 +33,16 @@ _INTERVAL = 2.0
 _log = logging.getLogger("guided.integrations")
 
 
-def reported(pool: MaskPool) -> MaskPool:
-    """Log the state of a pool, and write it for the process that answers `/metrics`, while this process runs."""
-    threading.Thread(target=_report, args=(pool,), daemon=True).start()
-    return pool
+def report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
+    """Log the state of a pool, and write it for the process that answers `/metrics`, on a thread of its own."""
+    threading.Thread(target=_report, args=(pool, is_closed), daemon=True).start()
 
 
-def _report(pool: MaskPool) -> None:
+def _report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
     file, last = _file(os.getpid()), ""
     atexit.register(file.unlink, missing_ok=True)
     try:
-        while True:
+        while not is_closed():
             status = pool.status()
             new = file.with_suffix(f".{os.urandom(8).hex()}")
             new.write_bytes(msgspec.json.encode(status))
@@ -57,7 +56,7 @@ def _report(pool: MaskPool) -> None:
             time.sleep(_INTERVAL)
     except Exception as error:  # for example a full disk
         _log.info("the mask pool is not reported any more: %s", error)
-        file.unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
 
 
 @cache
