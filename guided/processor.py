@@ -94,7 +94,6 @@ class GuidedProcessor(LogitPostProcessor):
         self._prepared = sequences
 
     def _open(self, sequences: Iterable[GuidedSequence]) -> None:
-        opening: list[tuple[GuidedSequence, _Request]] = []
         for sequence in sequences:
             if sequence.sequence_id in self._request_ids:
                 owner = self._request_ids[sequence.sequence_id]
@@ -104,8 +103,6 @@ class GuidedProcessor(LogitPostProcessor):
                 raise ValueError(f"request {sequence.request_id!r} is not initialized")
             if not request.future.done():
                 raise ValueError(f"the grammar of request {sequence.request_id!r} is still being compiled")
-            opening.append((sequence, request))
-        for sequence, request in opening:
             self._pool.open(sequence, request.future.result(timeout=0))
             request.sequences.add(sequence.sequence_id)
             self._request_ids[sequence.sequence_id] = sequence.request_id
