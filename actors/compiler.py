@@ -18,7 +18,7 @@ from typing import NamedTuple
 from actors.compile_process import CompileProcess, CompileRequest, CompileResult, ForkServer
 from actors.processes import RETRY_SECONDS
 from guided.backends import BACKENDS
-from guided.compilation import conclusion, grammar_key, is_about_backend
+from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
 from guided.cpus import available_cpus
 from guided.errors import (
@@ -30,7 +30,7 @@ from guided.errors import (
     bounded,
     from_wire,
 )
-from guided.pools.grammar_cache import CacheKey, GrammarCache, cache_key
+from guided.pools.grammar_cache import GrammarCache, cache_key
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import BackendStatus, Grammar
 from guided.vocabulary import Vocabulary
@@ -47,7 +47,7 @@ class _Task(NamedTuple):
 
     constraint: Constraint
     backends: Sequence[str]
-    key: CacheKey
+    key: str
     future: Future[Grammar]
     submitted: float
     """`time.monotonic()`."""
@@ -170,10 +170,9 @@ class Compiler:
             spent += time.monotonic() - began
             if isinstance(result, CompileResult):
                 grammar = Grammar(
-                    grammar_key(name, task.constraint),
+                    task.key,
                     name,
                     task.constraint,
-                    task.key,
                     spent,
                     checked=tuple(result.checked),
                     mask_seconds=result.mask_seconds,

@@ -43,11 +43,11 @@ class _Member:
         """It has raised in `prepare` or `apply` of this step."""
         self._places: NDArray[np.intp] | None = None
         """Places of its rows among those of the bundle. None: all."""
-        self._once = self._form("initialize", 3, 1) == 1
+        self.has_config = self._form("initialize", 3, 1) == 1
         self._takes_rows = self._form("prepare", 3, 1) == 3
         self._takes_deadline = self._form("apply", 2, 1) == 2
         self._form("sampled", 3)
-        if self._once:
+        if self.has_config:
             initialize: Any = processor.initialize
             try:
                 initialize(config)
@@ -64,12 +64,6 @@ class _Member:
                     return count
         wanted = inspect.signature(getattr(LogitPostProcessor, name))
         raise ValueError(f"the post-processor {self.name} needs the method {name}{wanted}, or with the RFC's parameter")
-
-    def initialize(self, *request: Any) -> Future[Grammar] | None:
-        future = None if self._once else self.processor.initialize(*request)
-        if future is not None and not isinstance(future, Future):
-            raise TypeError(f"initialize returned {type(future).__name__}, not a Future")
-        return future
 
     def select(self, sequences: Sequence[GuidedSequence]) -> None:
         """Select the member's rows of a new batch."""
@@ -129,13 +123,13 @@ class ProcessorBundle(LogitPostProcessor):
     A sequence that is late in one member is prepared again in every member. `edits` and `sampled` get each token once.
 
     Args:
-        first: `initialize` returns the grammar of this member.
-        others: applied after `first`, each to the logits as its predecessor left them.
+        processors: applied in order, each to the logits as its predecessor left them. `initialize` returns the first
+            future that one of them returns.
         config: the argument for members with the RFC's `initialize(config)`.
     """
 
-    def __init__(self, first: LogitPostProcessor, *others: LogitPostProcessor, config: object = None) -> None:
-        self._members = [_Member(each, config) for each in (first, *others)]
+    def __init__(self, *processors: LogitPostProcessor, config: object = None) -> None:
+        self._members = [_Member(each, config) for each in processors]
         self.max_rollback = max(each.processor.max_rollback for each in self._members)
         self.all_rows = any(each.processor.all_rows for each in self._members)
         self._batch: Sequence[GuidedSequence] | None = None
@@ -149,39 +143,24 @@ class ProcessorBundle(LogitPostProcessor):
         return any(each.processor.needs_samples for each in self._members)
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
-        """Initialize the request in every member. The future is done when the futures of all members are."""
-        futures: list[Future[Grammar]] = []
-        joined: Future[Grammar] = Future()
-        begun: list[_Member] = []
-        try:
-            for member in self._members:
-                begun.append(member)
-                future = member.initialize(request_id, constraint, backend)
-                futures += [] if future is None else [future]
-            if not futures:
-                raise InternalError("no post-processor of this engine enforces constraints")
-        except Exception as error:
-            for one in begun:
-                with self._containing(one, "free"):
-                    one.processor.free(request_id)
-            if isinstance(error, GuidedError):
-                raise
-            joined.set_exception(member.failure("initialize", error))
-            return joined
-
-        def finish(_: Future[Grammar]) -> None:
-            if joined.done() or not all(future.done() for future in futures):
-                return
-            error = next((error for future in futures if (error := future.exception()) is not None), None)
-            if joined.set_running_or_notify_cancel():
-                if error is None:
-                    joined.set_result(futures[0].result())
-                else:
-                    joined.set_exception(error)
-
-        for future in futures:
-            future.add_done_callback(finish)
-        return joined
+        """Initialize the request in every member."""
+        compiled: Future[Grammar] | None = None
+        for number, member in enumerate(self._members):
+            try:
+                future = None if member.has_config else member.processor.initialize(request_id, constraint, backend)
+            except Exception as error:
+                for begun in self._members[: number + 1]:
+                    with self._containing(begun, "free"):
+                        begun.processor.free(request_id)
+                if isinstance(error, GuidedError):
+                    raise
+                failed: Future[Grammar] = Future()
+                failed.set_exception(member.failure("initialize", error))
+                return failed
+            compiled = compiled or future
+        if compiled is None:
+            raise InternalError("no post-processor of this engine enforces constraints")
+        return compiled
 
     def prepare(
         self,

@@ -45,11 +45,6 @@ class Compiled:
     """Growth of the process's memory during the compilation, including what other threads allocated meanwhile."""
 
 
-def grammar_key(backend: str, constraint: Constraint) -> str:
-    """Return the key of a compiled grammar on the workers."""
-    return f"{backend}:{constraint.key}"
-
-
 def compile_constraint(
     backends: Backends,
     constraint: Constraint,

@@ -41,7 +41,7 @@ def constraint_for(
     if _is_term(output_type):
         return _constraint_of_term(output_type, whitespace, limits, param)
     choices = _strings(output_type)
-    if choices is not None:
+    if choices:
         _refuse_whitespace(whitespace)
         return Constraint.choice(choices, limits=limits, param=param)
     adapter = _adapter(output_type, param)
@@ -63,23 +63,20 @@ def parse_as(output_type: Any, text: str) -> Any:
     if _is_term(output_type):
         return json.loads(text) if hasattr(output_type, "schema") else text
     adapter = _adapter(output_type, _PARAM)
-    return adapter.validate_json(text) if _strings(output_type) is None else adapter.validate_python(text)
+    return adapter.validate_python(text) if _strings(output_type) else adapter.validate_json(text)
 
 
-def _strings(output_type: Any) -> list[str] | None:
-    """Return the values of an `Enum` or a `Literal` if all are non-empty strings."""
-    values: list[Any] = []
+def _strings(output_type: Any) -> list[str]:
+    """Return the values of an `Enum` or a `Literal` if all are non-empty strings, which can be a `choice`."""
+    values: Sequence[Any] = get_args(output_type) if get_origin(output_type) is Literal else ()
     if isinstance(output_type, enum.EnumMeta):
         members: dict[str, Any] = dict(output_type.__members__)
         values = [member.value for member in members.values()]
-    elif get_origin(output_type) is Literal:
-        values = list(get_args(output_type))
-    return values if _are_texts(values) else None
+    return _texts(values)
 
 
-def _are_texts(values: Sequence[Any]) -> bool:
-    """Whether these can be the options of a `choice`."""
-    return bool(values) and all(type(value) is str and value for value in values)
+def _texts(values: Sequence[Any]) -> list[str]:
+    return list(values) if all(type(value) is str and value for value in values) else []
 
 
 def _adapter(output_type: Any, param: str) -> TypeAdapter[Any]:
@@ -134,7 +131,7 @@ def _constraint_of_term(term: Any, whitespace: str | None, limits: Limits, param
     _refuse_whitespace(whitespace)
     if kind == "CFG":
         return Constraint.grammar(term.definition, limits=limits, param=param)
-    if kind == "Choice" and _are_texts(term.items):
+    if kind == "Choice" and _texts(term.items):
         return Constraint.choice(term.items, limits=limits, param=param)
     return Constraint.regex(_regex(term, param), limits=limits, param=param)
 

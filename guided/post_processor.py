@@ -112,14 +112,13 @@ class LogitPostProcessor:
             logits: float `[rows, >= padded_vocab_size]` on any device; only prepared rows are written.
             deadline: seconds to wait for masks, from the time that the logits are computed. A row without its mask by
                 then is late. If every row of the logits was prepared and all are late, the wait goes on until the first
-                mask is there, for at most 0.1 s. None: wait for every mask; a row is late only in the cases that
-                `MaskPool.collect` lists.
+                mask is there, for at most 0.1 s. None: see `MaskPool.collect`.
 
         Returns:
             A report. Or the changed logits, as in the RFC. None: every row is ready.
 
         Raises:
-            RuntimeError: `prepare` was not called, or by another thread.
+            RuntimeError: `prepare` was not called.
             ValueError: the logits are narrower than the vocabulary.
         """
 
@@ -148,16 +147,15 @@ class LogitPostProcessor:
         """Return how outputs are to change, by sequence id. Called after each step, between `apply` and `prepare`.
 
         Args:
-            sequences: the object that was passed to `prepare`. The outputs include the sampled tokens. Edits are
-                ignored for rows without a sampled token (late, failed, or of a draft) and for sequences that have
-                ended.
+            sequences: the object that was passed to `prepare`. The outputs include the sampled tokens. Edits of rows
+                without one (late, failed, or of a draft) and of ended sequences are ignored.
         """
         return {}
 
     def decided(self) -> list[int]:
-        """Return late sequences that are decided, without waiting: prepare them again, with the tokens that they had.
-        Until then they are returned again. A sequence that is never returned waits until nothing else can run, or its
-        request is aborted.
+        """Return late sequences that are decided, without waiting, until they are prepared again with the same tokens.
+
+        A sequence that is never returned waits until nothing else can run, or its request is aborted.
         """
         return []
 
@@ -166,10 +164,7 @@ class LogitPostProcessor:
         return {}
 
     def rollback(self, sequence_id: int, length: int) -> None:
-        """Declare that prepared tokens after the first `length` output tokens have changed (a rejected draft).
-
-        An output that has merely become shorter is noticed without this. Unknown ids are ignored.
-        """
+        """See `MaskPool.rollback`."""
 
     def free_sequence(self, sequence_id: int) -> None:
         """End one sequence of a request; the others continue. Idempotent."""

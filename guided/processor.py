@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
@@ -60,8 +59,6 @@ class GuidedProcessor(LogitPostProcessor):
         self._logits_rows: NDArray[np.intp] | None = None
         self._forced: list[tuple[GuidedSequence, int, list[int]]] = []
         """`(sequence, length of its output, forced tokens)` of this step, from `StepMasks.forced`."""
-        self._thread = 0
-        """The thread that called `prepare`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
 
     @property
@@ -95,10 +92,8 @@ class GuidedProcessor(LogitPostProcessor):
         self._logits_rows = None if logits_rows is None else np.asarray(logits_rows, np.intp)
         self._pool.submit(sequences, new_tokens)
         self._prepared = sequences
-        self._thread = threading.get_ident()
 
     def _open(self, sequences: Iterable[GuidedSequence]) -> None:
-        opening: list[tuple[GuidedSequence, _Request]] = []
         for sequence in sequences:
             if sequence.sequence_id in self._request_ids:
                 owner = self._request_ids[sequence.sequence_id]
@@ -108,8 +103,6 @@ class GuidedProcessor(LogitPostProcessor):
                 raise ValueError(f"request {sequence.request_id!r} is not initialized")
             if not request.future.done():
                 raise ValueError(f"the grammar of request {sequence.request_id!r} is still being compiled")
-            opening.append((sequence, request))
-        for sequence, request in opening:
             self._pool.open(sequence, request.future.result(timeout=0))
             request.sequences.add(sequence.sequence_id)
             self._request_ids[sequence.sequence_id] = sequence.request_id
@@ -155,8 +148,6 @@ class GuidedProcessor(LogitPostProcessor):
         """Return the prepared step, which `method` finishes."""
         if self._prepared is None:
             raise RuntimeError(f"{method}() without prepare()")
-        if self._thread != threading.get_ident():
-            raise RuntimeError(f"{method}() was called by another thread than prepare(): use one processor per thread")
         sequences, self._prepared = self._prepared, None
         return sequences
 

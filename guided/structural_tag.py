@@ -134,11 +134,6 @@ def contents(node: Node) -> list[Content]:
     return list(dict.fromkeys(each for each in walk(node) if isinstance(each, Content)))
 
 
-def has_limit(node: Node) -> bool:
-    """Whether free text of a structural tag has `max_tokens`."""
-    return any(isinstance(each, FreeText) and each.max_tokens is not None for each in walk(node))
-
-
 def ends(node: Node) -> Iterator[Node]:
     """Yield the nodes with which an output of `node` can end: literals, contents, free text, dispatches."""
     inside = () if isinstance(node, Dispatch) else parts(node)

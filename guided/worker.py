@@ -17,8 +17,7 @@ from guided.backends.base import CompiledGrammar, Matcher, OutputRule
 from guided.backends.native import guard
 from guided.bitmask import pack
 from guided.completing.budget import Budget
-from guided.completing.search import Completions
-from guided.completing.sequence import BudgetedSequence
+from guided.completing.search import BudgetedSequence, Completions
 from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
 

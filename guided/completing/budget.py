@@ -19,12 +19,15 @@ _MARGIN = 24
 _MAX_JUMP = 1 << 20
 _MAX_HINT = 10_000
 """Maximum length of a hint, in characters."""
+_MAX_SCHEMAS = 300
+"""Maximum number of subschemas that are read for a hint."""
 _MAX_SOURCE = 32 << 10
 """Maximum length of a constraint that is estimated, in characters."""
-_MAX_VALUES = 1_000
-"""Maximum number of subschemas that `_Instances` reads to guess one instance."""
-_MAX_TEXT = 16 * _MAX_SOURCE
-"""Maximum number of characters of JSON that `_Instances` compares or takes over."""
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value maps names to schemas."""
+_VALUES = ("const", "enum", "default", "example", "examples")
+"""Keywords whose value is no schema."""
+_UNREADABLE = (GuidedError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Budget(NamedTuple):
@@ -53,7 +56,9 @@ def budget_of(constraint: Constraint, tokens: int) -> Budget:
     worker then looks for a completion before each token.
     """
     if constraint.kind == "choice" or len(constraint.source) <= _MAX_SOURCE:
-        with contextlib.suppress(GuidedError, ValueError, RecursionError, OverflowError):
+        with contextlib.suppress(
+            GuidedError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
+        ):
             return _estimates(constraint)._replace(tokens=tokens)
     return Budget(tokens, _MAX_JUMP, _MAX_JUMP, _MAX_JUMP)
 
@@ -70,7 +75,8 @@ def _estimates(constraint: Constraint) -> Budget:
             jump = max(len(option.encode()) for option in constraint.choices)
             hint = min(constraint.choices, key=len)
         case "regex":
-            jump, hint = _worst(constraint.source), _short_match(constraint.source)
+            jump, node = _worst(constraint.source), _parsed(constraint.source)
+            hint = _text(node) if node is not None and _rest(node)[0] <= _MAX_HINT else ""
         case "grammar" | "structural_tag":
             jump = len(constraint.source)
             for count in re.findall(r"\{(\d{1,6})", constraint.source):
@@ -81,11 +87,13 @@ def _estimates(constraint: Constraint) -> Budget:
 
 def _of_schema(schema: Any) -> Budget:
     sizes = _Sizes(schema)
-    inner = max((sizes.of(each) for each in _subschemas(schema)), default=0)
+    inside = _subschemas(schema) if isinstance(schema, Mapping) else ()
+    jump = max(map(sizes.of, inside), default=0) + _MARGIN
     has_patterns = re.search(r'"(pattern|patternProperties|format|propertyNames)":', json.dumps(schema))
-    jump = min(inner, _MAX_JUMP) + _MARGIN
-    hint = _text_of(_Instances(schema).of(schema))
-    first = max(jump, min(sizes.of(schema), _MAX_JUMP))
+    hint = ""
+    with contextlib.suppress(*_UNREADABLE):
+        hint = _json(_Instances(schema).of(schema))
+    first = max(jump, sizes.of(schema))
     return Budget(0, first, jump, jump if has_patterns else 0, hint if len(hint) <= _MAX_HINT else "")
 
 
@@ -93,12 +101,6 @@ def _worst(pattern: str) -> int:
     """Return the size in bytes of the shortest rest of a match, after the worst prefix."""
     node = _parsed(pattern)
     return len(pattern) if node is None else _rest(node)[1]
-
-
-def _short_match(pattern: str) -> str:
-    """Return a shortest match; empty if there is none, or if it is longer than `_MAX_HINT` bytes."""
-    node = _parsed(pattern)
-    return _text(node) if node is not None and _rest(node)[0] <= _MAX_HINT else ""
 
 
 @lru_cache(maxsize=4)
@@ -110,6 +112,7 @@ def _parsed(pattern: str) -> regex.Node | None:
 
 
 def _text(node: regex.Node) -> str:
+    """Return a shortest match."""
     match node:
         case regex.Chars(ranges):
             usual = (each for each in "a0 " if any(low <= ord(each) <= high for low, high in ranges))
@@ -143,13 +146,14 @@ def _rest(node: regex.Node) -> tuple[int, int]:
             return least * low, worst + least * max(0, low - 1)
 
 
-def _subschemas(schema: Any) -> Iterator[Any]:
-    """Yield all values within a schema that may be schemas."""
-    values = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
-    for value in values:
-        if isinstance(value, Mapping):
-            yield value
-        yield from _subschemas(value)
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas within a schema."""
+    for keyword, value in schema.items():
+        values = value.values() if keyword in _MAPS else value if isinstance(value, list) else [value]
+        for each in values if keyword not in _VALUES else ():
+            if isinstance(each, Mapping):
+                yield each
+                yield from _subschemas(each)
 
 
 class _Sizes:
@@ -165,41 +169,28 @@ class _Sizes:
             return 0
         if id(schema) not in self._known:
             self._known[id(schema)] = 0  # for a recursive reference: a finite instance ends the recursion
-            self._known[id(schema)] = min(self._estimate(schema), _MAX_JUMP)
+            applied = [*schema.get("allOf", ()), schema.get("then"), schema.get("else"), _target(self._root, schema)]
+            size = _scalar(schema) + self._object(schema) + self._array(schema) + sum(map(self.of, applied))
+            size += max(map(self.of, [*schema.get("anyOf", ()), *schema.get("oneOf", ())]), default=0)
+            self._known[id(schema)] = min(size, _MAX_JUMP)
         return self._known[id(schema)]
 
-    def _estimate(self, schema: Mapping[str, Any]) -> int:
-        options = [self.of(each) for key in ("anyOf", "oneOf") for each in _list(schema.get(key))]
-        parts = [self.of(each) for each in _list(schema.get("allOf"))]
-        parts += [self.of(schema.get(key)) for key in ("then", "else")]
-        return (
-            max(options, default=0)
-            + sum(parts)
-            + self._reference(schema)
-            + _scalar(schema)
-            + self._object(schema)
-            + self._array(schema)
-        )
-
-    def _reference(self, schema: Mapping[str, Any]) -> int:
-        return self.of(_target(self._root, schema))
-
     def _object(self, schema: Mapping[str, Any]) -> int:
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, Mapping) else {}
-        required = dict.fromkeys(name for name in _list(schema.get("required")) if isinstance(name, str))
-        size = sum(len(name) + 4 + self.of(properties.get(name)) for name in required)
-        optional = [len(name) + 4 + self.of(each) for name, each in properties.items() if name not in required]
-        others = [self.of(each) for each in (schema.get("additionalProperties"),)]
-        if isinstance(patterns := schema.get("patternProperties"), Mapping):
-            others += [len(pattern) + self.of(each) for pattern, each in patterns.items()]
-        more = max([*optional, *others])
-        return size + more + _count(schema, "minProperties") * (8 + more)
+        required = set(schema.get("required", ()))
+        members = {name: len(name) + 4 + self.of(each) for name, each in schema.get("properties", {}).items()}
+        others = [len(pattern) + self.of(each) for pattern, each in schema.get("patternProperties", {}).items()]
+        others += [size for name, size in members.items() if name not in required]
+        more = max([*others, self.of(schema.get("additionalProperties"))])
+        least = sum(members.get(name, len(name) + 4) for name in required)
+        return least + more + int(schema.get("minProperties", 0)) * (8 + more)
 
     def _array(self, schema: Mapping[str, Any]) -> int:
-        prefix = [self.of(each) + 1 for key in ("prefixItems", "items") for each in _list(schema.get(key))]
-        item = max(self.of(schema.get(key)) for key in ("items", "additionalItems", "contains"))
-        return sum(prefix) + (_count(schema, "minItems") + _count(schema, "minContains")) * (item + 2) + item
+        items = schema.get("items")
+        prefix = sum(
+            self.of(each) + 1 for each in (*schema.get("prefixItems", ()), *(items if isinstance(items, list) else ()))
+        )
+        item = max(map(self.of, (items, schema.get("additionalItems"), schema.get("contains"))))
+        return prefix + item + int(schema.get("minItems", 0) + schema.get("minContains", 0)) * (item + 2)
 
 
 class _Instances:
@@ -207,93 +198,59 @@ class _Instances:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._left = _MAX_VALUES
-        self._text_left = _MAX_TEXT
+        self._left = _MAX_SCHEMAS
 
     def of(self, schema: Any) -> Any:
         """Return a value that may be a short instance of `schema`."""
         self._left -= 1
-        if not isinstance(schema, Mapping) or self._left < 0 or self._text_left < 0:
+        if not isinstance(schema, Mapping) or self._left < 0:
             return 0
         if "const" in schema:
-            self._length(schema["const"])
             return schema["const"]
-        options = _list(schema.get("enum")) or [
-            self.of({**schema, **_mapping(each), "anyOf": 0, "oneOf": 0})
-            for each in [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
-        ]
-        if options:
-            return min(options, key=self._length)
         if "$ref" in schema:
             return self.of(_target(self._root, schema))
-        return self._typed(
-            {**schema, **{key: value for each in _list(schema.get("allOf")) for key, value in _mapping(each).items()}}
-        )
-
-    def _length(self, value: Any) -> int:
-        """Return the length of a value's JSON text, and count it."""
-        length = len(_text_of(value))
-        self._text_left -= length
-        return length
-
-    def _typed(self, schema: Mapping[str, Any]) -> Any:
+        options = schema.get("enum") or [
+            self.of({**schema, "anyOf": (), "oneOf": (), **each})
+            for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
+        ]
+        if options:
+            return min(options, key=lambda value: len(_json(value)))
+        for each in schema.get("allOf", ()):
+            schema = {**schema, **each}
         kind = schema.get("type")
-        kind = kind[0] if isinstance(kind, list) and kind else kind
-        if kind == "object" or (kind is None and "properties" in schema):
-            properties = _mapping(schema.get("properties"))
-            required = dict.fromkeys(name for name in _list(schema.get("required")) if isinstance(name, str))
-            names = dict.fromkeys(name for name in properties if name in required) | required
-            found = {name: self.of(properties.get(name)) for name in names}
-            return found | {str(index): 0 for index in range(min(_count(schema, "minProperties"), 99) - len(found))}
-        if kind == "array" or (kind is None and "items" in schema):
-            count = min(max(_count(schema, "minItems"), _count(schema, "minContains")), 99)
-            items = [self.of(each) for each in _list(schema.get("prefixItems"))[:count]]
-            items += [self.of(schema["contains"])] if "contains" in schema and not items else []
-            return items + [self.of(schema.get("items")) for _ in range(count - len(items))]
+        kind = kind[0] if isinstance(kind, list) else kind
+        if kind == "object" or "properties" in schema:
+            properties, required = schema.get("properties", {}), schema.get("required", ())
+            names = dict.fromkeys([*filter(required.__contains__, properties), *required])
+            return {name: self.of(properties.get(name)) for name in names}
+        if kind == "array":
+            count = min(schema.get("minItems", 0), 99)
+            schemas = [*schema.get("prefixItems", ()), *[schema.get("items")] * count][:count]
+            return [self.of(each) for each in schemas]
         if kind == "string":
-            pattern = schema.get("pattern")
-            text = _short_match(pattern.removeprefix("^").removesuffix("$")) if isinstance(pattern, str) else ""
-            self._text_left -= len(text)
-            return text.ljust(min(_count(schema, "minLength"), _MAX_HINT), "a")
-        return {"null": None, "boolean": True}.get(str(kind), math.ceil(schema.get("minimum", 0)))
+            return "a" * min(schema.get("minLength", 0), _MAX_HINT)
+        return {"null": None, "boolean": True}.get(kind, math.ceil(schema.get("minimum", 0)))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _target(root: Any, schema: Mapping[str, Any]) -> Any:
     """Return the target of a `$ref` within the document; None if it is elsewhere."""
-    pointer, target = schema.get("$ref"), root
-    if not isinstance(pointer, str) or not pointer.startswith("#"):
+    reference, target = schema.get("$ref"), root
+    if reference is None or not reference.startswith("#"):
         return None
-    for step in filter(None, pointer[1:].split("/")):
+    for step in filter(None, reference[1:].split("/")):
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, Mapping):
-            target = target.get(step)
-        elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-            target = target[int(step)]
+        target = target[int(step) if isinstance(target, list) else step]
     return target
 
 
-def _text_of(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _scalar(schema: Mapping[str, Any]) -> int:
-    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
     size = max((len(json.dumps(value, ensure_ascii=False).encode()) for value in values), default=0)
-    if isinstance(pattern := schema.get("pattern"), str):
-        size += _worst(pattern.strip("^$"))
+    size += _worst(schema["pattern"].strip("^$")) if "pattern" in schema else 0
     numbers = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     digits = max((len(str(schema[key])) for key in numbers if key in schema), default=0)
-    return size + _count(schema, "minLength") + 2 * digits + (48 if "format" in schema else 0) + 2
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _count(schema: Mapping[str, Any], key: str) -> int:
-    value = schema.get(key, 0)
-    return int(value) if isinstance(value, int | float) and value > 0 else 0
+    return size + int(schema.get("minLength", 0)) + 2 * digits + (48 if "format" in schema else 0) + 2

@@ -10,9 +10,8 @@ during it: a Ray pool (`pool="ray"`) adds isolation, and hides no time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
-from guided.integrations.blocking import finish_step
 from guided.kernel import apply_bitmask
 from guided.output_types import constraint_for
 from guided.pools.inline import InlinePool
@@ -36,39 +34,34 @@ from guided.vocabulary import Vocabulary
 _FLOOR = -1e4
 """Minimum score of an allowed token, even if other processors forbid it: it is chosen only if nothing else is left. As
 a beam, it ranks before `generate()`'s empty beams (-1e9)."""
+_POLL_SECONDS = 0.001
+"""Interval in which rows are tried again while no worker is up."""
 _FAILED_SCORE = -1e30
 """Score of the stop token of a failed row: its only token, and as a beam behind all others."""
 
 _ids = count(1 << 40)  # shared by all processors: they may use one pool, together with an engine that counts from 0
 
 
-@dataclass(slots=True)
-class _Branch:
-    """One constrained row: the output of a prompt, or of one of its beams."""
+class _Row(GuidedSequence):
+    """The sequence of a row with a constraint."""
 
-    request_id: str
-    tokens: list[int] = field(default_factory=list)
-    sequence: GuidedSequence | None = None
-    """None: the branch has ended (by a stop token, by padding from `generate()`, or without a mask)."""
-    failed: bool = False
+    output_token_ids: list[int]
+    ended = False
+    """By a stop token, by padding from `generate()`, or without a mask. It needs no masks."""
+    failed = False
 
-    def open(self, parent_id: int | None = None) -> None:
-        self.sequence = GuidedSequence(self.request_id, next(_ids), self.tokens, parent_id=parent_id)
-
-    def copy(self) -> _Branch:
-        """Return a branch for another row with the same output. Its matcher is copied from this one's."""
-        branch = _Branch(self.request_id, list(self.tokens), None, self.failed)
-        if self.sequence is not None:
-            branch.open(self.sequence.sequence_id)
-        return branch
+    def copy(self) -> _Row:
+        """Return a sequence for another row with the same output. Its matcher is copied from this one's."""
+        copy = _Row(self.request_id, next(_ids), [*self.output_token_ids], parent_id=self.sequence_id)
+        copy.ended, copy.failed = self.ended, self.failed
+        return copy
 
 
 class GuidedLogitsProcessor:
     """Constrains the rows of `generate()`: greedy, sampled, beam-searched, or drafted by an assistant.
 
     One processor serves many `generate()` calls, one after the other, from one thread: rows that don't continue those
-    of the previous call start a new generation. One kind of prompt is taken for a continuation: the previous prompt,
-    then a beginning of the text generated for it (or nothing), then one token. Call `reset()` before such a prompt.
+    of the previous call start a new generation. Call `reset()` before a prompt that continues them by one token.
 
     If other processors (`min_new_tokens`, `bad_words_ids`, ...) forbid all tokens that the constraint allows, the
     constraint wins. Place this processor after your own. transformers runs temperature, top-k and the like after it.
@@ -127,10 +120,10 @@ class GuidedLogitsProcessor:
         """`[rows, tokens]`: the prompts and outputs of the last call."""
         self._length = 0
         """Number of tokens of the prompts."""
-        self._branches: dict[int, _Branch] = {}
-        """By row. Rows without a constraint have none."""
+        self._rows: dict[int, _Row] = {}
+        """By index. Rows without a constraint have none."""
         self._step: tuple[list[int], tuple[GuidedSequence, ...]] | None = None
-        """The rows with a matcher and their sequences. None: a branch has begun, moved or ended since the last step."""
+        """The rows that need a mask and their sequences. None: a row has begun, moved or ended since the last step."""
         self._unused: list[int] = []
         """Ids of sequences to be freed after this step: until then, their matchers may be copied."""
         try:
@@ -177,7 +170,7 @@ class GuidedLogitsProcessor:
         self._mask_ended(scores, masked)
         return masked
 
-    # the branch of each row
+    # the sequence of each row
 
     def _begin(self, ids: NDArray[np.int64]) -> None:
         """Start a new generation with these prompts."""
@@ -194,11 +187,10 @@ class GuidedLogitsProcessor:
         for row in range(rows):
             index = row * prompts // rows  # the rows of a prompt are adjacent
             if self._constraints[index] is not None:
-                self._branches[row] = branch = _Branch(str(index))
-                branch.open()
+                self._rows[row] = _Row(str(index), next(_ids), [])
 
     def _continue(self, ids: NDArray[np.int64]) -> bool:
-        """Update the branches from the rows. Returns False if the rows don't continue those of the last call."""
+        """Update the sequences. Returns False if the rows don't continue those of the last call."""
         before, known = self._ids, ids.shape[1] - 1
         if len(ids) != len(before) or not self._length <= known <= before.shape[1]:
             return False
@@ -206,91 +198,83 @@ class GuidedLogitsProcessor:
         if not stayed.all() and not self._move(ids[:, :known], stayed.tolist()):
             return False
         tokens, length = ids[:, -1].tolist(), known - self._length
-        for row, branch in self._branches.items():
-            if len(branch.tokens) > length:
-                self._roll_back(branch, length)
-            branch.tokens.append(tokens[row])
-            if tokens[row] not in self._text:
-                self._end(branch)
+        for row, one in self._rows.items():
+            output = one.output_token_ids
+            if len(output) > length:  # draft tokens of an assistant were rejected
+                del output[length:]
+                self._processor.rollback(one.sequence_id, length)
+                if one.ended and not one.failed and self._text.issuperset(output):
+                    one.ended, self._step = False, None
+            output.append(tokens[row])
+            if tokens[row] not in self._text and not one.ended:
+                one.ended, self._step = True, None
         return True
 
     def _move(self, ids: NDArray[np.int64], stayed: list[bool]) -> bool:
-        """Follow beams: a branch continues in one row and is copied to others, or is dropped.
+        """Follow beams: a sequence continues in one row and is copied to others, or is dropped.
 
-        Copying a matcher takes 1 us, which is faster than rolling back a dropped one.
-
-        Returns:
-            Whether each constrained row has the tokens of one of the last call's rows.
+        Returns False if a constrained row has not the tokens of one of the last call's rows.
         """
-        before = self._branches
-        rows = {(branch.request_id, self._ids[row].tobytes()): row for row, branch in before.items()}
+        before = self._rows
+        rows = {(one.request_id, self._ids[row].tobytes()): row for row, one in before.items()}
         parents = {
-            row: row if stayed[row] else rows.get((branch.request_id, ids[row].tobytes()))
-            for row, branch in before.items()
+            row: row if stayed[row] else rows.get((one.request_id, ids[row].tobytes())) for row, one in before.items()
         }
-        dropped, self._branches = set(before), {}
+        if None in parents.values():
+            return False
+        dropped, self._rows, self._step = set(before), {}, None
         for row, parent in sorted(parents.items(), key=lambda pair: pair[0] != pair[1]):
-            if parent is None:
-                self._branches = before
-                return False
-            self._branches[row] = before[parent] if parent in dropped else before[parent].copy()
+            assert parent is not None
+            self._rows[row] = before[parent] if parent in dropped else before[parent].copy()
             dropped.discard(parent)
-        for row in dropped:
-            self._end(before[row])
-        self._step = None
+        self._unused += [before[row].sequence_id for row in dropped]
         return True
-
-    def _roll_back(self, branch: _Branch, length: int) -> None:
-        """Remove rejected draft tokens of an assistant."""
-        del branch.tokens[length:]
-        if branch.sequence is not None:
-            self._processor.rollback(branch.sequence.sequence_id, length)
-        elif not branch.failed and self._text.issuperset(branch.tokens):
-            branch.open()
-            self._step = None
-
-    def _end(self, branch: _Branch) -> None:
-        if branch.sequence is not None:
-            self._unused.append(branch.sequence.sequence_id)
-            branch.sequence = self._step = None
 
     # masks
 
     def _collect(self) -> list[int]:
-        """Write the masks of the branches into `_bitmask`, at their rows. Returns these rows. Failed branches end."""
-        processor = self._processor
-        processor.failures()  # a lost sequence fails below, in its row
+        """Write the masks of the rows into `_bitmask`. Returns the rows that have one."""
+        self._processor.failures()  # a lost sequence fails below, in its row
         if self._step is None:
-            step = [(row, branch.sequence) for row, branch in self._branches.items() if branch.sequence is not None]
+            step = [(row, one) for row, one in self._rows.items() if not one.ended]
             step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens
             self._step = [row for row, _ in step], tuple(sequence for _, sequence in step)
         rows, sequences = self._step
-        processor.prepare(sequences, rows)
-        failed = finish_step(processor, sequences, rows, partial(processor.collect, self._bitmask)).failed
+        failed = self._fill(rows, sequences)
         for sequence in sequences:
             sequence.parent_id = None
         self._free_unused()
         if not failed:
             return sorted(rows)
-        by_row = {row: failed.get(sequence.sequence_id) for row, sequence in zip(rows, sequences, strict=True)}
-        self._fail({row: error for row, error in by_row.items() if error is not None})
-        return sorted(row for row in rows if self._branches[row].sequence is not None)
+        for row in sorted(rows):
+            error = failed.get(self._rows[row].sequence_id)
+            if error is not None and not self._end_failed:
+                self.reset()
+                raise _prefixed(error, f"row {row} of {len(self._bitmask)}") from error
+            if error is not None:
+                self._rows[row].ended = self._rows[row].failed = True
+                self._step = None
+                self.failed.setdefault(row, error)
+        return sorted(row for row in rows if not self._rows[row].ended)
 
-    def _fail(self, failed: dict[int, GuidedError]) -> None:
-        if not self._end_failed:
-            row = min(failed)
-            self.reset()
-            raise _prefixed(failed[row], f"row {row} of {len(self._bitmask)}") from failed[row]
-        for row, error in failed.items():
-            branch = self._branches[row]
-            branch.failed, branch.sequence, self._step = True, None, None
-            self.failed.setdefault(row, error)
+    def _fill(self, rows: list[int], sequences: tuple[GuidedSequence, ...]) -> dict[int, GuidedError]:
+        """Wait for all masks of a step. Returns the errors of failed rows, by sequence id."""
+        failed: dict[int, GuidedError] = {}
+        while True:
+            self._processor.prepare(sequences, rows)
+            report = self._processor.collect(self._bitmask)
+            failed |= report.failed
+            if not report.late:
+                return failed
+            time.sleep(_POLL_SECONDS)
+            late = [place for place, each in enumerate(sequences) if each.sequence_id in report.late]
+            rows, sequences = [rows[place] for place in late], tuple(sequences[place] for place in late)
 
     def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
         """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
-        ended = [row for row, branch in self._branches.items() if branch.sequence is None]
+        ended = [row for row, one in self._rows.items() if one.ended]
         if ended:
-            failed = torch.tensor([self._branches[row].failed for row in ended], device=masked.device)
+            failed = torch.tensor([self._rows[row].failed for row in ended], device=masked.device)
             rows = torch.tensor(ended, device=masked.device).unsqueeze(1)
             stop = torch.tensor(self._stop, device=masked.device)
             kept = scores[rows, stop].clamp_(min=_FLOOR)
@@ -302,10 +286,9 @@ class GuidedLogitsProcessor:
 
     def reset(self) -> None:
         """Start a new generation with the next call, whatever its rows are."""
-        for branch in self._branches.values():
-            self._end(branch)
+        self._unused += [one.sequence_id for one in self._rows.values()]
         self._free_unused()
-        self._branches.clear()
+        self._rows.clear()
         self._step = None
         self._ids = np.empty((0, 0), np.int64)
 

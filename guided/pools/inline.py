@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from guided.backends import BACKENDS, Backends
 from guided.bitmask import words
-from guided.compilation import compile_constraint, grammar_key
+from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError
-from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES, CacheKey, GrammarCache, cache_key
+from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES, GrammarCache, cache_key
 from guided.pools.protocol import (
     MAX_FORCED_TOKENS,
     BackendStatus,
@@ -81,11 +81,10 @@ class InlinePool:
                 future.set_exception(error)
         return future
 
-    def _compile(self, constraint: Constraint, backends: Sequence[str], key: CacheKey) -> Grammar:
+    def _compile(self, constraint: Constraint, backends: Sequence[str], key: str) -> Grammar:
         compiled = compile_constraint(self._backends, constraint, backends)
-        name = grammar_key(compiled.backend, constraint)
-        grammar = Grammar(name, compiled.backend, constraint, key, compiled.seconds, checked=compiled.grammar.checked)
-        self._worker.install(name, compiled.grammar)
+        grammar = Grammar(key, compiled.backend, constraint, compiled.seconds, checked=compiled.grammar.checked)
+        self._worker.install(key, compiled.grammar)
         for evicted in self._cache.admit(grammar, compiled.nbytes):
             self._worker.uninstall(evicted)
         return grammar

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from guided.constraint import Constraint
-from guided.errors import GuidedError, PoolUnavailable, bounded
+from guided.errors import PoolUnavailable, bounded
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
 from guided.vocabulary import Vocabulary
@@ -51,74 +52,58 @@ def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], M
     return partial(pool, **options)
 
 
-class PoolOpener:
-    """Opens a pool on a thread of its own, when it is first needed. Used from one thread.
-
-    Args:
-        open_pool: may take seconds, and may raise any exception.
-    """
-
-    def __init__(self, open_pool: Callable[[], MaskPool]) -> None:
-        self._open_pool = open_pool
-        self._future: Future[MaskPool] | None = None
-        self._failed_at: float | None = None
-        self._closed = False
-
-    def open(self) -> Future[MaskPool]:
-        """Start to open the pool, unless it is open or opening. The future ends with the pool or a `GuidedError`."""
-        retry = self._failed_at is not None and time.monotonic() - self._failed_at > _RETRY_SECONDS
-        if self._closed:
-            closed: Future[MaskPool] = Future()
-            closed.set_exception(PoolUnavailable("the pool is shut down"))
-            return closed
-        if self._future is None or retry:
-            self._future, self._failed_at = Future(), None
-            try:
-                threading.Thread(target=self._run, args=(self._future,), name="open-pool", daemon=True).start()
-            except RuntimeError as error:  # the process can't start another thread
-                self._fail(self._future, error)
-        return self._future
-
-    def _run(self, future: Future[MaskPool]) -> None:
-        started = time.monotonic()
-        try:
-            pool = self._open_pool()
-        except BaseException as error:  # a request waits for the future
-            self._fail(future, error)
-            return
-        _log.info("the mask pool opened after %.1f s", time.monotonic() - started)
-        future.set_result(pool)
-        if self._closed:
-            pool.shutdown()
-
-    def _fail(self, future: Future[MaskPool], error: BaseException) -> None:
-        _log.error("the mask pool can't be opened", exc_info=error)
-        self._failed_at = time.monotonic()
-        known = isinstance(error, GuidedError)
-        future.set_exception(error if known else PoolUnavailable(f"the mask pool can't be opened: {bounded(error)}"))
-
-    def close(self) -> None:
-        """Shut the pool down; if it is still opening, as soon as it is open. Idempotent."""
-        self._closed = True
-        if self._future is not None and self._future.done() and self._future.exception() is None:
-            self._future.result().shutdown()
-
-
 class LazyPool:
     """A `MaskPool` that opens another one for the first constraint. That constraint waits for it.
 
-    All that is asked of it before, and after it, goes to the other pool, or to an inline pool without sequences.
+    Until then, all that is asked of it goes to an inline pool without sequences. If the other pool can't be opened,
+    constraints fail with `PoolUnavailable`; the first one that comes 30 s later tries again.
 
     Args:
-        open_pool: opens it, on a thread of its own.
+        open_pool: called on a thread of its own. May take seconds, and may raise any exception.
     """
 
     def __init__(self, vocabulary: Vocabulary, open_pool: Callable[[], MaskPool]) -> None:
         self._pool: MaskPool = InlinePool(vocabulary)
-        self._opener = PoolOpener(open_pool)
+        self._open_pool = open_pool
+        self._opening: Future[MaskPool] | None = None
+        self._failed_at = math.inf
+        self.closed = False
+        """It was shut down."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
+
+    def opened(self) -> Future[MaskPool]:
+        """Start to open the pool, unless it is open or opening. The future ends with the pool or `PoolUnavailable`."""
+        if self.closed:
+            closed: Future[MaskPool] = Future()
+            closed.set_exception(PoolUnavailable("the pool is shut down"))
+            return closed
+        if self._opening is None or time.monotonic() - self._failed_at > _RETRY_SECONDS:
+            self._opening, self._failed_at = Future(), math.inf
+            try:
+                threading.Thread(target=self._run, args=(self._opening,), name="open-pool", daemon=True).start()
+            except RuntimeError as error:  # the process can't start another thread
+                self._fail(self._opening, error)
+        return self._opening
+
+    def _run(self, opening: Future[MaskPool]) -> None:
+        started = time.monotonic()
+        try:
+            self._pool = self._open_pool()
+        except BaseException as error:  # a request waits for the future
+            self._fail(opening, error)
+            return
+        _log.info("the mask pool opened after %.1f s", time.monotonic() - started)
+        opening.set_result(self._pool)
+        if self.closed:
+            self._pool.shutdown()
+
+    def _fail(self, opening: Future[MaskPool], error: BaseException) -> None:
+        _log.error("the mask pool can't be opened", exc_info=error)
+        self._failed_at = time.monotonic()
+        known = isinstance(error, PoolUnavailable)
+        opening.set_exception(error if known else PoolUnavailable(f"the mask pool can't be opened: {bounded(error)}"))
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """See `MaskPool.compile`."""
@@ -134,14 +119,14 @@ class LazyPool:
 
         def ask(opened: Future[MaskPool]) -> None:
             try:
-                self._pool = opened.result()
-                self._pool.compile(constraint, backends).add_done_callback(pass_on)
+                opened.result().compile(constraint, backends).add_done_callback(pass_on)
             except BaseException as error:
                 compiled.set_exception(error)
 
-        self._opener.open().add_done_callback(ask)
+        self.opened().add_done_callback(ask)
         return compiled
 
     def shutdown(self) -> None:
-        """See `MaskPool.shutdown`."""
-        self._opener.close()
+        """Shut the pool down; if it is still opening, as soon as it is open. Idempotent."""
+        self.closed = True
+        self._pool.shutdown()

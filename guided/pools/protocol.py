@@ -27,11 +27,9 @@ class Grammar:
     """A compiled grammar, ready to be opened in this pool."""
 
     key: str
-    """`backend:constraint key`: equal for equal constraints on the same backend."""
+    """Equal for equal constraints that were compiled with the same choice of backends."""
     backend: str
     constraint: Constraint
-    cache_key: tuple[str, ...]
-    """Key under which the pool's cache counts its users (`guided.pools.grammar_cache`)."""
     compile_seconds: float = 0.0
     """Seconds that the compilation took."""
     compiled_at: float = field(default_factory=time.monotonic, compare=False)
@@ -163,11 +161,10 @@ class MaskPool(Protocol):
         """The vocabulary of the masks."""
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        """Compile with the first of `backends` that can enforce all of `constraint`.
+        """Compile with the first of `backends` that can enforce all of `constraint`. Equal ones share one compilation.
 
         The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, if none can),
-        `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`. Equal constraints share one
-        compilation.
+        `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`.
         """
 
     def release(self, grammar: Grammar) -> None:
@@ -186,7 +183,7 @@ class MaskPool(Protocol):
     def rollback(self, sequence_id: int, length: int) -> None:
         """Declare that submitted tokens after the first `length` output tokens have changed (a rejected draft).
 
-        An output that has merely become shorter is noticed without this. Unknown ids are ignored.
+        Not needed for an output that is only shorter. Unknown ids are ignored.
         """
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
@@ -202,16 +199,14 @@ class MaskPool(Protocol):
         """Wait for the step's masks.
 
         Args:
-            deadline: seconds to wait at most. Rows that are not decided by then are late. None: until every mask is
-                ready or its time limit is over. A row is then late only if no worker can take its sequence, or if a
-                worker opened the sequence so recently that the time limit is not over.
+            deadline: seconds to wait at most. Rows that are not decided by then are late. None: a row is late only if
+                no worker can take its sequence, or took it too recently for the time limit of its mask to be over.
         """
 
     def decided(self) -> list[int]:
         """Return the late sequences that are decided now: their mask is ready, or they failed. Does not wait.
 
-        Submit them again, unchanged, to get their masks; until then `decided` returns them again. Called between a
-        `collect` and the next `submit`.
+        Called between `collect` and `submit`. Returned again until they are submitted again, unchanged.
         """
 
     def failures(self) -> dict[int, GuidedError]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from guided.bitmask import pack
 from guided.errors import UnsupportedConstraint
-from guided.structural_tag import FreeText, Node, Series, Text, Times, has_limit
+from guided.structural_tag import FreeText, Node, Series, Text, Times, walk
 from guided.vocabulary import Vocabulary, valid_utf8
 
 _REST_OF_CHARACTER = 3
@@ -26,14 +26,15 @@ def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
     Raises:
         UnsupportedConstraint: the limit is not at the beginning of the output, or no literal ends the text.
     """
-    if not has_limit(node):
+    limited = [each for each in walk(node) if isinstance(each, FreeText) and each.max_tokens is not None]
+    if not limited:
         return None
     items = _flat(node)
     begin = ""
     while items and isinstance(items[0], Text):
         begin, items = begin + items[0].text, items[1:]
     match items:
-        case [FreeText(_, int(limit)), Text(end), *rest] if end and not any(map(has_limit, rest)):
+        case [FreeText(_, int(limit)), Text(end), *_] if end and len(limited) == 1:
             return TokenLimit(vocabulary, begin, limit, end)
     raise UnsupportedConstraint(
         "max_tokens can be enforced on the text at the beginning of an output only, and if literal text ends it",

@@ -10,7 +10,7 @@ from itertools import count
 import jsonschema
 import numpy as np
 import pytest
-from byte_vocabulary import BYTES, STOP, allowed, tokens
+from byte_vocabulary import BYTES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,40 +144,10 @@ def test_other_backends(backend: str) -> None:
 
 @pytest.mark.parametrize(
     "constraint",
-    [
-        Constraint.json_schema(
-            {"$ref": "#/$defs/0", "$defs": {**{f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(400)}, "400": {}}}
-        ),
-        Constraint.json_schema({"const": {"$ref": "#/const/a/" + "9" * 5_000, "a": [1]}}),
-        Constraint.json_schema({"const": "x" * 100_000}),
-        Constraint.regex("a|" + "x{10000}" * 5_000),
-    ],
-    ids=["deep", "digits", "long", "large"],
+    [Constraint.json_schema({"const": "x" * 100_000}), Constraint.regex("a|" + "x{10000}" * 5_000)],
+    ids=["long", "large"],
 )
 def test_what_cannot_be_estimated_is_searched_from_the_start(constraint: Constraint) -> None:
     budget = budget_of(constraint, 9)
     assert budget.tokens == 9
     assert min(budget.first_jump, budget.jump, budget.text_jump) > 10**6
-
-
-def test_a_hint_is_short_however_large_the_values_are() -> None:
-    names = [f"p{number}" for number in range(400)]
-    large = {"const": "x" * 9_000}
-    properties = {name: {"$ref": "#/$defs/large"} for name in names}
-    schema = {"type": "object", "required": names, "properties": properties, "$defs": {"large": large}}
-    assert budget_of(Constraint.json_schema(schema), 9).hint == ""
-    assert budget_of(Constraint.regex("(x{4000}){1,2}|b|" + "y{9000}" * 99), 9).hint == "b"
-
-
-def test_the_last_token_is_the_stop_token() -> None:
-    worker = MaskWorker(BYTES)
-    constraint = Constraint.regex("[a-z]{1,9}")
-    worker.install("g", compile_constraint(Backends(BYTES), constraint, ["llguidance"]).grammar)
-    worker.open(0, "g", budget=budget_of(constraint, 3))
-    row = np.empty(words(BYTES.padded_vocab_size), np.int32)
-    assert worker.fill(0, (), row) is None
-    assert worker.fill(0, tokens("a"), row) is None
-    assert {STOP, *tokens("a")} <= set(allowed_ids(row).tolist())
-    assert worker.fill(0, tokens("b"), row) is None
-    assert allowed(row) == "."
-    assert 0 in worker.steered

@@ -13,16 +13,16 @@ def compile_into(cache: GrammarCache, text: str, nbytes: int = MEGABYTE) -> Gram
     key = cache_key(constraint, ["llguidance"])
     future, new = cache.acquire(key)
     if new:
-        grammar = Grammar(f"llguidance:{constraint.key}", "llguidance", constraint, key)
+        grammar = Grammar(key, "llguidance", constraint)
         cache.admit(grammar, nbytes)
         future.set_result(grammar)
     return future.result(0)
 
 
 def fail_into(cache: GrammarCache, error: GuidedError) -> None:
-    future, new = cache.acquire(("bad",))
+    future, new = cache.acquire("bad")
     assert new
-    cache.fail(("bad",), error)
+    cache.fail("bad", error)
     future.set_exception(error)
 
 
@@ -66,11 +66,11 @@ def test_unused_grammars_make_room_for_those_in_use() -> None:
 def test_invalid_is_remembered_and_a_timeout_is_not() -> None:
     cache = GrammarCache()
     fail_into(cache, InvalidConstraint("no"))
-    _, new = cache.acquire(("bad",))
+    _, new = cache.acquire("bad")
     assert not new
     cache = GrammarCache()
     fail_into(cache, CompileTimeout("later"))
-    _, new = cache.acquire(("bad",))
+    _, new = cache.acquire("bad")
     assert new
 
 
@@ -82,4 +82,4 @@ def test_what_is_asked_for_again_is_no_longer_unused() -> None:
     assert compile_into(cache, "a") is grammars[0]
     compile_into(cache, "f")
     assert [cache.release(grammars[0]) for _ in range(2)] == [[], []]
-    assert cache.acquire(grammars[1].cache_key)[1], "evicted"
+    assert cache.acquire(grammars[1].key)[1], "evicted"

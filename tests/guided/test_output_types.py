@@ -151,12 +151,9 @@ def test_a_term_is_a_regex(backends: Backends, term: Any, valid: list[str], inva
 @pytest.mark.parametrize(
     "schema", [Person.model_json_schema(), json.dumps(Person.model_json_schema()), Person], ids=["dict", "str", "model"]
 )
-def test_a_term_is_a_schema(backends: Backends, schema: Any) -> None:
-    constraint = constraint_for(JsonSchema(schema))
-    assert (constraint.kind, constraint.whitespace) == ("json_schema", None)
-    assert json.loads(constraint.source) == Person.model_json_schema()
+def test_a_term_is_a_schema(schema: Any) -> None:
+    assert constraint_for(JsonSchema(schema)) == Constraint.json_schema(Person.model_json_schema())
     text = '{"name": "Ada", "color": "dark blue"}'
-    assert allows(backends, constraint, text)
     assert parse_as(JsonSchema(schema), text) == {"name": "Ada", "color": "dark blue"}
 
 
@@ -168,19 +165,11 @@ def test_the_whitespace_of_a_schema() -> None:
         constraint_for(types.digit, whitespace="")
 
 
-@pytest.mark.parametrize(
-    ("grammar", "valid", "invalid"),
-    [
-        ('start: "a" | "b" start', "bba", "bb"),
-        (grammars.arithmetic, "(1 + 2.5) * -3", "1 +* 2"),
-        (grammars.json, '{"a": [1, null], "b": {}}', '{"a" 1}'),
-    ],
-)
-def test_a_term_is_a_grammar(backends: Backends, grammar: str, valid: str, invalid: str) -> None:
-    constraint = constraint_for(types.cfg(grammar))
-    assert constraint == Constraint.grammar(grammar)
-    assert allows(backends, constraint, valid)
-    assert not allows(backends, constraint, invalid)
+def test_a_term_is_a_grammar(backends: Backends) -> None:
+    constraint = constraint_for(types.cfg(grammars.arithmetic))
+    assert constraint == Constraint.grammar(grammars.arithmetic)
+    assert allows(backends, constraint, "(1 + 2.5) * -3")
+    assert not allows(backends, constraint, "1 +* 2")
 
 
 @pytest.mark.parametrize(

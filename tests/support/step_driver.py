@@ -26,7 +26,7 @@ class Steps(Protocol):
 
 
 def grammar_named(key: str) -> Grammar:
-    return Grammar(key, "scripted", Constraint.json_object(), (key,))
+    return Grammar(key, "scripted", Constraint.json_object())
 
 
 Outcome = str | GuidedError

@@ -34,7 +34,6 @@ DEFINED = [
     (MASKED, "", "strip_speculative_padding(token_ids)"),
     ("config/scheduler.py", "SchedulerConfig", "get_scheduler_cls(self)"),
     ("config/vllm.py", "VllmConfig", "num_speculative_tokens(self)"),
-    # scheduling.py
     (SCHEDULER, "Scheduler", "schedule(self, throttle_prefills)"),
     (SCHEDULER, "Scheduler", "_handle_blocked_waiting_request(self, request)"),
     (SCHEDULER, "Scheduler", "get_grammar_bitmask(self, scheduler_output)"),

@@ -21,7 +21,7 @@ from guided.errors import PoolUnavailable
 from guided.integrations.vllm import activation
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.inline import InlinePool
-from guided.pools.opening import PoolOpener
+from guided.pools.opening import LazyPool
 from guided.vocabulary import Vocabulary
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
@@ -95,7 +95,7 @@ def host(request: pytest.FixtureRequest, vllm_model: Path) -> Iterator[Host]:
             (SamplingParams, "_validate_structured_outputs"),
         ):
             patched.setattr(place, name, getattr(place, name))  # restored at the end
-        patched.setattr("guided.integrations.vllm.configuration.find_pool", lambda name, options: open_pool)
+        patched.setattr("guided.integrations.vllm.manager.find_pool", lambda name, options: open_pool)
         patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patched.setenv("GUIDED_VLLM", "1")
         activation.activate()
@@ -221,7 +221,9 @@ VOCABULARY = Vocabulary(
 
 def use_pool(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], InlinePool]) -> None:
     """Have managers open this pool."""
-    monkeypatch.setattr("guided.integrations.vllm.manager.pool_opener", lambda config: PoolOpener(open_pool))
+    monkeypatch.setattr(
+        "guided.integrations.vllm.manager.lazy_pool", lambda config: (LazyPool(VOCABULARY, open_pool), 0.2)
+    )
 
 
 class Reasoner:

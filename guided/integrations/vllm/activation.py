@@ -35,13 +35,16 @@ def activate() -> None:
     import vllm
 
     check_version(vllm.__version__, forced=switch == "force")
-    _show_log()
+    ours = logging.getLogger("guided")
+    if not ours.hasHandlers():  # the application has not configured it: write where vLLM writes
+        ours.handlers = list(logging.getLogger("vllm").handlers)
+        ours.setLevel(logging.getLogger("vllm").level)
     import vllm.v1.engine.core
     from vllm.sampling_params import SamplingParams
 
     from guided.integrations.vllm import metrics
-    from guided.integrations.vllm.admission import validate_structured_outputs
     from guided.integrations.vllm.manager import GuidedManager
+    from guided.integrations.vllm.request_params import validate_structured_outputs
 
     vllm.v1.engine.core.StructuredOutputManager = GuidedManager
     SamplingParams._validate_structured_outputs = validate_structured_outputs
@@ -66,11 +69,3 @@ def check_version(version: str, forced: bool) -> None:
             f"{SWITCH}=force to try this version, or {SWITCH}=0 for vLLM's own structured outputs"
         )
     _log.warning("%s=force: guided was not tested with vLLM %s, but with %s", SWITCH, version, tested)
-
-
-def _show_log() -> None:
-    """Write our log where vLLM writes its own, if the application has not configured it."""
-    ours = logging.getLogger("guided")
-    if not ours.hasHandlers():
-        ours.handlers = list(logging.getLogger("vllm").handlers)
-        ours.setLevel(logging.getLogger("vllm").level)

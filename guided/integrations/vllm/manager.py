@@ -2,8 +2,7 @@
 
 vLLM's own manager compiles grammars and fills masks in the engine's process. This one asks the pool. A request waits
 for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the deadline leaves the
-batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask is ready
-(`scheduling.py`).
+batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask is ready.
 
 vLLM's `StructuredOutputBackend` and its grammar class would be the narrower interface. They don't fit masks of other
 processes: a grammar is asked for one row at a time, each answer is waited for, also between the rows of draft tokens,
@@ -13,10 +12,11 @@ and a row can't be late. Compilations would wait in vLLM's few threads.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,36 +27,26 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from guided.bitmask import words
-from guided.errors import GuidedError, TokenRejected
-from guided.integrations.vllm.configuration import pool_opener, step_wait
+from guided.errors import GuidedError, InvalidRequest, TokenRejected
+from guided.integrations.vllm import metrics
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
-from guided.integrations.vllm.scheduling import guided_scheduler
+from guided.pools.opening import DEFAULT_POOL, LazyPool, find_pool
+from guided.pools.protocol import MaskPool
+from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger("guided.integrations")
 _QUICK_MASKS = 16
 """Number of successive masks, each ready within a step, after which a slow request is an ordinary one again."""
-
-
-@dataclass(eq=False, slots=True)
-class _Output:
-    """The output of one structured request."""
-
-    request: GuidedRequest
-    stops: frozenset[int] = frozenset()
-    """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
-    tokens: list[int] = field(default_factory=list)
-    """Output tokens that the grammar has consumed, without those of the reasoning."""
-    masks: NDArray[np.int32] | None = None
-    """`[1 + drafts, words]`: the masks of the last step."""
-    asked: int = -1
-    """Number of output tokens when a slow request's mask was last requested."""
-    quick: int = 0
-    """Number of masks requested for a slow request since one took longer than a step."""
+_MAX_REPLAYS = 2
+"""Default of `max_replays`: vLLM has no finish reason for a request that ends because of another request's fault."""
+_STEP_WAIT = 0.2
+"""Default of `step_wait`: seconds that a step waits for a mask. All rows of the batch wait as long."""
 
 
 @dataclass(slots=True)
@@ -81,21 +71,20 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 "guided's structured outputs don't work with distributed_executor_backend=external_launcher"
             )
         super().__init__(vllm_config)
-        self._opener = pool_opener(vllm_config)
+        self._pool, self._step_wait = lazy_pool(vllm_config)
         # vLLM accepts requests only after this. While requests wait, vLLM's processes poll and take two cores, and a
         # local Ray that starts then can exceed its limit of 30 s. After a failure, which is logged, requests try again.
-        self._opener.open().exception()
-        weakref.finalize(self, self._opener.close)
+        self._pool.opened().exception()
+        weakref.finalize(self, self._pool.shutdown)
         self.errors: dict[str, RequestError] = {}
         """The errors of failed requests, by vLLM's id, until the requests are freed. Any thread adds entries."""
-        self._masker = Masker(self._opener, self._note_failure)
-        self._step_wait = step_wait(vllm_config)
+        self._masker = Masker(self._pool, self._note_failure)
         self._stride = 1 + vllm_config.num_speculative_tokens
         """Number of lines that a request has in a bitmask."""
         self._words = words(vllm_config.model_config.get_vocab_size())
-        self._outputs: dict[str, _Output] = {}
+        self._guided: dict[str, GuidedRequest] = {}
         """By vLLM's request id. The thread that receives requests adds entries."""
-        self._slow: dict[str, _Output] = {}
+        self._slow: dict[str, GuidedRequest] = {}
         """Requests that had a late mask. They join a batch only when their mask is ready, until `_QUICK_MASKS` masks in
         succession took less than a step."""
         self._missing: list[str] = []
@@ -120,7 +109,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if structured is None:
             return
         guided = self._masker.begin(request.request_id, GuidedParams.from_text(structured.params._backend))
-        self._outputs[request.request_id] = _Output(guided, frozenset(request.sampling_params.stop_token_ids or ()))
+        guided.stops = frozenset(request.sampling_params.stop_token_ids or ())
+        self._guided[request.request_id] = guided
         structured.grammar = guided.compiled
 
     def grammar_bitmask(
@@ -139,52 +129,50 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         bitmask = np.full((len(step.drafts) * self._stride, self._words), -1, np.int32)
         discarded = self._masker.collect(bitmask, self._step_wait)
         for number, (request_id, drafts) in enumerate(step.drafts):
-            output = self._outputs.get(request_id)
-            if output is None:
+            guided = self._guided.get(request_id)
+            if guided is None:
                 continue
             first = number * self._stride
-            output.masks = bitmask[first : first + 1 + len(drafts)]
+            guided.masks = bitmask[first : first + 1 + len(drafts)]
             if request_id in step.reasoning:
                 count, beginning = step.reasoning[request_id]
-                self._mask_reasoning_ends(requests[request_id], output.masks[:count], bitmask[beginning])
-            if output.stops:
-                self._allow_stops(output)
+                self._mask_reasoning_ends(requests[request_id], guided.masks[:count], bitmask[beginning])
+            if guided.stops:
+                self._allow_stops(guided)
             invalid = next((place for place in range(len(drafts)) if first + place + 1 in discarded), None)
             if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
                 scheduled_spec_decode_tokens[request_id] = [*drafts[:invalid], *[-1] * (len(drafts) - invalid)]
-            if output.request.late or output.request.error is not None:
-                self._slow[request_id], output.quick = output, 0
+            if guided.late or guided.error is not None:
+                self._slow[request_id], guided.quick = guided, 0
                 self._missing.append(request_id)
         return bitmask
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
         """Return the draft tokens to be verified. The mask before an invalid one forbids it."""
-        if request.request_id not in self._outputs:
+        if request.request_id not in self._guided:
             return spec_tokens
         return [] if request.request_id in self._slow else list(strip_speculative_padding(spec_tokens))
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
         """Add sampled tokens to a request's output. Returns False, which ends the request, if a mask forbids one."""
-        output = self._outputs.get(request.request_id)
-        if output is None or not new_token_ids:
+        guided = self._guided.get(request.request_id)
+        if guided is None or not new_token_ids:
             return True
         start = self._get_constraint_bounds(request, new_token_ids, spec_tokens_committed=True).grammar_start
         if start > len(new_token_ids):
             return True
         request.structured_output_request.reasoning_ended = True
-        for mask, token in zip(output.masks if output.masks is not None else (), new_token_ids, strict=False):
+        for mask, token in zip(guided.masks if guided.masks is not None else (), new_token_ids, strict=False):
             if not _allows(mask, token):
-                self._masker.fail(
-                    output.request, TokenRejected(f"the engine sampled token {token}, which is forbidden")
-                )
+                self._masker.fail(guided, TokenRejected(f"the engine sampled token {token}, which is forbidden"))
                 break
-        output.tokens.extend(new_token_ids[start:])
-        return output.request.error is None
+        guided.tokens.extend(new_token_ids[start:])
+        return guided.error is None
 
     def clear_backend(self) -> None:
         """Close the pool."""
         super().clear_backend()
-        self._opener.close()
+        self._pool.shutdown()
 
     # the scheduler's interface
 
@@ -200,30 +188,28 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._step = None
         held = {
             name
-            for name, output in slow.items()
-            if output.request.error is not None
+            for name, guided in slow.items()
+            if guided.error is not None
             or (request := requests.get(name)) is None
             or request.num_output_placeholders > 0  # its last token is being computed
         }
         decided = self._masker.decided()
-        asking: dict[str, _Output] = {}
-        for name, output in slow.items():
-            late = output.request.late
+        asking: dict[str, GuidedRequest] = {}
+        for name, guided in slow.items():
+            late = guided.late
             if late and not late <= decided:
-                output.quick = 0
-            elif name not in held and (late or output.asked != len(output.tokens)):
-                asking[name] = output
+                guided.quick = 0
+            elif name not in held and (late or guided.asked != len(guided.tokens)):
+                asking[name] = guided
         if asking:
-            self._masker.prepare(
-                [GuidedRow(each.request, line, each.tokens) for line, each in enumerate(asking.values())]
-            )
+            self._masker.prepare([GuidedRow(each, line, each.tokens) for line, each in enumerate(asking.values())])
             self._masker.collect(np.empty((len(asking), self._words), np.int32), 0.0)
-        for name, output in asking.items():
-            output.asked = len(output.tokens)
-            output.quick += 1
-            if output.quick >= _QUICK_MASKS and not output.request.late:
+        for name, guided in asking.items():
+            guided.asked = len(guided.tokens)
+            guided.quick += 1
+            if guided.quick >= _QUICK_MASKS and not guided.late:
                 del slow[name]
-        held |= {name for name, output in slow.items() if output.request.late or output.request.error is not None}
+        held |= {name for name, guided in slow.items() if guided.late or guided.error is not None}
         returning = [name for name in slow if name not in held and requests[name].status == RequestStatus.PREEMPTED]
         return held.union(returning[1:])
 
@@ -235,12 +221,12 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def free(self, request_ids: Iterable[str]) -> None:
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
         for request_id in request_ids:
-            output = self._outputs.pop(request_id, None)
+            guided = self._guided.pop(request_id, None)
             self._slow.pop(request_id, None)
             self.errors.pop(request_id, None)
-            if output is not None:
+            if guided is not None:
                 self._step = None
-                self._masker.end(output.request)
+                self._masker.end(guided)
 
     # steps
 
@@ -250,8 +236,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
         self._step = step = _Step(_drafts(request_ids, drafts))
         for number, (request_id, given) in enumerate(step.drafts):
-            output = self._outputs.get(request_id)
-            if output is None:  # it is over, and vLLM still transfers its blocks
+            guided = self._guided.get(request_id)
+            if guided is None:  # it is over, and vLLM still transfers its blocks
                 continue
             tokens = strip_speculative_padding(given)
             grammar_start, constraint_start = self._get_constraint_bounds(requests[request_id], tokens)
@@ -261,11 +247,11 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 beginning = first + constraint_start if ends_before_output else first
                 step.reasoning[request_id] = min(constraint_start, 1 + len(tokens)), beginning
                 if not ends_before_output:
-                    step.rows.append(GuidedRow(output.request, first, output.tokens))
+                    step.rows.append(GuidedRow(guided, first, guided.tokens))
             for count in range(constraint_start, len(tokens) + 1):
                 consumed = tokens[grammar_start:count]
-                before = [*output.tokens, *consumed] if consumed else output.tokens
-                step.rows.append(GuidedRow(output.request, first + count, before, len(consumed)))
+                before = [*guided.tokens, *consumed] if consumed else guided.tokens
+                step.rows.append(GuidedRow(guided, first + count, before, len(consumed)))
         self._masker.prepare(step.rows)
         return step
 
@@ -288,16 +274,121 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         for token in forbidden:
             masks[:, token >> 5] &= ~_bit(token)
 
-    def _allow_stops(self, output: _Output) -> None:
+    def _allow_stops(self, guided: GuidedRequest) -> None:
         """Allow the request's own stop tokens in those of its masks that allow the end of the output."""
         vocabulary = self._masker.vocabulary
-        assert output.masks is not None
-        assert vocabulary is not None
-        for mask in output.masks:
+        assert guided.masks is not None
+        for mask in guided.masks:
             complete = any(_allows(mask, token) for token in vocabulary.stop_token_ids)
-            for token in output.stops.difference(vocabulary.stop_token_ids):
+            for token in guided.stops.difference(vocabulary.stop_token_ids):
                 word = mask[token >> 5]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
+
+
+def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
+    """Read `--additional-config '{"guided": {...}}'`.
+
+    Returns:
+        The pool, which is not open yet, and the option `step_wait`: seconds that a step waits for a mask.
+
+    Raises:
+        InvalidRequest: vLLM was started without a tokenizer.
+        PoolUnavailable: there is no such pool, or its dependencies are not installed.
+        ValueError: the pool does not take these options, or `step_wait` is no number of seconds.
+    """
+    additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
+    options = {"pool": DEFAULT_POOL, "step_wait": _STEP_WAIT, **(additional.get("guided") or {})}
+    step_wait = options.pop("step_wait")
+    if isinstance(step_wait, bool) or not isinstance(step_wait, int | float) or step_wait < 0:
+        raise ValueError(f"step_wait is a number of seconds, 0 or more, not {step_wait!r}")
+    if options["pool"] == "ray":
+        options.setdefault("max_replays", _MAX_REPLAYS)
+        if config.parallel_config.distributed_executor_backend == "ray":
+            options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
+    make = find_pool(options.pop("pool"), options)
+    vocabulary = model_vocabulary(config)
+
+    def open_reported() -> MaskPool:
+        opened = make(vocabulary)
+        metrics.report(opened, lambda: pool.closed)
+        return opened
+
+    pool = LazyPool(vocabulary, open_reported)
+    return pool, float(step_wait)
+
+
+def model_vocabulary(config: VllmConfig) -> Vocabulary:
+    """Return the vocabulary of the model's tokenizer, with all tokens that end an output."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = config.model_config
+    tokenizer = cached_tokenizer_from_config(model)
+    if tokenizer is None:
+        raise InvalidRequest("guided's structured outputs need the tokenizer: start vLLM without --skip-tokenizer-init")
+    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # vLLM's class for Mistral models wraps it
+    others = (model.try_get_generation_config() or {}).get("eos_token_id")
+    stops = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]
+    return Vocabulary.from_tokenizer(
+        tokenizer, model.get_vocab_size(), list(dict.fromkeys(token for token in stops if token is not None))
+    )
+
+
+def guided_scheduler(base: type[Any]) -> type[Any]:
+    """Return a subclass of vLLM's scheduler class `base` that skips requests without a mask."""
+    return type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
+
+
+class _GuidedScheduling:
+    """Overrides of the methods of vLLM's `Scheduler`."""
+
+    structured_output_manager: GuidedManager
+    requests: dict[str, Request]
+    running: list[Request]
+    current_step: int
+    grammar_compile_error_reqs: dict[str, RequestError]
+    """vLLM ends these requests with their errors, after this step."""
+    prev_step_scheduled_req_ids: set[str]
+    _preempt_request: Any
+    _held_back: frozenset[str] | set[str] = frozenset()
+
+    def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
+        manager = self.structured_output_manager
+        self._held_back = manager.hold_back(self.requests)
+        for request_id in self._held_back:
+            request = self.requests.get(request_id)
+            if request is not None:  # a running request is skipped until this step
+                request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
+        output: SchedulerOutput = super().schedule(*args, **options)  # type: ignore[misc]
+        manager.free(output.finished_req_ids)
+        if output.has_structured_output_requests and not output.pending_structured_output_tokens:
+            request_ids = [
+                request_id
+                for request_id in output.num_scheduled_tokens
+                if (request := self.requests[request_id]).use_structured_output and not request.is_prefill_chunk
+            ]
+            manager.prepare(self.requests, request_ids, output.scheduled_spec_decode_tokens)
+        return output
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        if request.request_id in self._held_back:
+            return False
+        ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        return ready
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        output: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        manager = self.structured_output_manager
+        for request_id in manager.take_missing():
+            request = self.requests[request_id]
+            if request in self.running:
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                self.prev_step_scheduled_req_ids.discard(request_id)  # its tokens are sent again when it continues
+        return output
+
+    def update_from_output(self, *args: Any, **options: Any) -> Any:
+        self.grammar_compile_error_reqs.update(self.structured_output_manager.errors)
+        return super().update_from_output(*args, **options)  # type: ignore[misc]
 
 
 def _drafts(request_ids: Iterable[str], drafts: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:

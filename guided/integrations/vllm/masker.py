@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.bitmask import pack, words
-from guided.errors import GuidedError, InternalError, PoolUnavailable, TokenRejected, bounded
+from guided.errors import GuidedError, InternalError, TokenRejected, bounded
 from guided.integrations.vllm.request_params import GuidedParams
-from guided.pools.opening import PoolOpener
 from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport
 from guided.processor import GuidedProcessor
@@ -44,11 +42,22 @@ class GuidedRequest:
     error: GuidedError | None = None
     late: set[int] = field(default_factory=set)
     """Ids of the request's sequences with a late mask at the last `collect`."""
-    ended: bool = False
     sequences: list[GuidedSequence] = field(default_factory=list)
     """By number of draft tokens: each row of a request has a matcher of its own."""
     committed: dict[int, int] = field(default_factory=dict)
     """By number of draft tokens: the number of last prepared tokens that cannot be rejected."""
+
+    # The manager's
+    stops: frozenset[int] = frozenset()
+    """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
+    tokens: list[int] = field(default_factory=list)
+    """Output tokens that the grammar has consumed, without those of the reasoning."""
+    masks: NDArray[np.int32] | None = None
+    """`[1 + drafts, words]`: the masks of the last step."""
+    asked: int = -1
+    """Number of output tokens when a slow request's mask was last requested."""
+    quick: int = 0
+    """Number of masks requested for a slow request since one took longer than a step."""
 
 
 class GuidedRow(NamedTuple):
@@ -67,16 +76,12 @@ class Masker:
     """Computes the masks of an engine's batches. Used from one thread, except `begin`.
 
     Args:
-        pool: an opener. The caller closes the pool.
         report: called with vLLM's request id and the error of each request that fails; from any thread.
     """
 
-    def __init__(self, pool: PoolOpener, report: Callable[[str, GuidedError], None]) -> None:
-        self._opener = pool
+    def __init__(self, pool: MaskPool, report: Callable[[str, GuidedError], None]) -> None:
+        self._processor = GuidedProcessor(pool)
         self._report = report
-        self._processor: GuidedProcessor | None = None
-        self._lock = threading.Lock()
-        """Guards `_processor` and the compilation of a request against its end."""
         self._names = map(str, itertools.count())
         self._sequence_ids = itertools.count()
         self._requests: dict[str, GuidedRequest] = {}
@@ -93,33 +98,21 @@ class Masker:
     # requests
 
     def begin(self, request_id: str, params: GuidedParams | GuidedError) -> GuidedRequest:
-        """Add a request, and compile its constraint once the pool is open. From any thread.
+        """Add a request, and compile its constraint. From any thread.
 
         Args:
             params: an error fails the request.
         """
         request = GuidedRequest(next(self._names), request_id)
         self._requests[request.name] = request
-        if isinstance(params, GuidedError):
-            self.fail(request, params)
-        else:
-            self._opener.open().add_done_callback(partial(self._compile, request, params))
-        return request
-
-    def _compile(self, request: GuidedRequest, params: GuidedParams, opening: Future[MaskPool]) -> None:
         try:
-            pool = opening.result()
-            with self._lock:
-                if request.ended:
-                    return
-                self._processor = self._processor or GuidedProcessor(pool)
-                grammar = self._processor.initialize(request.name, params.constraint, params.backend)
-        except Exception as error:
-            invalid = isinstance(error, GuidedError) and not isinstance(error, InternalError)
-            of_pool = invalid and opening.exception() is not None  # for example a model without a tokenizer
-            self.fail(request, PoolUnavailable(str(error)) if of_pool else error)
-        else:
+            if isinstance(params, GuidedError):
+                raise params
+            grammar = self._processor.initialize(request.name, params.constraint, params.backend)
             grammar.add_done_callback(partial(self._compiled, request))
+        except Exception as error:
+            self.fail(request, error)
+        return request
 
     def _compiled(self, request: GuidedRequest, grammar: Future[Grammar]) -> None:
         if (error := grammar.exception()) is not None:
@@ -130,29 +123,25 @@ class Masker:
     def end(self, request: GuidedRequest) -> None:
         """Remove a request: close its matchers and free its grammar. Idempotent."""
         self._requests.pop(request.name, None)
-        with self._lock:
-            request.ended = True
         self._discard_step()
         request.late.clear()
         try:
-            if self._processor is not None:
-                self._processor.free(request.name)
+            self._processor.free(request.name)
         except Exception:
             _log.exception("request %s can't be freed", request.request_id)
 
     def fail(self, request: GuidedRequest, error: BaseException) -> None:
         """Report an error. From now on, the request's rows have no mask. From any thread."""
         if request.error is None:
-            known = (
-                error if isinstance(error, GuidedError) else InternalError(bounded(f"{type(error).__name__}: {error}"))
-            )
-            request.error = known
-            self._report(request.request_id, known)
+            if not isinstance(error, GuidedError):
+                error = InternalError(bounded(f"{type(error).__name__}: {error}"))
+            request.error = error
+            self._report(request.request_id, error)
 
     @property
-    def vocabulary(self) -> Vocabulary | None:
-        """The vocabulary of the masks. None: no constraint has been compiled."""
-        return None if self._processor is None else self._processor.vocabulary
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary of the masks."""
+        return self._processor.vocabulary
 
     # a step
 
@@ -168,7 +157,6 @@ class Masker:
 
     def _submit(self, rows: Sequence[GuidedRow]) -> None:
         processor = self._processor
-        assert processor is not None
         stops = processor.vocabulary.stop_token_ids
         for index, row in enumerate(rows):
             if any(token in stops for token in row.token_ids[-max(1, row.drafts) :]):
@@ -180,7 +168,7 @@ class Masker:
         sequences: list[GuidedSequence] = []
         for index, row in enumerate(rows):
             if row.request.error is None and index not in self._discarded:
-                sequence = self._sequence(processor, row)
+                sequence = self._sequence(row)
                 self._prepared[sequence.sequence_id] = index
                 sequences.append(sequence)
         if self._sequences != tuple(sequences):  # the same tuple again costs least
@@ -188,7 +176,7 @@ class Masker:
         processor.prepare(self._sequences, [rows[index].line for index in self._prepared.values()])
         self._in_step = True
 
-    def _sequence(self, processor: GuidedProcessor, row: GuidedRow) -> GuidedSequence:
+    def _sequence(self, row: GuidedRow) -> GuidedSequence:
         """Return the sequence of a row, with its current tokens."""
         request, drafts = row.request, row.drafts
         while len(request.sequences) <= drafts:
@@ -199,7 +187,7 @@ class Masker:
         sequence = request.sequences[drafts]
         sequence.output_token_ids = row.token_ids
         if drafts:  # this sequence's last draft tokens may have been replaced by other tokens
-            processor.rollback(sequence.sequence_id, request.committed.get(drafts, 0))
+            self._processor.rollback(sequence.sequence_id, request.committed.get(drafts, 0))
             request.committed[drafts] = len(row.token_ids) - drafts
         return sequence
 
@@ -216,7 +204,6 @@ class Masker:
         computed: set[int] = set()
         if self._in_step:
             self._in_step = False
-            assert self._processor is not None
             try:
                 computed = set(self._prepared.values())
                 self._record_report(self._processor.collect(bitmask, deadline))
@@ -228,8 +215,7 @@ class Masker:
             if index not in computed or index in self._discarded or row.request.error is not None or row.request.late
         ]
         if without:
-            stops = self.vocabulary.stop_token_ids[:1] if self.vocabulary is not None else ()
-            bitmask[without] = pack(stops, bitmask.shape[1] * 32)
+            bitmask[without] = pack(self.vocabulary.stop_token_ids[:1], bitmask.shape[1] * 32)
         return {self._rows[index].line for index in self._discarded}
 
     def _record_report(self, report: ApplyReport) -> None:
@@ -248,13 +234,12 @@ class Masker:
     def decided(self) -> set[int]:
         """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
         self._discard_step()
-        return set() if self._processor is None else set(self._processor.decided())
+        return set(self._processor.decided())
 
     def _discard_step(self) -> None:
         """Finish a prepared step that the engine does not use."""
         if self._in_step:
-            assert self._processor is not None
-            width = words(self._processor.vocabulary.padded_vocab_size)
+            width = words(self.vocabulary.padded_vocab_size)
             self.collect(np.empty((1 + max(row.line for row in self._rows), width), np.int32), 0.0)
 
     def _fail_rows(self, error: Exception) -> None:

@@ -6,16 +6,17 @@ named by its process id, and the parent reads those of its children.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import multiprocessing
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from prometheus_client import REGISTRY, Counter
@@ -32,46 +33,30 @@ _INTERVAL = 2.0
 _log = logging.getLogger("guided.integrations")
 
 
-class ReportedPool:
-    """A `MaskPool` that logs its state, and writes it for the process that answers `/metrics`, until it is shut down.
+def report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
+    """Log the state of a pool, and write it for the process that answers `/metrics`, on a thread of its own."""
+    threading.Thread(target=_report, args=(pool, is_closed), daemon=True).start()
 
-    Args:
-        pool: the pool that everything is asked of.
-    """
 
-    def __init__(self, pool: MaskPool) -> None:
-        self._pool = pool
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._report, args=(_file(os.getpid()),), daemon=True)
-        self._thread.start()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-    def shutdown(self) -> None:
-        """See `MaskPool.shutdown`."""
-        self._closed.set()
-        self._thread.join()
-        self._pool.shutdown()
-
-    def _report(self, file: Path) -> None:
-        last = ""
-        try:
-            while not self._closed.is_set():
-                status = self._pool.status()
-                new = file.with_suffix(f".{os.urandom(8).hex()}")
-                new.write_bytes(msgspec.json.encode(status))
-                new.replace(file)
-                up = sum(worker.state == "up" for worker in status.workers)
-                state = f"{up} of {len(status.workers)} workers of the mask pool are up"
-                state += f": {status.trouble}" if status.trouble else ""
-                if state != last:
-                    _log.info("%s", state)
-                last = state
-                self._closed.wait(_INTERVAL)
-        except Exception as error:  # for example a full disk
-            _log.info("the mask pool is not reported any more: %s", error)
-        file.unlink(missing_ok=True)
+def _report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
+    file, last = _file(os.getpid()), ""
+    atexit.register(file.unlink, missing_ok=True)
+    try:
+        while not is_closed():
+            status = pool.status()
+            new = file.with_suffix(f".{os.urandom(8).hex()}")
+            new.write_bytes(msgspec.json.encode(status))
+            new.replace(file)
+            up = sum(worker.state == "up" for worker in status.workers)
+            state = f"{up} of {len(status.workers)} workers of the mask pool are up"
+            state += f": {status.trouble}" if status.trouble else ""
+            if state != last:
+                _log.info("%s", state)
+            last = state
+            time.sleep(_INTERVAL)
+    except Exception as error:  # for example a full disk
+        _log.info("the mask pool is not reported any more: %s", error)
+    file.unlink(missing_ok=True)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The constraint of a vLLM request: read from its `structured_outputs`, and sent to the engine's process as text.
+"""Admission: `structured_outputs` are validated by our rules, and sent to the engine's process as text.
 
 `response_format`, tools and Python callers all end in `SamplingParams.structured_outputs`. The constraint is validated
 once, in the process that admits requests, without native code.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint, ConstraintKind
-from guided.errors import InternalError, InvalidRequest, bounded
+from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
+from guided.integrations.vllm import metrics
 from guided.request import GivenConstraint, GivenWhitespace, build, take_whitespace
 
 if TYPE_CHECKING:
@@ -60,6 +61,35 @@ class GuidedParams:
             return InternalError("this request was admitted by a process without guided's structured outputs")
         kind, source, whitespace, backend = json.loads(text.removeprefix(_PREFIX))
         return cls(Constraint(kind, source, whitespace), backend)
+
+
+def validate_structured_outputs(
+    params: SamplingParams, model_config: Any, structured_outputs_config: Any, tokenizer: Any
+) -> None:
+    """Validate the constraint of a request: replaces `SamplingParams._validate_structured_outputs`.
+
+    The validated constraint is written where vLLM has the name of its backend, which is sent to the engine. An engine
+    without our manager refuses it.
+
+    Raises:
+        VLLMValidationError: the constraint is invalid.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    if structured_outputs_config is None:  # not a model that generates text
+        return
+    try:
+        guided = guided_params(params, structured_outputs_config)
+    except GuidedError as error:
+        raise VLLMValidationError(str(error)) from error
+    if guided is None:
+        return
+    if model_config.is_diffusion:
+        raise VLLMValidationError("structured_outputs are not yet supported for diffusion language models")
+    if tokenizer is None:
+        raise VLLMValidationError("structured_outputs need the tokenizer: start vLLM without --skip-tokenizer-init")
+    params.structured_outputs._backend = guided.to_text()
+    metrics.REQUESTS.labels(guided.constraint.kind).inc()
 
 
 def guided_params(params: SamplingParams, config: StructuredOutputsConfig) -> GuidedParams | None:

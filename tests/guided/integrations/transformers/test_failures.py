@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 from faulty_pool import FaultyPool, without_rows
@@ -13,10 +10,10 @@ from transformers_generation import DATE, PROMPTS, SUM, TOKENS, check, inputs, o
 
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidRequest, UnsupportedConstraint
+from guided.integrations import transformers
 from guided.integrations.transformers import GuidedLogitsProcessor
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import StepMasks
-from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 
@@ -63,27 +60,19 @@ class TestFailures:
 
     def test_waits_for_a_worker(self, vocabulary: Vocabulary) -> None:
         class Empty(FaultyPool):
-            """No worker is up before the second `decided` call."""
+            """No worker is up before the third step."""
 
             calls = 0
-            step: Sequence[GuidedSequence] = ()
-
-            def submit(self, sequences: Sequence[GuidedSequence], new_tokens: Any = None) -> None:
-                self.step = sequences
-                super().submit(sequences, new_tokens)
 
             def collect(self, deadline: float | None = None) -> StepMasks:
                 step = super().collect(deadline)
-                return without_rows(step, [0]) if self.calls < 2 else step
-
-            def decided(self) -> list[int]:
                 self.calls += 1
-                return [sequence.sequence_id for sequence in self.step]
+                return without_rows(step, [0]) if self.calls < 3 else step
 
         pool = Empty(vocabulary)
         with GuidedLogitsProcessor(vocabulary, Constraint.regex("a+"), pool=pool) as subject:
             masked = subject(torch.tensor([[1], [2]]), torch.zeros(2, vocabulary.padded_vocab_size))
-        assert pool.calls == 2
+        assert pool.calls == 3
         assert torch.equal(masked[0], masked[1])
         assert masked[0].isfinite().sum() < 20
 
@@ -114,3 +103,17 @@ class TestRejections:
         other = Vocabulary(vocabulary.token_bytes[:300], (1,), frozenset({1}), 300)
         with pytest.raises(InvalidRequest, match="the pool's masks are over"):
             GuidedLogitsProcessor(other, Constraint.regex("a+"), pool=pool)
+
+
+def test_a_pool_that_was_opened_by_name_is_shut_down(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+
+    class Named(InlinePool):
+        def shutdown(self) -> None:
+            ends.append("shut down")
+
+    monkeypatch.setattr(transformers, "find_pool", lambda name, options: {"mine": Named}[name])
+    with GuidedLogitsProcessor(vocabulary, Constraint.regex("a+"), pool="mine") as subject:
+        assert subject(torch.tensor([[1]]), torch.zeros(1, vocabulary.padded_vocab_size)).isneginf().any()
+        assert not ends
+    assert ends == ["shut down"]

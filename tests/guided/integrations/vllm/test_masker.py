@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -14,11 +13,10 @@ from scripted_grammar import STOP, ScriptedBackends
 
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
-from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest, PoolUnavailable, WorkerDied
+from guided.errors import GuidedError, InternalError, InvalidConstraint, WorkerDied
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.inline import InlinePool
-from guided.pools.opening import PoolOpener
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
@@ -40,10 +38,10 @@ def inline(fail_at: int | None = None) -> InlinePool:
 class Subject:
     """A masker, and what it reported."""
 
-    def __init__(self, open_pool: Callable[[], MaskPool] = inline) -> None:
+    def __init__(self, pool: MaskPool | None = None) -> None:
         self.failed: list[tuple[str, GuidedError]] = []
-        self.opener = PoolOpener(open_pool)
-        self.masker = Masker(self.opener, lambda *report: self.failed.append(report))
+        self.pool = pool or inline()
+        self.masker = Masker(self.pool, lambda *report: self.failed.append(report))
 
     def begin(self, *choices: str, name: str = "request", waits: bool = True) -> GuidedRequest:
         request = self.masker.begin(name, GuidedParams(Constraint.choice(choices)))
@@ -121,13 +119,6 @@ class TestRows:
         assert subject.step(GuidedRow(other, 3, [3]), GuidedRow(one, 1, [1])) == [FREE, [2, 9], FREE, [4]]
         assert not subject.failed
 
-    def test_the_tokens_of_an_output_are_replayed(self) -> None:
-        subject = Subject()
-        before = subject.begin("1234")
-        assert subject.step(GuidedRow(before, 0, [1, 2])) == [[3]]
-        subject.masker.end(before)
-        assert subject.step(GuidedRow(subject.begin("1234"), 0, [1, 2, 3])) == [[4]]
-
     def test_an_output_that_has_ended_needs_no_mask(self) -> None:
         """vLLM schedules one step ahead."""
         subject = Subject()
@@ -138,7 +129,7 @@ class TestRows:
 
     def test_a_step_that_is_not_collected_is_discarded(self) -> None:
         pool = Broken()
-        subject = Subject(lambda: pool)
+        subject = Subject(pool)
         request = subject.begin("123")
         pool.late_steps = 1
         subject.masker.prepare([GuidedRow(request, 0, [1])])
@@ -148,7 +139,7 @@ class TestRows:
 
 class TestFailures:
     def test_a_failed_row_is_reported_once_and_the_others_go_on(self) -> None:
-        subject = Subject(lambda: inline(fail_at=2))
+        subject = Subject(inline(fail_at=2))
         bad, good = subject.begin("1234", name="bad"), subject.begin("567", name="good")
         for _ in range(2):
             assert subject.step(GuidedRow(bad, 0, [1, 2]), GuidedRow(good, 1, [5])) == [[STOP], [6]]
@@ -163,7 +154,7 @@ class TestFailures:
             failed.set_exception(InvalidConstraint("no"))
             return failed
 
-        subject.opener.open().result().compile = compile_nothing  # type: ignore[method-assign,assignment]
+        subject.pool.compile = compile_nothing  # type: ignore[method-assign,assignment]
         request = subject.begin("1", name="a", waits=False)
         assert subject.codes() == [("a", "invalid_constraint")]
         assert not request.compiled.done(), "vLLM would schedule the request"
@@ -178,7 +169,7 @@ class TestFailures:
     @pytest.mark.parametrize("raises_in", ["submit", "collect"])
     def test_errors_of_the_pool_fail_the_requests_of_their_step_only(self, raises_in: str) -> None:
         pool = Broken()
-        subject = Subject(lambda: pool)
+        subject = Subject(pool)
         request = subject.begin("123", name="a")
         assert subject.step(GuidedRow(request, 0, [])) == [[1]]
         pool.raises_in = raises_in
@@ -191,7 +182,7 @@ class TestFailures:
     def test_a_lost_matcher_fails_an_output_that_is_not_complete(self) -> None:
         """vLLM schedules one step more before it sees the end."""
         pool = Broken()
-        subject = Subject(lambda: pool)
+        subject = Subject(pool)
         done, half = subject.begin("12", name="done"), subject.begin("345", name="half")
         subject.step(GuidedRow(done, 0, [1, 2]), GuidedRow(half, 1, [3]))
         pool.lose_all = True
@@ -200,7 +191,7 @@ class TestFailures:
 
     def test_a_request_that_cannot_be_freed_raises_nothing(self) -> None:
         pool = Broken()
-        subject = Subject(lambda: pool)
+        subject = Subject(pool)
         requests = [subject.begin("123") for _ in range(2)]
         subject.step(*(GuidedRow(request, row, []) for row, request in enumerate(requests)))
         pool.raises_in = "free"
@@ -210,7 +201,7 @@ class TestFailures:
 
     def test_a_request_that_ends_before_its_step_is_collected(self) -> None:
         pool = Broken()
-        subject = Subject(lambda: pool)
+        subject = Subject(pool)
         one, other = subject.begin("12", name="a"), subject.begin("345")
         subject.masker.prepare([GuidedRow(one, 0, [1]), GuidedRow(other, 1, [3])])
         subject.masker.end(other)
@@ -246,7 +237,7 @@ class TestDrafts:
 
     def test_one_with_a_failed_mask_ends_the_request(self) -> None:
         """The draft might be accepted without having been checked."""
-        subject = Subject(lambda: inline(fail_at=3))
+        subject = Subject(inline(fail_at=3))
         request = subject.begin("123456", name="a")
         assert subject.step(*self.rows(request, [1], [2, 3])) == [[STOP]] * 3
         assert subject.codes() == [("a", "backend_error")]
@@ -254,7 +245,7 @@ class TestDrafts:
 
 def test_a_late_row_waits_until_its_mask_is_ready() -> None:
     pool = Broken()
-    subject = Subject(lambda: pool)
+    subject = Subject(pool)
     one, other = subject.begin("123"), subject.begin("45")
     pool.late_steps = 1
     assert subject.step(GuidedRow(one, 0, [1]), GuidedRow(other, 1, [4])) == [[STOP], [5]]
@@ -264,55 +255,3 @@ def test_a_late_row_waits_until_its_mask_is_ready() -> None:
     assert subject.step(GuidedRow(one, 0, [1])) == [[2]]
     assert not one.late
     assert not subject.failed
-
-
-class TestPool:
-    def test_one_that_cannot_be_opened_fails_requests_and_is_retried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        tries: list[int] = []
-
-        def open_pool() -> MaskPool:
-            tries.append(1)
-            if len(tries) == 1:
-                raise OSError("no memory")
-            return inline()
-
-        subject = Subject(open_pool)
-        assert isinstance(subject.opener.open().exception(), PoolUnavailable)
-        for _ in range(2):
-            subject.begin("1", name="a", waits=False)
-        assert subject.codes() == [("a", "pool_unavailable")] * 2
-        assert len(tries) == 1
-        monkeypatch.setattr("guided.pools.opening._RETRY_SECONDS", -1.0)
-        assert subject.step(GuidedRow(subject.begin("1"), 0, [])) == [[1]]
-
-    def test_an_invalid_configuration_is_no_fault_of_the_request(self) -> None:
-        def open_pool() -> MaskPool:
-            raise InvalidRequest("no tokenizer")
-
-        subject = Subject(open_pool)
-        subject.opener.open().exception()
-        subject.begin("1", name="a", waits=False)
-        assert subject.codes() == [("a", "pool_unavailable")]
-
-    def test_a_request_that_ends_before_it_is_open(self) -> None:
-        opens, pool = threading.Event(), Broken()
-        subject = Subject(lambda: (opens.wait(60), pool)[1])
-        subject.masker.end(subject.begin("12", waits=False))
-        opens.set()
-        assert subject.step(GuidedRow(subject.begin("34"), 0, [])) == [[3]]
-        assert pool.released == 0
-
-    def test_one_that_is_closed_while_it_opens_is_shut_down(self) -> None:
-        opens, gone = threading.Event(), threading.Event()
-
-        class Pool(InlinePool):
-            def shutdown(self) -> None:
-                gone.set()
-
-        opener = PoolOpener(lambda: (opens.wait(60), Pool(VOCABULARY))[1])
-        opener.open()
-        opener.close()
-        opens.set()
-        assert gone.wait(60)
-        with pytest.raises(PoolUnavailable):
-            opener.open().result()
