@@ -7,22 +7,18 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
+from tqdm import tqdm
 
-from benchmarks.chaos.answers import MUST_NOT, Choice, Verdict, ask, verdict_of
 from benchmarks.chaos.traffic import Request, repeated
+from benchmarks.chaos.verdicts import MUST_NOT, Verdict, verdict_of
+from benchmarks.client import Answer, Choice, ask
 
 REFERENCES = 4
 """How often each repeated request is sent before the first fault."""
-
-
-def client_for(url: str, connections: int) -> httpx.AsyncClient:
-    """Return an HTTP client without a timeout, for so many connections."""
-    # No idle connections: httpcore also closes one that expires while a request that was given it has not begun.
-    # Then the request fails with `ReadError`.
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)
-    return httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
+LEAVE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,13 +53,15 @@ class Load:
     http: httpx.AsyncClient
     references: Mapping[str, Choice]
     limit: float
+    bar: tqdm[Any]
     records: list[Record] = field(default_factory=list)
 
     async def send(self, request: Request) -> None:
         """Send one request and check its answer."""
-        answer = await ask(self.http, request, self.limit)
+        answer = await _answer(self.http, request, self.limit)
         verdict = verdict_of(request, answer, self.references)
         self.records.append(Record(request, answer.began, answer.ended, verdict))
+        self.bar.update()
 
     async def run(
         self, requests: Iterable[Request], concurrency: int, going_on: Callable[[], bool] = lambda: True
@@ -91,6 +89,16 @@ class Load:
         return [record for record in self.records if record.verdict.outcome in MUST_NOT]
 
 
+async def _answer(http: httpx.AsyncClient, request: Request, limit: float) -> Answer:
+    """Send a request, and disconnect early if it says so: after some events of a stream, or some time."""
+    number = request.number
+    if not request.leaves:
+        return await ask(http, request.body, limit)
+    if request.body.get("stream") and number % 2 == 0:
+        return await ask(http, request.body, limit, leave_events=3 + number % 5)
+    return await ask(http, request.body, limit, leave_seconds=LEAVE_SECONDS * (1 + number % 7) / 7)
+
+
 async def reference_outputs(http: httpx.AsyncClient, limit: float) -> dict[str, Choice]:
     """Return the outputs of the repeated requests without faults: `Request.key` -> output.
 
@@ -102,7 +110,7 @@ async def reference_outputs(http: httpx.AsyncClient, limit: float) -> dict[str, 
 
     async def record(request: Request) -> None:
         async with slots:
-            answer = await ask(http, request, limit)
+            answer = await _answer(http, request, limit)
         if verdict_of(request, answer, {}).outcome == "valid":
             choice = answer.choices[0]
             found.setdefault(request.key or "", set()).add((choice.text, choice.finish_reason))
