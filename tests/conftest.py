@@ -1,4 +1,8 @@
-"""Shared fixtures: a tiny tokenizer and a tiny model, made here without downloads, and a local Ray."""
+"""Shared fixtures: a tiny tokenizer and a tiny model, made here without downloads, and a local Ray.
+
+torch and transformers are imported by fixtures: xdist's own process, which runs no test, would need seconds for them
+before the others start.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import faulty_backend
 import pytest
-import torch
 from hypothesis import settings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones.
 settings.register_profile("local", deadline=None)  # a busy machine is no failure
@@ -25,9 +29,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 # A process in the background of a shell ignores SIGINT, and its children inherit that. Tests send SIGINT to children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Tiny models gain nothing from threads, and on busy cores OpenMP's spinning barriers make them slow.
-torch.set_num_threads(1)
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then it writes a letter to its friend.",
@@ -56,9 +57,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank[item.path])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def single_threaded() -> None:
+    """Tiny models gain nothing from threads, and on busy cores OpenMP's spinning barriers make them slow."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 600 tokens for any UTF-8 text. Most non-ASCII characters take several tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,6 +99,9 @@ def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
 
     The weights are large, so that the best tokens differ clearly and outputs don't repeat themselves.
     """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     path = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(7)
     config = LlamaConfig(
@@ -112,6 +127,8 @@ def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
 def local_ray() -> Iterator[None]:
     """A local Ray, started once and shared by all pools. Their processes know the backend "faulty"
     (`faulty_backend`)."""
+    import faulty_backend
+
     from actors.cluster import Cluster
 
     with pytest.MonkeyPatch.context() as patched:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -32,9 +32,10 @@ def _native(keyword: str, argument: str) -> jsonschema_rs.Draft202012Validator:
 def problem(text: str, schema: Any) -> str | None:
     """Return why `text` does not satisfy `schema`, or None."""
     validator = _extended(validator_for(schema, jsonschema.Draft202012Validator))(schema)
-    for kept, order in {"last": 1, "first": -1}.items():
+    readers: dict[str, Callable[..., Any]] = {"last": dict, "first": lambda pairs: dict(pairs[::-1])}
+    for kept, reader in readers.items():
         try:
-            document = json.loads(text, object_pairs_hook=lambda pairs, order=order: dict(pairs[::order]))
+            document = json.loads(text, object_pairs_hook=reader)
         except ValueError as wrong:
             return f"not JSON: {wrong}"
         error = next(validator.iter_errors(document), None)
