@@ -10,13 +10,13 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from script_host import ScriptHost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,15 +45,20 @@ CHAT_TEMPLATE = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Alternate files with few tests, which start servers and clusters and mostly wait, and files with many.
+WAITING = ("actors", "deploy", "examples", "faults", "server", "test_docs.py")
+"""Where tests start servers and clusters, and mostly wait for them: the files that take minutes."""
 
-    With several processes (`-n`), xdist's own order ends with those that take minutes, and one process is left alone.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Alternate files that mostly wait and files that compute, and end with the latter, which are short.
+
+    With several processes (`-n`), xdist's own order ends with files that take minutes, and one process is left alone.
     """
-    sizes = Counter(item.path for item in items)
-    left = deque(sorted(sizes, key=sizes.__getitem__))
-    order = [left.popleft() if number % 2 == 0 else left.pop() for number in range(len(left))]
-    rank = {path: number for number, path in enumerate(order)}
+    files = list(dict.fromkeys(item.path for item in items))
+    waiting = [path for path in files if path.relative_to(Path(__file__).parent).parts[0] in WAITING]
+    computing = [path for path in files if path not in waiting]
+    rank = {path: 2 * number for number, path in enumerate(waiting)}
+    rank |= {path: 2 * number + 1 for number, path in enumerate(computing)}
     items.sort(key=lambda item: rank[item.path])
 
 
@@ -141,6 +146,14 @@ def local_ray() -> Iterator[None]:
             cluster = Cluster.join()
         yield
         cluster.leave()
+
+
+@pytest.fixture(scope="session")
+def script_host() -> Iterator[ScriptHost]:
+    """Runs scripts as `python SCRIPT` does, without its seconds of imports."""
+    host = ScriptHost()
+    yield host
+    host.close()
 
 
 @pytest.fixture

@@ -32,10 +32,6 @@ class Seen:
     took: float
     """Seconds until the answer."""
 
-    @property
-    def up(self) -> int:
-        return sum(actor["state"] == "up" for actor in self.actors)
-
 
 @dataclass
 class Watch:
@@ -140,7 +136,6 @@ def summary(run: Run) -> dict[str, Any]:
         "seconds_to_replace": _spread([each for each in replaced if each is not None]),
         "seconds_of_good_answers": _spread(waits),
         "milliseconds_of_health": percentiles([look.took for look in run.watch.seen if look.actors]),
-        "no_actor_up_share": round(float(np.mean([look.up == 0 for look in run.watch.seen])), 4),
         "pss_mib": {"before": round(run.memory[0]), "after": round(run.memory[1])},
     }
 

@@ -3,6 +3,7 @@ parameter, so that outputs can be compared."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -20,7 +21,7 @@ from engine.logits_processors import (
     process_dict_updates,
 )
 
-Array = np.ndarray[Any, Any]
+logger = logging.getLogger(__name__)
 
 
 class DummyLogitsProcessor(LogitsProcessor):
@@ -175,7 +176,8 @@ class MyMinP(MyBias):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         assert len(logits) == self.size
         for row, min_p in self.min_p.items():
-            _cut(logits[row], min_p)
+            floor = logits[row].max() + torch.tensor(min_p).log()
+            logits[row, logits[row] < floor] = float("-inf")
         return logits
 
 
@@ -200,20 +202,21 @@ class RevisedBias(LogitsProcessor):
     def remove_request(self, req_pdx: int) -> None:
         del self.params[req_pdx]
 
-    def update_state(self, index_mapping: Array | None, token_ids: Array, seq_lens: Array) -> None:
+    def update_state(
+        self,
+        index_mapping: np.ndarray[Any, Any] | None,
+        token_ids: np.ndarray[Any, Any],
+        seq_lens: np.ndarray[Any, Any],
+    ) -> None:
         if index_mapping is not None:
             self.rows = index_mapping.tolist()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         assert len(logits) == len(self.rows)
         for row, index in enumerate(self.rows):
-            for token, value in self.extra(index).get("bias", {}).items():
+            for token, value in (self.params[index].extra_args or {}).get("bias", {}).items():
                 logits[row, token] += value
         return logits
-
-    def extra(self, index: int) -> dict[str, Any]:
-        """Return the `extra_args` of a request."""
-        return self.params[index].extra_args or {}
 
 
 class RevisedMinP(RevisedBias):
@@ -225,12 +228,11 @@ class RevisedMinP(RevisedBias):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         assert len(logits) == len(self.rows)
         for row, index in enumerate(self.rows):
-            _cut(logits[row], self.extra(index).get("min_p", 0.0))
+            min_p = (self.params[index].extra_args or {}).get("min_p")
+            if min_p is not None:
+                floor = logits[row].max() + torch.tensor(min_p).log()
+                logits[row, logits[row] < floor] = float("-inf")
         return logits
-
-
-def _cut(row: torch.Tensor, min_p: float) -> None:
-    row[row < row.max() + torch.tensor(min_p).log()] = float("-inf")
 
 
 class Poisonable(MyBias):
@@ -273,7 +275,12 @@ class RevisedPoisonable(RevisedBias):
         super().add_request(req_info)
         self._raise("add_request", [req_info[2]])
 
-    def update_state(self, index_mapping: Array | None, token_ids: Array, seq_lens: Array) -> None:
+    def update_state(
+        self,
+        index_mapping: np.ndarray[Any, Any] | None,
+        token_ids: np.ndarray[Any, Any],
+        seq_lens: np.ndarray[Any, Any],
+    ) -> None:
         super().update_state(index_mapping, token_ids, seq_lens)
         self._raise("update_state", self.rows)
 
@@ -282,15 +289,23 @@ class RevisedPoisonable(RevisedBias):
         return super().apply(logits)
 
     def _raise(self, where: str, indices: list[int]) -> None:
-        if any(self.extra(index).get("poison") == where for index in indices):
+        if any((self.params[index].extra_args or {}).get("poison") == where for index in indices):
             raise LookupError(f"poisoned {where}")
 
 
-class CantBeMade(DummyLogitsProcessor):
+class CantBeMade(LogitsProcessor):
     """Its constructor raises."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         raise OSError("no such file")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
 
 
 class BadValidator(DummyLogitsProcessor):
@@ -337,18 +352,26 @@ class RevisedEcho(RevisedBias):
 
     def add_request(self, req_info: tuple[SamplingParams, int, int]) -> None:
         super().add_request(req_info)
-        self.prompt_lens[req_info[2]] = req_info[1]
+        _, prompt_length, index = req_info
+        self.prompt_lens[index] = prompt_length
 
-    def update_state(self, index_mapping: Array | None, token_ids: Array, seq_lens: Array) -> None:
+    def update_state(
+        self,
+        index_mapping: np.ndarray[Any, Any] | None,
+        token_ids: np.ndarray[Any, Any],
+        seq_lens: np.ndarray[Any, Any],
+    ) -> None:
         super().update_state(index_mapping, token_ids, seq_lens)
-        self.next: list[int] = []
+        self.next: dict[int, int] = {}
         for index in self.rows:
             prompt, length = self.prompt_lens[index], int(seq_lens[index])
-            wanted = [int(token_ids[index, at % prompt]) for at in range(length + 1)]
-            assert token_ids[index, :length].tolist() == wanted[:-1]
-            self.next.append(wanted[-1])
+            said = token_ids[index, prompt:length].tolist()
+            wanted = [int(token_ids[index, i % prompt]) for i in range(len(said) + 1)]
+            assert said == wanted[:-1]
+            self.next[index] = wanted[-1]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(logits, float("-inf"))
-        forced[range(len(self.next)), self.next] = 0.0
-        return forced
+        for row, index in enumerate(self.rows):
+            logits[row] = float("-inf")
+            logits[row, self.next[index]] = 0.0
+        return logits
