@@ -26,7 +26,7 @@ help:  ## List the commands
 serve: $(VENV)/.installed  ## Install what serving needs and serve the embedded model on http://127.0.0.1:8000
 	@exec $(BIN)/guided serve $(ARGS)
 
-# The tests start a hundred Python processes: with bytecode files, each has half a second less to compile.
+# The tests start a hundred Python processes: with bytecode files, each has up to half a second less to compile.
 test: lint  ## Lint, type-check and run all tests, in three processes (they mostly wait for others)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 

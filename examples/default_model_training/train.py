@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,19 +117,14 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def export(model: LlamaForCausalLM, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast, to: Path) -> None:
-    """Write the averaged weights in bfloat16 with config and tokenizer; each file is replaced at once or not at all."""
+    """Write the averaged weights in bfloat16 with config and tokenizer."""
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(weights, strict=False)
     copy.tie_weights()
     copy = copy.to(torch.bfloat16)
     copy.generation_config.do_sample = False
-    to.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
-        copy.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        for file in Path(folder).iterdir():
-            file.chmod(0o644)
-            os.replace(file, to / file.name)
+    copy.save_pretrained(to)
+    tokenizer.save_pretrained(to)
 
 
 @dataclass
@@ -164,13 +157,7 @@ class Run:
         return float(loss.detach())
 
 
-def held_out_batches(tokenizer: PreTrainedTokenizerFast) -> list[Batch]:
-    rows = sorted((encode(tokenizer, example(i, seed=2, held_out=True)) for i in range(64)), key=lambda r: len(r[0]))
-    return [collate(rows[i : i + 16]) for i in range(0, 64, 16)]
-
-
 def train(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
     work: Path = args.work
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "tokenizer").exists():
@@ -179,7 +166,8 @@ def train(args: argparse.Namespace) -> None:
     model = new_model(tokenizer, args.seed)
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
     run = Run(model, optimizers_of(model, args), average)
-    held_out = held_out_batches(tokenizer)
+    rows = sorted((encode(tokenizer, example(i, seed=2, held_out=True)) for i in range(32)), key=lambda r: len(r[0]))
+    held_out = [collate(rows[i : i + 16]) for i in range(0, 32, 16)]
     with tqdm(total=args.steps, unit="step", mininterval=5) as progress:
         for number in itertools.count(1):
             batches = pool(tokenizer, number - 1, args.seed, args.pool_size, args.batch_tokens, args.tool_share)
@@ -201,10 +189,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(
-        description="Train a model like the embedded one from nothing.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("default-model-training"), help="log and tokenizer")
     parser.add_argument("--out", type=Path, default=Path("default-model-training/out"), help="the checkpoint")
     parser.add_argument("--tool-share", type=float, default=0.3, help="part of the exchanges that offers functions")
@@ -215,7 +200,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-tokens", type=int, default=4096, help="most tokens in a batch, padding included")
     parser.add_argument("--pool-size", type=int, default=512, help="examples that are sorted by length together")
     parser.add_argument("--seed", type=int, default=0, help="of the corpus, the tokenizer and the first weights")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--bfloat16", action=argparse.BooleanOptionalAction, default=True, help="autocast matrices")
     train(parser.parse_args(argv))
 
