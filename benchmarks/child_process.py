@@ -90,7 +90,7 @@ class ChildProcess:
         """Wait for the result of a call. Raises `RuntimeError` with the end of the log if the process failed."""
         try:
             value, error = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             value, error = None, "the process ended"
         if error is not None:
             self._log.seek(0)
