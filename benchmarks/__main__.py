@@ -21,8 +21,8 @@ Each benchmark is a command. It prints a table, and writes a JSON file and a pic
 vLLM pins its dependencies exactly, so it needs an environment of its own: `make test-vllm` makes `.venv-vllm`.
 `--vllm-python .venv-vllm/bin/python` measures it in the same run. `step_overhead --before DIR` measures another
 checkout.
-The schemas are MaskBench's, as JSON lines of `{"id", "schema", "tests": [{"valid", "data"}]}` (`--data`, by default
-`../shared/data/maskbench-dev.jsonl.gz` beside the repository).
+The schemas are MaskBench's, in `../shared/data/maskbench-dev.jsonl.gz` beside the repository: JSON lines of
+`{"id", "schema", "tests": [{"valid", "data"}]}`. `maskbench --data` takes another file.
 
 Compare figures of one run only: the processes take turns, so a busy minute affects all of them.
 """
@@ -48,8 +48,8 @@ def _figures(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {report.cell(part)}" for name, part in value.items())
-    return "; ".join(map(str, value)) if isinstance(value, list) else report.cell(value)
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
+    return str(len(value)) if isinstance(value, list) else report.cell(value)
 
 
 SECTIONS = [

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, JsonProcess
+from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, ChildProcess
 from benchmarks.injected_faults import environment
 from benchmarks.peers.loop import Samples
 from benchmarks.peers.rows import Document
@@ -53,34 +51,29 @@ def vllm_candidate(python: str | None) -> Candidate | None:
 
 
 _WARM_UP = 5
+FORWARD_SECONDS = 0.015
+"""Duration of the simulated forward pass."""
+
+
+@contextlib.contextmanager
+def started(candidates: Sequence[Candidate], tokens: Tokens) -> Iterator[Comparison]:
+    """Start the processes of the candidates. They end with the block."""
+    with contextlib.ExitStack() as stack:
+        processes = {one.label: stack.enter_context(_process(one, stack)) for one in candidates}
+        vocabulary = {"vocabulary": str(tokens.path), "width": tokens.width, "stop": tokens.stop}
+        for one in candidates:
+            processes[one.label].send("start", way=one.way, options={**vocabulary, **one.options})
+        for process in tqdm(processes.values(), desc="starting", leave=False, disable=None):
+            process.result()
+        yield Comparison(candidates, processes)
 
 
 class Comparison:
-    """The processes of the candidates. Use it in a `with` block."""
+    """Candidates with running processes."""
 
-    def __init__(self, candidates: Sequence[Candidate], tokens: Tokens) -> None:
+    def __init__(self, candidates: Sequence[Candidate], processes: Mapping[str, ChildProcess]) -> None:
         self.candidates = list(candidates)
-        self._tokens = tokens
-        self._processes: dict[str, JsonProcess] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Comparison:
-        with contextlib.ExitStack() as stack:
-            for candidate in self.candidates:
-                process = stack.enter_context(_process(candidate, stack))
-                self._processes[candidate.label] = process
-                vocabulary = {"vocabulary": str(self._tokens.path), "width": self._tokens.width}
-                options = {**vocabulary, "stop": self._tokens.stop, **candidate.options}
-                process.send({"do": "start", "way": candidate.way, "options": options})
-            for candidate in tqdm(self.candidates, desc="starting", leave=False, disable=None):
-                self._processes[candidate.label].answer()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+        self._processes = processes
 
     def load(self, backend: str, documents: Sequence[Document]) -> list[Document]:
         """Compile the documents in all candidates. Returns those that all of them can compile."""
@@ -89,11 +82,10 @@ class Comparison:
         first = [candidate for candidate in self.candidates if candidate.way == "ray"]
         left = list(documents)
         for group in (first, [candidate for candidate in self.candidates if candidate not in first]):
-            fields = [dataclasses.asdict(one) for one in left]
             for candidate in group:
-                self._processes[candidate.label].send({"do": "load", "backend": backend, "documents": fields})
+                self._processes[candidate.label].send("load", backend=backend, documents=left)
             for candidate in tqdm(group, desc=f"compiling for {backend}", leave=False, disable=None):
-                refused = self._processes[candidate.label].answer()["refused"]
+                refused = self._processes[candidate.label].result()
                 left = [one for one in left if one.name not in refused]
         return left or fail(f"{backend}: no schema of {len(documents)} compiles in every way of masking")
 
@@ -101,8 +93,7 @@ class Comparison:
         self,
         documents: Sequence[Document],
         batch: int,
-        forward_seconds: float,
-        steps: int | Mapping[str, int],
+        steps: int,
         rounds: int,
         bar: tqdm[Any],
         *,
@@ -115,31 +106,28 @@ class Comparison:
         under load.
 
         Args:
-            steps: steps per candidate, or steps by label.
+            steps: steps per candidate.
             rounds: turns per candidate.
             seconds: time limit per candidate. A candidate stops at it, but runs at least one step per turn.
             pinned: documents that the first row writes instead.
         """
-        names, first = ([document.name for document in some] for some in (documents, pinned))
-        begin = {"do": "begin", "batch": batch, "documents": names, "pinned": first, "forward_seconds": forward_seconds}
         for process in self._processes.values():
-            process.ask(begin)
+            process.call("begin", batch=batch, documents=documents, pinned=pinned, forward_seconds=FORWARD_SECONDS)
         samples = {label: Samples() for label in self._processes}
         share = None if seconds is None else seconds / rounds
         for _ in range(rounds):
             for label, process in self._processes.items():
                 bar.set_postfix_str(label, refresh=False)
-                turn = -(-(steps if isinstance(steps, int) else steps[label]) // rounds)
-                process.ask({"do": "run", "steps": _WARM_UP, "seconds": share})
-                for name, values in process.ask({"do": "run", "steps": turn, "seconds": share}).items():
-                    getattr(samples[label], name).extend(values)
+                turn = -(-steps // rounds)
+                process.call("run", steps=_WARM_UP, seconds=share)
+                samples[label].extend(process.call("run", steps=turn, seconds=share))
                 bar.update(turn)
         for process in self._processes.values():
-            process.ask({"do": "end"})
+            process.call("end")
         return samples
 
 
-def _process(candidate: Candidate, stack: contextlib.ExitStack) -> JsonProcess:
+def _process(candidate: Candidate, stack: contextlib.ExitStack) -> ChildProcess:
     """Start a `benchmarks.peers.host`: this checkout's, with the candidate's `guided` and `actors`."""
     root = candidate.root
     if root != ROOT:
@@ -148,6 +136,4 @@ def _process(candidate: Candidate, stack: contextlib.ExitStack) -> JsonProcess:
             (folder / package).symlink_to(where / package)
         root = folder
     variables = SINGLE_THREADED | (VLLM_ON_CPU if candidate.way == "vllm" else {}) | environment(root)
-    return JsonProcess(
-        "benchmarks.peers.host", label=candidate.label, environment=variables, python=candidate.python, root=root
-    )
+    return ChildProcess("benchmarks.peers.host", candidate.label, variables, candidate.python, root)

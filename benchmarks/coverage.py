@@ -1,17 +1,14 @@
 """Write docs/coverage.md: what becomes of each keyword of JSON Schema, as the code says.
 
-    python -m benchmarks.coverage [--check]
+    python -m benchmarks.coverage
 
 Each keyword has a small schema, a valid and an invalid instance. The command compiles the schema with each backend, and
-has it decide the instances. With --check it compares the page instead of writing it: exit status 1 if it differs.
+has it decide the instances.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,16 +95,5 @@ def page() -> str:
     return _HEAD + "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare the page, and write nothing")
-    options = parser.parse_args(argv)
-    text = page()
-    if not options.check:
-        PAGE.write_text(text)
-    elif PAGE.read_text() != text:
-        sys.exit(f"{PAGE.name} is not what the code says: run python -m benchmarks.coverage")
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())

@@ -79,22 +79,18 @@ class _FaultyMatcher:
         self._inner, self._fault, self._accepted = inner, fault, accepted
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        found = getattr(self._inner, name)
+        if name not in ("consume_token", "consume_tokens", "try_consume_tokens"):
+            return found
+
+        def consume(tokens: Any) -> Any:
+            self._accepted += 1 if name == "consume_token" else len(tokens)
+            return found(tokens)
+
+        return consume
 
     def deep_copy(self) -> _FaultyMatcher:
         return _FaultyMatcher(self._inner.deep_copy(), self._fault, self._accepted)
-
-    def consume_token(self, token: int) -> Any:
-        self._accepted += 1
-        return self._inner.consume_token(token)
-
-    def consume_tokens(self, tokens: list[int]) -> Any:
-        self._accepted += len(tokens)
-        return self._inner.consume_tokens(tokens)
-
-    def try_consume_tokens(self, tokens: list[int]) -> Any:
-        self._accepted += len(tokens)
-        return self._inner.try_consume_tokens(tokens)
 
     def rollback(self, count: int) -> Any:
         self._accepted -= count

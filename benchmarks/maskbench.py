@@ -172,14 +172,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of MaskBench (default: %(default)s)")
     parser.add_argument("--backend", default=AUTO)
     parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a compilation")
-    parser.add_argument("--limit", type=int, help="only the first N schemas")
     parser.add_argument("--every", type=int, default=1, help="only every Nth schema")
     parser.add_argument("--lines", type=Path, help="write one line of JSON per schema to this file")
     options = parser.parse_args(argv)
     if options.quick:
         options.every = 40
     started_on = report.machine()
-    entries = read_rows(options.data)[: options.limit : options.every]
+    entries = read_rows(options.data)[:: options.every]
     names = candidates("json_schema", options.backend)
     judged = judge_all(entries, Vocabulary.from_tekken(tekken()), names, options.seconds)
     results = list(tqdm(judged, total=len(entries), disable=None, mininterval=1))

@@ -33,9 +33,9 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import report
-from benchmarks.comparison import Candidate, Comparison
+from benchmarks.comparison import Candidate, started
 from benchmarks.step_overhead import MAX_SCHEMA, figures
-from benchmarks.workload import DATA, Tokens, documents
+from benchmarks.workload import Tokens, documents
 
 COLUMNS = {
     "way": "network",
@@ -154,7 +154,7 @@ def measure(
     pool = {"address": _HEAD, "placement": "guided_mask", "actor_cpus": 0, "compile_cpus": 0, "max_replays": 1}
     given = {"actors": 2, "compile_seconds": 10.0, "pool": {**pool, "pool_wait": 120.0}}
     tokens = Tokens.tekken()
-    drawn = documents(options.data, tokens, options.schemas, max_schema=MAX_SCHEMA["llguidance"])
+    drawn = documents(tokens, options.schemas, max_schema=MAX_SCHEMA["llguidance"])
     rows: list[dict[str, Any]] = []
 
     def disappear() -> None:
@@ -162,7 +162,7 @@ def measure(
         third.kill()
 
     with (
-        Comparison([Candidate("other nodes", "ray", python, given)], tokens) as comparison,
+        started([Candidate("other nodes", "ray", python, given)], tokens) as comparison,
         tqdm(unit=" steps", disable=None) as bar,
     ):
         usable = comparison.load("llguidance", drawn)
@@ -171,8 +171,7 @@ def measure(
             timer = threading.Timer(2.0, disappear)
             if delay is None:
                 timer.start()
-            forward = options.forward_ms / 1e3
-            (samples,) = comparison.run(usable, options.rows, forward, options.steps, 1, bar).values()
+            (samples,) = comparison.run(usable, options.rows, options.steps, 1, bar).values()
             way = "a node is lost" if delay is None else f"{delay:g} ms delay"
             rows.append({"way": way, "rows": options.rows, **figures(samples, options.rows)})
             rows[-1]["longest_step_seconds"] = round(max(samples.step), 2)
@@ -184,10 +183,8 @@ def main() -> None:
     parser = report.start(__doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 1.0, 10.0], help="milliseconds")
-    parser.add_argument("--forward-ms", type=float, default=15.0, help="duration of the simulated forward pass")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--schemas", type=int, default=96)
-    parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     options = parser.parse_args()
     if options.quick:
         options.delay, options.schemas, options.rows = [0.0], 16, 8

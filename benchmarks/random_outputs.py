@@ -21,20 +21,30 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from benchmarks import report
-from benchmarks.random_constraints.schemas import schema_case
-from benchmarks.random_constraints.walks import WAYS, Result, random_case, run_case
-from benchmarks.servers import default_vocabulary
+from benchmarks.random_constraints.languages import Case, random_choice, random_grammar, random_regex
+from benchmarks.random_constraints.schemas import random_schema, schema_case
 from benchmarks.workload import read_rows
+from engine.default_model import checkpoint_path
 from guided.backend_process import BackendProcess, set_time_limit
-from guided.backends import Backends
-from guided.errors import CompileTimeout, GuidedError
+from guided.backends import AUTO, BACKENDS, Backends, candidates
+from guided.backends.base import CompiledGrammar
+from guided.bitmask import allowed_ids, words
+from guided.check import vocabulary_of
+from guided.compilation import compile_constraint
+from guided.errors import CompileTimeout, ConstraintNotMet, GuidedError, InvalidConstraint
+from guided.vocabulary import Vocabulary
+from guided.worker import MaskWorker
 
+WAYS = (AUTO, *BACKENDS)
 _OUTCOMES = {
     "stop": "valid stop",
     "invalid": "INVALID stop",
@@ -51,6 +61,97 @@ _VIOLATIONS = ("invalid", "failed", "error", "crashed")
 _ENDED = ("stop", "invalid")
 
 
+@dataclass(frozen=True)
+class Result:
+    """What happened to `count` outputs of a case."""
+
+    outcome: str
+    """`stop` (valid), `invalid`, `not met` (a checked keyword), `failed` (the row), `cut`, `refused`, `error`;
+    `crashed`, `timeout` (the process)."""
+    detail: str = ""
+    count: int = 1
+
+
+def random_case(seed: int, number: int) -> Case:
+    """Return one of the random constraints of a seed."""
+    source = random.Random(f"{seed} {number}")
+    makers = [random_schema] * 7 + [random_regex] * 3 + [random_grammar] + [random_choice]
+    return source.choice(makers)(source)
+
+
+def run_case(
+    backends: Backends, case: Case, backend: str, source: random.Random, outputs: int, tokens: int
+) -> list[Result]:
+    """Compile a case with one backend (or "auto"), and sample `outputs` of at most `tokens` tokens."""
+    try:
+        constraint = case.constraint()
+        compiled = compile_constraint(backends, constraint, candidates(constraint.kind, backend))
+    except InvalidConstraint as error:
+        return [Result("refused", str(error))]
+    except GuidedError as error:
+        return [Result("error", f"{type(error).__name__}: {error}")]
+    seen: Counter[Result] = Counter()
+    for _ in range(outputs):
+        try:
+            text = sample(backends.vocabulary, compiled.grammar, source, tokens)
+        except ConstraintNotMet as error:
+            seen[Result("not met", f"{compiled.backend}: {error}")] += 1
+            continue
+        except GuidedError as error:
+            seen[Result("failed", f"{compiled.backend}: {error}")] += 1
+            continue
+        problem = None if text is None else case.problem(text)
+        if text is None:
+            seen[Result("cut")] += 1
+        elif problem is None:
+            seen[Result("stop")] += 1
+        else:
+            seen[Result("invalid", f"{compiled.backend}: {text!r}: {problem}")] += 1
+    return [Result(result.outcome, result.detail, count) for result, count in seen.items()]
+
+
+def sample(vocabulary: Vocabulary, grammar: CompiledGrammar, source: random.Random, limit: int) -> str | None:
+    """Return one random output; None if it has no end after `limit` tokens.
+
+    Raises:
+        GuidedError: the row failed.
+    """
+    worker = MaskWorker(vocabulary)
+    worker.install("grammar", grammar)
+    worker.open(0, "grammar")
+    row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+    logits, generator = _logits(vocabulary, source), np.random.default_rng(source.getrandbits(32))
+    text = b""
+    new: list[int] = []
+    for _ in range(limit):
+        if (error := worker.fill(0, new, row)) is not None:
+            raise error
+        allowed = allowed_ids(row)
+        noise = generator.gumbel(size=len(allowed))
+        token = int(allowed[np.argmax(logits[allowed] + noise)])
+        if token in vocabulary.stop_token_ids:
+            return text.decode()
+        text, new = text + vocabulary.token_bytes[token], [token]
+    return None
+
+
+def _logits(vocabulary: Vocabulary, source: random.Random) -> NDArray[np.float64]:
+    """Return the logits of a model without context, divided by a temperature: some prefer ends and short tokens."""
+    size = vocabulary.padded_vocab_size
+    generator = np.random.default_rng(source.getrandbits(32))
+    logits = generator.normal(size=size) * source.choice([0.0, 0.0, 0.5, 3.0])
+    ends, blanks = source.choice([0.0, 1.0, 3.0, 6.0]), source.choice([-8.0, -3.0, 0.0])
+    for token in vocabulary.text_token_ids:
+        text = vocabulary.token_bytes[token]
+        if text[:1] in (b'"', b"}", b"]"):
+            logits[token] += ends
+        if not text.strip():
+            logits[token] += blanks
+    for token in vocabulary.stop_token_ids:
+        logits[token] += ends + 1.0
+    return logits
+
+
 def _judge(backends: Backends, options: argparse.Namespace, number: int, schema: Any, backend: str) -> list[Result]:
     """Run one case with one backend, in a process that is killed after `--limit` seconds."""
     set_time_limit(options.limit)
@@ -63,7 +164,7 @@ def measure(options: argparse.Namespace, schemas: Sequence[Any]) -> tuple[Counte
     """Return the counts by backend, kind and outcome; and the violations."""
     counts: Counter[tuple[str, str, str]] = Counter()
     violations: list[str] = []
-    process, ended = BackendProcess(default_vocabulary()), 0
+    process, ended = BackendProcess(vocabulary_of(checkpoint_path())), 0
     numbers: Iterable[int] = range(options.first, len(schemas)) if schemas else itertools.count(options.first)
     with contextlib.suppress(KeyboardInterrupt), tqdm(total=options.count, unit=" outputs", disable=None) as bar:
         for number in itertools.islice(numbers, options.cases):

@@ -18,12 +18,10 @@ from typing import Literal
 
 import httpx
 import psutil
-from transformers import AutoTokenizer
 
 from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU
 from benchmarks.report import ROOT
 from engine.default_model import checkpoint_path
-from guided.vocabulary import Vocabulary
 
 Kind = Literal["mask actor", "compile actor", "compile process"]
 _KINDS = {"mask actor": "MaskActor", "compile actor": "CompileActor", "compile process": "actors.compile_process"}
@@ -72,20 +70,11 @@ class Server:
         return total
 
 
-def default_vocabulary() -> Vocabulary:
-    """Return the vocabulary of the embedded model."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_path(), local_files_only=True)
-    return Vocabulary.from_tokenizer(tokenizer, padded_vocab_size=len(tokenizer))
-
-
 @contextlib.contextmanager
-def guided_server(
-    *arguments: str, log: Path | None = None, environment: Mapping[str, str] | None = None
-) -> Iterator[Server]:
+def guided_server(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Run `guided serve` on a free port until the block ends.
 
     Args:
-        log: file for its output. None is a temporary file, which is kept if the exit status isn't 0.
         environment: additional environment variables.
 
     Raises:
@@ -98,7 +87,7 @@ def guided_server(
         found = re.search(r"^guided serves .* on (http://\S+)", server.log.read_text(), re.MULTILINE)
         return found[1] if found else None
 
-    with _running(command, environment or {}, address, log) as server:
+    with _running(command, environment or {}, address) as server:
         yield server
 
 
@@ -140,21 +129,21 @@ def vllm_server(
 
 @contextlib.contextmanager
 def _running(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    address: Callable[[Server], str | None],
-    log: Path | None = None,
+    command: Sequence[str], environment: Mapping[str, str], address: Callable[[Server], str | None]
 ) -> Iterator[Server]:
-    """Run a server. At the end of the block all its processes are gone."""
-    handle, name = tempfile.mkstemp(prefix="guided-server-", suffix=".log")
-    os.close(handle)
-    path = log or Path(name)
-    with path.open("wb") as output:
+    """Run a server. At the end of the block all its processes are gone. Its log is kept if it fails."""
+    with tempfile.NamedTemporaryFile(prefix="guided-server-", suffix=".log", delete=False) as output:
         variables = {**os.environ, **environment}
         process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
-    server = Server(process, "", path)
+    server = Server(process, "", Path(output.name))
     try:
-        server.url = _wait_for_address(server, address)
+        deadline = time.monotonic() + START_SECONDS
+        while not (url := address(server)):
+            if not server.alive or time.monotonic() > deadline:
+                lines = server.log.read_text(errors="replace").splitlines()[-30:]
+                raise SystemExit("the server doesn't start:\n" + "\n".join(lines))
+            time.sleep(0.2)
+        server.url = url
         yield server
     finally:
         processes = server.processes()
@@ -166,14 +155,4 @@ def _running(
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         if process.wait(10) == 0:
-            Path(name).unlink(missing_ok=True)
-
-
-def _wait_for_address(server: Server, address: Callable[[Server], str | None]) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while server.alive and time.monotonic() < deadline:
-        if found := address(server):
-            return found
-        time.sleep(0.2)
-    lines = server.log.read_text(errors="replace").splitlines()[-30:]
-    raise SystemExit("the server doesn't start:\n" + "\n".join(lines))
+            server.log.unlink()

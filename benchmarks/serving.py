@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +22,14 @@ import httpx
 from tqdm import tqdm
 
 from benchmarks import report
+from benchmarks.client import Answer, ask
 from benchmarks.comparison import vllm_candidate
 from benchmarks.servers import Server, guided_server, vllm_server
 
 MESSAGES = [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}]
 NAMES = ("name", "city", "title", "street", "note", "code", "phone", "email")
 SCHEMAS = 16
+LIMIT_SECONDS = 300.0
 COLUMNS = {
     "way": "way",
     "concurrency": "at once",
@@ -41,13 +42,10 @@ COLUMNS = {
 
 
 @dataclass
-class Timings:
-    """Times of the requests of one share, in seconds."""
+class Load:
+    """The answers of one server to one kind of requests, and the seconds in which they came."""
 
-    ttft: list[float] = field(default_factory=list)
-    tpot: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
-    requests: int = 0
+    answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -65,59 +63,41 @@ def endless_schema(index: int) -> dict[str, Any]:
     return {"type": "array", "minItems": 400, "items": item}
 
 
-async def ask(http: httpx.AsyncClient, number: int, guided: bool, tokens: int, timings: Timings) -> None:
+async def send(http: httpx.AsyncClient, number: int, guided: bool, tokens: int) -> Answer:
     """Send one streamed request."""
     body: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": tokens, "stream": True}
     body |= {"seed": number, "stream_options": {"include_usage": True}}
     body |= response_format(endless_schema(number % SCHEMAS)) if guided else {"ignore_eos": True}
-    begun = time.perf_counter()
-    arrivals: list[float] = []
-    count = 0
-    async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        if answer.status_code != 200:
-            raise RuntimeError(f"status {answer.status_code}: {(await answer.aread()).decode()[:300]}")
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise RuntimeError(str(event["error"]))
-            if event.get("usage"):
-                count = event["usage"]["completion_tokens"]
-            if any(choice["delta"].get("content") for choice in event["choices"]):
-                arrivals.append(time.perf_counter())
-    if count != tokens:
-        raise RuntimeError(f"an answer of {count} tokens, not {tokens}")
-    timings.ttft.append(arrivals[0] - begun)
-    timings.tpot.append((arrivals[-1] - arrivals[0]) / (tokens - 1))
-    timings.itl += [after - before for before, after in itertools.pairwise(arrivals)]
-    timings.requests += 1
+    answer = await ask(http, body, LIMIT_SECONDS)
+    if answer.failure or answer.tokens != tokens:
+        raise RuntimeError(f"{answer.failure or 'an answer'} of {answer.tokens} tokens, not {tokens}: {answer.error}")
+    return answer
 
 
-async def load(url: str, guided: bool, concurrency: int, requests: int, tokens: int, timings: Timings) -> None:
+async def load(url: str, guided: bool, concurrency: int, requests: int, tokens: int, found: Load) -> None:
     """Send `requests` requests, `concurrency` at a time."""
     numbers = iter(range(requests))
     limits = httpx.Limits(max_connections=concurrency)
 
     async def client(http: httpx.AsyncClient) -> None:
         for number in numbers:
-            await ask(http, number, guided, tokens, timings)
+            found.answers.append(await send(http, number, guided, tokens))
 
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
         begun = time.perf_counter()
         await asyncio.gather(*(client(http) for _ in range(concurrency)))
-        timings.seconds += time.perf_counter() - begun
+        found.seconds += time.perf_counter() - begun
 
 
 def measure(servers: Mapping[str, Server], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row per server, number of requests at once and share of guided requests."""
-    runs = {run: Timings() for run in itertools.product(servers, options.concurrency, (False, True))}
+    runs = {run: Load() for run in itertools.product(servers, options.concurrency, (False, True))}
     rounds = range(-1, options.rounds)
     with tqdm(total=len(runs) * len(rounds), unit=" runs", disable=None) as bar:
         for index in rounds:
-            for (way, concurrency, guided), timings in runs.items():
+            for (way, concurrency, guided), found in runs.items():
                 bar.set_description(f"{way}, {concurrency} at once, {'guided' if guided else 'unguided'}")
-                mine = timings if index >= 0 else Timings()  # the first round compiles and warms up
+                mine = found if index >= 0 else Load()  # the first round compiles and warms up
                 count = 2 * concurrency if index >= 0 else max(SCHEMAS, concurrency)
                 asyncio.run(load(servers[way].url, guided, concurrency, count, options.tokens, mine))
                 bar.update()
@@ -125,15 +105,20 @@ def measure(servers: Mapping[str, Server], options: argparse.Namespace) -> list[
 
 
 def figures(
-    runs: Mapping[tuple[str, int, bool], Timings], way: str, concurrency: int, guided: bool, tokens: int
+    runs: Mapping[tuple[str, int, bool], Load], way: str, concurrency: int, guided: bool, tokens: int
 ) -> dict[str, Any]:
-    timings, base = runs[way, concurrency, guided], runs[way, concurrency, False]
+    found, base = runs[way, concurrency, guided], runs[way, concurrency, False]
     row: dict[str, Any] = {"way": way, "concurrency": concurrency, "guided_percent": 100 * guided}
-    row |= {"requests": timings.requests, "requests_per_second": timings.requests / timings.seconds}
+    row |= {"requests": len(found.answers), "requests_per_second": len(found.answers) / found.seconds}
     row["tokens_per_second"] = row["requests_per_second"] * tokens
-    for name, values in {"ttft": timings.ttft, "tpot": timings.tpot, "itl": timings.itl}.items():
+    times = {
+        "ttft": [answer.arrivals[0] - answer.began for answer in found.answers],
+        "tpot": [(answer.arrivals[-1] - answer.arrivals[0]) / (tokens - 1) for answer in found.answers],
+        "itl": [gap for answer in found.answers for gap in answer.gaps],
+    }
+    for name, values in times.items():
         row |= {f"{name}_{key}": value for key, value in report.percentiles(values).items()}
-    row["of_unguided"] = round(row["requests_per_second"] * base.seconds / base.requests, 3)
+    row["of_unguided"] = round(row["requests_per_second"] * base.seconds / len(base.answers), 3)
     return row
 
 

@@ -27,10 +27,10 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import report
-from benchmarks.comparison import Candidate, Comparison, vllm_candidate
+from benchmarks.comparison import FORWARD_SECONDS, Candidate, Comparison, started, vllm_candidate
 from benchmarks.peers.loop import Samples
 from benchmarks.peers.rows import Document
-from benchmarks.workload import DATA, Tokens, documents
+from benchmarks.workload import Tokens, documents
 
 COUNTS = {"llguidance": 256, "xgrammar": 48}
 """Number of schemas drawn per backend: as many as every way of masking can compile in reasonable time."""
@@ -47,7 +47,6 @@ COLUMNS = {
     "kernel_p50": "kernel p50",
     "cpu_p50": "CPU p50",
     "tokens_per_second": "tokens/s",
-    "again_percent": "% computed again",
     "steps": "steps",
 }
 
@@ -56,7 +55,7 @@ def candidates(options: argparse.Namespace) -> list[Candidate]:
     """Return the ways of masking to compare."""
     found = [Candidate("unguided", "unguided")]
     for actors in options.actors:
-        given = {"actors": actors, "compile_seconds": 5.0, "deadline": options.deadline}
+        given = {"actors": actors, "compile_seconds": 5.0}
         label = f"Ray pool, {actors} actor{'s' if actors > 1 else ''}"
         found.append(Candidate(label, "ray", options=given))
         if options.before is not None:
@@ -70,9 +69,7 @@ def figures(samples: Samples, batch: int) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for name in ("step", "exposed", "hidden", "kernel", "cpu"):
         row |= {f"{name}_{key}": value for key, value in report.percentiles(getattr(samples, name)).items()}
-    tokens = batch - sum(samples.late) / len(samples.step)
-    row["tokens_per_second"] = round(tokens / float(np.mean(samples.step)), 1)
-    row["again_percent"] = round(100 * sum(samples.again) / len(samples.step) / tokens, 2)
+    row["tokens_per_second"] = round(batch / float(np.mean(samples.step)), 1)
     return {**row, "steps": len(samples.step), "refused": samples.refused}
 
 
@@ -84,8 +81,7 @@ def measure(
     rows = []
     for batch in options.batch:
         bar.set_description(f"{backend}, batch {batch}")
-        forward = options.forward_ms / 1e3
-        found = comparison.run(usable, batch, forward, options.steps, options.rounds, bar, seconds=options.seconds)
+        found = comparison.run(usable, batch, options.steps, options.rounds, bar, seconds=options.seconds)
         for label, samples in found.items():
             place = {"backend": backend, "batch": batch, "way": label, "documents": len(usable)}
             rows.append({**place, **figures(samples, batch)})
@@ -97,12 +93,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--backend", nargs="+", choices=[*COUNTS], default=[*COUNTS])
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 1024], help="rows")
     parser.add_argument("--actors", type=int, nargs="+", default=[1, 2], help="of our pool, one process per number")
-    parser.add_argument("--forward-ms", type=float, default=15.0, help="duration of the simulated forward pass")
     parser.add_argument("--steps", type=int, default=100, help="measured steps per way of masking")
     parser.add_argument("--rounds", type=int, default=2, help="number of turns per way of masking")
     parser.add_argument("--seconds", type=float, default=6.0, help="time limit per way and batch")
-    parser.add_argument("--deadline", action="store_true", help="continue without late rows, as the engine does")
-    parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     parser.add_argument("--before", type=Path, help="a checkout of an earlier version, measured in the same run")
     parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")
     options = parser.parse_args()
@@ -116,12 +109,12 @@ def main() -> None:
     tokens = Tokens.tekken()
     scale = 3 if options.quick else 1
     drawn = {
-        backend: documents(options.data, tokens, COUNTS[backend] // scale, max_schema=MAX_SCHEMA[backend])
+        backend: documents(tokens, COUNTS[backend] // scale, max_schema=MAX_SCHEMA[backend])
         for backend in options.backend
     }
     started_on = report.machine()
     rows: list[dict[str, Any]] = []
-    with Comparison(candidates(options), tokens) as comparison, tqdm(unit=" steps", disable=None) as bar:
+    with started(candidates(options), tokens) as comparison, tqdm(unit=" steps", disable=None) as bar:
         for backend in options.backend:
             rows += measure(comparison, backend, drawn[backend], options, bar)
     report.print_table(rows, COLUMNS)
@@ -132,7 +125,7 @@ def main() -> None:
         "tokens_per_second": "tokens/s",
     }
     shown = [row for row in rows if row["way"] != "unguided"]
-    title = f"{tokens.width} tokens, {options.forward_ms:g} ms forward pass, {started_on['cpus']} CPUs"
+    title = f"{tokens.width} tokens, {FORWARD_SECONDS * 1e3:g} ms forward pass, {started_on['cpus']} CPUs"
     report.plot(options.out / "step_overhead.png", title, shown, ("backend", "batch"), panels)
 
 

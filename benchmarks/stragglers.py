@@ -14,20 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks import report
-from benchmarks.comparison import Candidate, Comparison, vllm_candidate
+from benchmarks.comparison import Candidate, Comparison, started, vllm_candidate
 from benchmarks.injected_faults import SLOW_SECONDS
 from benchmarks.peers.loop import Samples
 from benchmarks.peers.rows import Document
-from benchmarks.workload import DATA, WORDS, Tokens, documents, shared_documents
+from benchmarks.workload import WORDS, Tokens, documents, shared_documents
 
 CASES = ("sleep", "hold")
-FREE_STEPS, QUIET_STEPS = 16, 5
 COLUMNS = {
     "case": "case",
     "schemas": "schemas",
@@ -76,20 +74,11 @@ def measure(
     with tqdm(unit=" steps", disable=None) as bar:
         for slow in (False, True):
             bar.set_description(f"{case}, {'with' if slow else 'without'}")
-            # A way that waits for the slow row shows it within few steps. The others run for longer.
-            steps = {one.label: options.steps * _step_factor(one, slow) for one in comparison.candidates}
-            rest = {"seconds": options.seconds, "pinned": pinned[slow]}
             found[slow] = comparison.run(
-                quick, options.batch, options.forward_ms / 1e3, steps, options.rounds, bar, **rest
+                quick, options.batch, options.steps, options.rounds, bar, seconds=options.seconds, pinned=pinned[slow]
             )
     ways = [one.label for one in comparison.candidates]
     return [{"case": case, "way": way, **figures(found[False][way], found[True][way])} for way in ways]
-
-
-def _step_factor(candidate: Candidate, slow: bool) -> int:
-    if candidate.options.get("deadline"):
-        return FREE_STEPS
-    return 1 if slow else QUIET_STEPS
 
 
 def figures(without: Samples, with_: Samples) -> dict[str, Any]:
@@ -109,17 +98,14 @@ def parsed() -> argparse.Namespace:
     parser = report.start(__doc__)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--forward-ms", type=float, default=15.0, help="duration of the simulated forward pass")
-    steps = f"measured steps per way that waits for the slow row; with a deadline {FREE_STEPS} times as many"
-    parser.add_argument("--steps", type=int, default=20, help=steps)
+    parser.add_argument("--steps", type=int, default=320, help="measured steps per way, if the time is enough")
     parser.add_argument("--seconds", type=float, default=10.0, help="time limit per way and run")
     parser.add_argument("--rounds", type=int, default=2, help="number of turns per way of masking")
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")
     options = parser.parse_args()
     if options.quick:
-        options.batch, options.steps, options.rounds = 8, 12, 1
+        options.batch, options.steps, options.rounds = 8, 64, 1
     return options
 
 
@@ -127,10 +113,10 @@ def main() -> None:
     options = parsed()
     tokens = Tokens.tekken()
     started_on = report.machine()
-    own = documents(options.data, tokens, 2 * options.batch, max_schema=2000)
+    own = documents(tokens, 2 * options.batch, max_schema=2000)
     one = shared_documents(tokens, 2 * options.batch)
     rows: list[dict[str, Any]] = []
-    with Comparison(candidates(options), tokens) as comparison:
+    with started(candidates(options), tokens) as comparison:
         for case in options.case:
             for schemas, others in {"each its own": own, "one schema": one}.items():
                 rows += [{**row, "schemas": schemas} for row in measure(comparison, case, others, tokens, options)]

@@ -21,14 +21,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -36,6 +33,7 @@ import jsonschema
 from tqdm import tqdm
 
 from benchmarks import report, serving
+from benchmarks.client import Answer, ask
 from benchmarks.comparison import vllm_candidate
 from benchmarks.injected_faults import environment
 from benchmarks.servers import Server, guided_server, vllm_server
@@ -60,20 +58,6 @@ COLUMNS = {
 Start = Callable[[], AbstractContextManager[Server]]
 
 
-@dataclass
-class Answer:
-    """The end of one request: valid, invalid, error or hung; and the times of its chunks."""
-
-    outcome: str = "hung"
-    cause: str = ""
-    arrivals: list[float] = field(default_factory=list)
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between two chunks."""
-        return [after - before for before, after in itertools.pairwise(self.arrivals)]
-
-
 def people(name: str, count: int) -> dict[str, Any]:
     """Return the schema of a finite array of people, each with a property of this name."""
     fields = {name: {"type": "string", "maxLength": 10}, "age": {"type": "integer", "minimum": 0, "maximum": 99}}
@@ -81,65 +65,52 @@ def people(name: str, count: int) -> dict[str, Any]:
     return {"type": "array", "minItems": count, "maxItems": count, "items": person}
 
 
-async def ask(http: httpx.AsyncClient, schema: dict[str, Any] | None) -> Answer:
-    """Send a streamed request, with a schema or with a fixed number of tokens."""
-    answer, text, reason = Answer(), "", None
+async def outcome_of(http: httpx.AsyncClient, schema: dict[str, Any] | None) -> tuple[str, Answer]:
+    """Send a streamed request, with a schema or with a fixed number of tokens.
+
+    Returns:
+        valid, invalid, or what failed; and the answer.
+    """
     body: dict[str, Any] = {"messages": serving.MESSAGES, "temperature": 0, "stream": True, "max_tokens": 600}
     body |= serving.response_format(schema) if schema else {"ignore_eos": True, "max_tokens": PLAIN_TOKENS}
-    try:
-        async with asyncio.timeout(LIMIT_SECONDS), http.stream("POST", "/v1/chat/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                event = json.loads(line.removeprefix("data: ")) if "{" in line else {"choices": []}
-                if "error" in event or response.status_code != 200:
-                    error = event.get("error") or {}
-                    return Answer("error", str(error.get("code") or response.status_code), answer.arrivals)
-                for choice in event["choices"]:
-                    text += choice["delta"].get("content") or ""
-                    reason = choice["finish_reason"] or reason
-                    answer.arrivals.append(time.perf_counter())
-        answer.outcome = "valid" if _is_valid(schema, text, reason) else "invalid"
-    except TimeoutError:
-        answer.arrivals.append(time.perf_counter())  # what has not come by now is a gap
-    except httpx.HTTPError as error:
-        return Answer("error", type(error).__name__, answer.arrivals)
-    return answer
-
-
-def _is_valid(schema: dict[str, Any] | None, text: str, reason: str | None) -> bool:
+    answer = await ask(http, body, LIMIT_SECONDS)
+    if answer.failure:
+        return answer.failure, answer
+    choice = answer.choices[0]
     if schema is None:
-        return reason == "length"
+        return "valid" if choice.finish_reason == "length" else "invalid", answer
     with contextlib.suppress(ValueError):
-        return reason == "stop" and jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
-    return False
+        if jsonschema.Draft202012Validator(schema).is_valid(json.loads(choice.text)) and choice.finish_reason == "stop":
+            return "valid", answer
+    return "invalid", answer
 
 
-async def run_beside(server: Server, victim: str, kill: bool) -> tuple[Answer, list[Answer]]:
-    """Run the victim, whose schema has a property of this name, and the others. Returns their answers."""
+async def run_beside(server: Server, victim: str, kill: bool) -> list[tuple[str, Answer]]:
+    """Run the victim, whose schema has a property of this name, and the others. Returns their outcomes, it first."""
     schemas = [*(people(f"name_{index}", 8) for index in range(4)), None, None]
     async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
-        tasks = [asyncio.ensure_future(ask(http, schema)) for schema in (people(victim, 4), *schemas)]
+        tasks = [asyncio.ensure_future(outcome_of(http, schema)) for schema in (people(victim, 4), *schemas)]
         if kill:
             await asyncio.sleep(KILL_SECONDS)
             os.kill(server.pids("mask actor")[0], signal.SIGKILL)
-        hurt, *others = await asyncio.gather(*tasks)
-    return hurt, others
+        return await asyncio.gather(*tasks)
 
 
 async def observe(server: Server, fault: str) -> dict[str, Any]:
     """Return the figures of one fault. Times are in milliseconds."""
     await run_beside(server, "ordinary", kill=False)  # compiles and warms up
-    _, calm = await run_beside(server, "ordinary", kill=False)
+    _, *calm = await run_beside(server, "ordinary", kill=False)
     mark = "ordinary" if fault == KILL else f"injected_{fault}"
-    hurt, others = await run_beside(server, mark, kill=fault == KILL)
-    row: dict[str, Any] = {"fault": fault, "victim": f"{hurt.outcome} {hurt.cause}".strip()}
+    (victim, _), *others = await run_beside(server, mark, kill=fault == KILL)
+    row: dict[str, Any] = {"fault": fault, "victim": victim}
     for name, answers in {"without": calm, "itl": others}.items():
-        gaps = [gap for answer in answers for gap in answer.gaps]
+        gaps = [gap for _, answer in answers for gap in answer.gaps]
         row |= {f"{name}_{key}": value for key, value in report.percentiles(gaps).items()}
-    row["others"] = f"{sum(answer.outcome == 'valid' for answer in others)} of {len(others)}"
-    row["others_not_valid"] = [f"{each.outcome} {each.cause}" for each in others if each.outcome != "valid"]
-    row["longest_gap"] = round(1e3 * max((gap for answer in others for gap in answer.gaps), default=0.0), 1)
+        row["longest_gap"] = round(1e3 * max(gaps, default=0.0), 1)
+    row["others_not_valid"] = [outcome for outcome, _ in others if outcome != "valid"]
+    row["others"] = f"{len(others) - len(row['others_not_valid'])} of {len(others)}"
     async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
-        row["afterwards"] = (await ask(http, people("name", 2))).outcome
+        row["afterwards"], _ = await outcome_of(http, people("name", 2))
     return row
 
 

@@ -18,6 +18,7 @@ from benchmarks.property_order import in_schema_order
 from benchmarks.report import ROOT, fail
 
 DATA = ROOT.parent / "shared" / "data" / "maskbench-dev.jsonl.gz"
+LENGTHS = range(24, 301)
 WORDS = ("amber", "basket", "candle", "ember", "forest", "garden", "harbor", "island", "lantern", "meadow", "zephyr")
 
 
@@ -61,23 +62,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         fail(f"{path} can't be read as JSON lines: {error}")
 
 
-def documents(
-    path: Path,
-    tokens: Tokens,
-    count: int,
-    *,
-    max_schema: int = 2000,
-    lengths: tuple[int, int] = (24, 300),
-    seed: int = 0,
-) -> list[Document]:
-    """Return one instance each of up to `count` random schemas.
+def documents(tokens: Tokens, count: int, *, max_schema: int) -> list[Document]:
+    """Return one instance each, of `LENGTHS` tokens, of up to `count` random schemas.
 
     Args:
         max_schema: maximum characters of a schema. Some backends need minutes to compile larger ones.
-        lengths: minimum and maximum tokens of an instance.
     """
-    rows = read_rows(path)
-    random.Random(seed).shuffle(rows)
+    rows = read_rows(DATA)
+    random.Random(0).shuffle(rows)
     found: list[Document] = []
     for row in rows:
         schema = json.dumps(row["schema"], ensure_ascii=False)
@@ -86,13 +78,13 @@ def documents(
         for test in row["tests"]:
             if test["valid"]:
                 document = _document(str(row["id"]), schema, in_schema_order(test["data"], row["schema"]), tokens)
-                if lengths[0] <= len(document.tokens) <= lengths[1]:
+                if len(document.tokens) in LENGTHS:
                     found.append(document)
                     break
         if len(found) == count:
             break
     if not found:
-        fail(f"{path} has no schema with a valid instance of {lengths[0]} to {lengths[1]} tokens")
+        fail(f"{DATA} has no schema with a valid instance of {LENGTHS} tokens")
     return found
 
 

@@ -1,4 +1,8 @@
-"""Shared fixtures: a tiny tokenizer and a tiny model, made here without downloads, and a local Ray."""
+"""Shared fixtures: a tiny tokenizer and a tiny model, made here without downloads, and a local Ray.
+
+torch and transformers are imported by fixtures: xdist's own process, which runs no test, would need seconds for them
+before the others start.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,16 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import faulty_backend
 import pytest
-import torch
 from hypothesis import settings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from script_host import ScriptHost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones.
 settings.register_profile("local", deadline=None)  # a busy machine is no failure
@@ -25,9 +29,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 # A process in the background of a shell ignores SIGINT, and its children inherit that. Tests send SIGINT to children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Tiny models gain nothing from threads, and on busy cores OpenMP's spinning barriers make them slow.
-torch.set_num_threads(1)
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then it writes a letter to its friend.",
@@ -44,21 +45,37 @@ CHAT_TEMPLATE = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Alternate files with few tests, which start servers and clusters and mostly wait, and files with many.
+WAITING = ("actors", "deploy", "examples", "faults", "server", "test_docs.py")
+"""Where tests start servers and clusters, and mostly wait for them: the files that take minutes."""
 
-    With several processes (`-n`), xdist's own order ends with those that take minutes, and one process is left alone.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Alternate files that mostly wait and files that compute, and end with the latter, which are short.
+
+    With several processes (`-n`), xdist's own order ends with files that take minutes, and one process is left alone.
     """
-    sizes = Counter(item.path for item in items)
-    left = deque(sorted(sizes, key=sizes.__getitem__))
-    order = [left.popleft() if number % 2 == 0 else left.pop() for number in range(len(left))]
-    rank = {path: number for number, path in enumerate(order)}
+    files = list(dict.fromkeys(item.path for item in items))
+    waiting = [path for path in files if path.relative_to(Path(__file__).parent).parts[0] in WAITING]
+    computing = [path for path in files if path not in waiting]
+    rank = {path: 2 * number for number, path in enumerate(waiting)}
+    rank |= {path: 2 * number + 1 for number, path in enumerate(computing)}
     items.sort(key=lambda item: rank[item.path])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def single_threaded() -> None:
+    """Tiny models gain nothing from threads, and on busy cores OpenMP's spinning barriers make them slow."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 600 tokens for any UTF-8 text. Most non-ASCII characters take several tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,6 +104,9 @@ def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
 
     The weights are large, so that the best tokens differ clearly and outputs don't repeat themselves.
     """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     path = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(7)
     config = LlamaConfig(
@@ -112,6 +132,8 @@ def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
 def local_ray() -> Iterator[None]:
     """A local Ray, started once and shared by all pools. Their processes know the backend "faulty"
     (`faulty_backend`)."""
+    import faulty_backend
+
     from actors.cluster import Cluster
 
     with pytest.MonkeyPatch.context() as patched:
@@ -124,6 +146,14 @@ def local_ray() -> Iterator[None]:
             cluster = Cluster.join()
         yield
         cluster.leave()
+
+
+@pytest.fixture(scope="session")
+def script_host() -> Iterator[ScriptHost]:
+    """Runs scripts as `python SCRIPT` does, without its seconds of imports."""
+    host = ScriptHost()
+    yield host
+    host.close()
 
 
 @pytest.fixture

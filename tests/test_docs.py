@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from script_host import ScriptHost
 from serving import serving
 from typer.main import get_command
 
@@ -71,7 +72,9 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("snippet", snippets(), ids=str)
-def test_snippets_print_what_the_page_says(snippet: Snippet, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_snippets_print_what_the_page_says(
+    snippet: Snippet, request: pytest.FixtureRequest, script_host: ScriptHost, tmp_path: Path
+) -> None:
     code, printed = snippet.code, snippet.printed
     if ADDRESS in code:
         url = request.getfixturevalue("server")
@@ -80,16 +83,18 @@ def test_snippets_print_what_the_page_says(snippet: Snippet, request: pytest.Fix
         if not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
     (tmp_path / "snippet").write_text(code)
-    command = ["bash", "-euo", "pipefail"] if snippet.language == "sh" else [sys.executable]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    done = subprocess.run(
-        [*command, "snippet"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    if snippet.language == "python":
+        found = script_host.run(tmp_path / "snippet", tmp_path)
+    else:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+        command = ["bash", "-euo", "pipefail", "snippet"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        found = done.stdout
     if printed is not None:
         pattern = ".*".join(re.escape(part) for part in printed.strip().split("…"))
-        assert re.fullmatch(pattern, done.stdout.strip(), re.DOTALL), done.stdout
+        assert re.fullmatch(pattern, found.strip(), re.DOTALL), found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

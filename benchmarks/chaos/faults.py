@@ -62,7 +62,7 @@ class Scene:
     """Requests from a file of hostile inputs."""
     events: list[Event] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
-    """Frozen processes that may still exist."""
+    """Processes that were frozen."""
 
     async def inject(self, fault: str) -> None:
         """Inject one fault, if it has a target."""
@@ -103,27 +103,10 @@ class Scene:
         self.events.append(Event(time.monotonic(), fault))
         await self.send(request)
 
-    def thaw(self) -> None:
-        """Continue the frozen processes that still exist."""
-        for pid in self.stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
 
 ACTOR_FAULTS = ("kill", "freeze", "compile actor")
 """Faults that end an actor."""
 OTHER_FAULTS = ("slow", "memory", "hostile", "compile process")
-
-
-@contextlib.contextmanager
-def deep() -> Iterator[None]:
-    """Raise Python's recursion limit, because some inputs are nested deeper."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(DEPTH)
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
 
 
 def hostile_requests(path: Path) -> list[Request]:
@@ -132,8 +115,8 @@ def hostile_requests(path: Path) -> list[Request]:
     The file is JSON: `{"entries": [{"id", "kind", "scope", "payload" | "generator_py", ...}]}`. Generators are Python
     expressions: read only files that you trust.
     """
-    with deep():
-        return [request for entry in json.loads(path.read_text())["entries"] for request in _requests(entry)]
+    sys.setrecursionlimit(DEPTH)  # some inputs are nested deeper than Python's default
+    return [request for entry in json.loads(path.read_text())["entries"] for request in _requests(entry)]
 
 
 def _requests(entry: dict[str, Any]) -> Iterator[Request]:

@@ -1,27 +1,24 @@
-"""The health of the server during a chaos run; the run's figures, violations and picture."""
+"""The health of the server during a chaos run; the run's figures and violations."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from benchmarks.chaos.faults import ACTOR_FAULTS, OTHER_FAULTS, Event
+from benchmarks.chaos.faults import Event
 from benchmarks.chaos.load import Load
 from benchmarks.report import percentiles
 from benchmarks.servers import Server
 
 HEALTH_SECONDS = 0.2
 SHOWN = 20
-COLORS = {"valid": "tab:green", "left": "tab:gray", "refused": "tab:olive", "failed": "tab:orange", "violation": "red"}
 
 
 @dataclass(frozen=True)
@@ -34,10 +31,6 @@ class Seen:
     """The actors in the answer; empty if there was none."""
     took: float
     """Seconds until the answer."""
-
-    @property
-    def up(self) -> int:
-        return sum(actor["state"] == "up" for actor in self.actors)
 
 
 @dataclass
@@ -143,7 +136,6 @@ def summary(run: Run) -> dict[str, Any]:
         "seconds_to_replace": _spread([each for each in replaced if each is not None]),
         "seconds_of_good_answers": _spread(waits),
         "milliseconds_of_health": percentiles([look.took for look in run.watch.seen if look.actors]),
-        "no_actor_up_share": round(float(np.mean([look.up == 0 for look in run.watch.seen])), 4),
         "pss_mib": {"before": round(run.memory[0]), "after": round(run.memory[1])},
     }
 
@@ -152,29 +144,3 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
     return {"p50": round(float(np.median(seconds)), 2), "max": round(max(seconds), 2)}
-
-
-def draw(path: Path, title: str, run: Run) -> None:
-    """Draw the answers per second, and the faults above them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(11, 4), layout="constrained")
-    seconds = range(math.ceil(run.lasted) + 1)
-    counts: Counter[tuple[str, int]] = Counter(
-        (each.verdict.outcome if each.verdict.outcome in COLORS else "violation", math.floor(each.ended - run.begun))
-        for each in run.load.records
-    )
-    stacks = [[counts[name, second] for second in seconds] for name in COLORS]
-    axis.stackplot(seconds, stacks, labels=list(COLORS), colors=COLORS.values(), step="post", linewidth=0)
-    for fault in (*ACTOR_FAULTS, *OTHER_FAULTS):
-        at = [event.at - run.begun for event in run.events if event.fault == fault]
-        axis.plot(at, [-1] * len(at), "|", markersize=12, label=fault)
-    axis.set_xlabel("seconds")
-    axis.set_ylabel("answers/s")
-    figure.legend(loc="outside lower center", ncols=7, fontsize=8, frameon=False)
-    axis.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=110)
-    print(f"wrote {path} and .json")

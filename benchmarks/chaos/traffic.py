@@ -6,14 +6,11 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from guided.backends import AUTO, BACKENDS
 from guided.constraint import KINDS, ConstraintKind
 
-ClientBehavior = Literal["reads", "leaves"]
-PATH = "/v1/chat/completions"
 ABLE: list[tuple[ConstraintKind, str]] = [
     (kind, backend)
     for kind in KINDS
@@ -80,24 +77,15 @@ class Request:
     example: Example | None = None
     """The constraint; None for an unconstrained request."""
     backend: str | None = None
-    behavior: ClientBehavior = "reads"
-    """"leaves": the client disconnects early."""
+    leaves: bool = False
+    """Whether the client disconnects early."""
     hostile: str | None = None
     """Id of the hostile input, if it is one."""
-
-    @cached_property
-    def content(self) -> bytes:
-        """The encoded body."""
-        return json.dumps(self.body).encode()
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.body.get("stream"))
 
     @property
     def good(self) -> bool:
         """Whether it must get a valid answer under any fault."""
-        return self.hostile is None and self.behavior == "reads"
+        return self.hostile is None and not self.leaves
 
     @property
     def key(self) -> str | None:
@@ -105,10 +93,6 @@ class Request:
         if self.example is None or self.body.get("temperature") != 0:
             return None
         return json.dumps({name: value for name, value in self.body.items() if name not in ("stream", "n")})
-
-    def staying(self) -> Request:
-        """Return the same request with a client that stays."""
-        return replace(self, behavior="reads")
 
 
 def request(seed: int, number: int) -> Request:
@@ -126,7 +110,7 @@ def request(seed: int, number: int) -> Request:
         made.body.update(stream=True)
     if source.random() < SEVERAL:
         made.body.update(n=source.choice((2, 3)))
-    return replace(made, behavior="leaves") if source.random() < LEAVING else made
+    return replace(made, leaves=source.random() < LEAVING)
 
 
 def repeated() -> list[Request]:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import sys
-import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.child_process import answer_writer
-from benchmarks.peers.loop import Run, SleepingForward, Way
-from benchmarks.peers.rows import Document, Rows
+from benchmarks.child_process import serve
+from benchmarks.peers.loop import Run, Samples, SleepingForward, Way
+from benchmarks.peers.rows import Document
 
 
 def way_of(name: str, options: dict[str, Any]) -> Way:
     """Return a way of masking: "unguided", "inline", "ray" or "vllm"."""
+    if name == "unguided":
+        return Way()
     if name == "vllm":
         from benchmarks.peers.vllm_manager import VLLMManager
 
         return VLLMManager(options["vocabulary"])
-    from benchmarks.peers.ours import Guided, Unguided
+    from benchmarks.peers.ours import Guided
     from guided.vocabulary import Vocabulary
 
-    if name == "unguided":
-        return Unguided()
     vocabulary = Vocabulary.from_tekken(options["vocabulary"])
     if name == "inline":
         from guided.pools.inline import InlinePool
@@ -45,55 +42,37 @@ def way_of(name: str, options: dict[str, Any]) -> Way:
 
 
 class Host:
-    """Execute the commands. Each method is one."""
+    """A way of masking and its run. Each method is a message."""
 
     def __init__(self) -> None:
-        self._way: Any = None
+        self._way = Way()
         self._options: dict[str, Any] = {}
-        self._documents: dict[str, Document] = {}
         self._run: Run | None = None
 
-    def start(self, way: str, options: dict[str, Any]) -> dict[str, Any]:
+    def start(self, way: str, options: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self._options = options
         self._way = way_of(way, options)
-        return {}
 
-    def load(self, backend: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
-        self._documents = {one["name"]: Document.from_json(one) for one in documents}
-        return {"refused": self._way.load(backend, list(self._documents.values()))}
+    def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
+        return self._way.load(backend, documents)
 
-    def begin(self, batch: int, documents: list[str], pinned: list[str], forward_seconds: float) -> dict[str, Any]:
-        named, slow = ([self._documents[name] for name in names] for names in (documents, pinned))
+    def begin(
+        self, batch: int, documents: Sequence[Document], pinned: Sequence[Document], forward_seconds: float
+    ) -> None:
         self._way.begin()
-        rows = Rows(named, batch, self._options["stop"], slow)
-        self._run = Run(self._way, rows, SleepingForward(batch, self._options["width"], forward_seconds))
-        return {}
+        forward = SleepingForward(batch, self._options["width"], forward_seconds)
+        self._run = Run(self._way, documents, batch, self._options["stop"], forward, pinned)
 
-    def run(self, steps: int, seconds: float | None) -> dict[str, Any]:
+    def run(self, steps: int, seconds: float | None) -> Samples:
         assert self._run is not None
-        return dataclasses.asdict(self._run.steps(steps, seconds))
+        return self._run.steps(steps, seconds)
 
-    def end(self) -> dict[str, Any]:
+    def end(self) -> None:
         assert self._run is not None
         self._run.close()
         self._run = None
-        return {}
-
-
-def main() -> None:
-    write = answer_writer()
-    host = Host()
-    for line in sys.stdin:
-        command = json.loads(line)
-        name = command.pop("do")
-        try:
-            answer = getattr(host, name)(**command)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        write(answer)
 
 
 if __name__ == "__main__":
-    main()
+    serve(Host())

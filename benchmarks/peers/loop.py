@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from benchmarks.peers.rows import Document, Rows, RunningSequence
+from benchmarks.peers.rows import Document, RunningSequence
 
 
 class SleepingForward:
@@ -49,20 +49,19 @@ class Times:
     hidden: float = 0.0
     """Mask work during the forward pass, summed over all processes."""
     kernel: float = 0.0
-    """Time of the kernel that writes -inf, which is device work."""
-    kernel_cpu: float = 0.0
-    """CPU seconds of this process in the kernel."""
+    """Time of the kernel that writes -inf, which is device work. It runs on one thread here."""
     late: set[int] = field(default_factory=set)
     """Rows that wait for a late mask, and must not be sampled in this step."""
     again: int = 0
     """Number of rows that were late before, and were computed again in this step."""
 
 
-class Way(Protocol):
-    """A way of masking."""
+class Way:
+    """A way of masking. This one masks nothing, and runs only the forward pass."""
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         """Compile the documents' constraints. Returns the documents that this way rejects: name -> reason."""
+        return {}
 
     def begin(self) -> None:
         """Prepare for a new run. No sequence is open."""
@@ -75,9 +74,12 @@ class Way(Protocol):
 
     def step(self, sequences: Sequence[RunningSequence], forward: SleepingForward) -> tuple[torch.Tensor, Times]:
         """Run one decode step of the batch: forward pass and masks. Returns the masked logits."""
+        forward.start()
+        return forward.wait(), Times()
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
         """Take the sampled tokens of the step, before they are appended. Returns the seconds that it took."""
+        return 0.0
 
 
 @dataclass
@@ -94,23 +96,49 @@ class Samples:
     """Seconds between two tokens of a sequence, for all rows except a pinned one."""
     slow_latency: list[float] = field(default_factory=list)
     """The same for the row with pinned documents."""
-    late: list[int] = field(default_factory=list)
-    """Number of rows that were not sampled, because their mask was late."""
     again: list[int] = field(default_factory=list)
     """Number of rows that were computed again after a late mask."""
     refused: list[str] = field(default_factory=list)
     """Documents that were abandoned because the mask forbade their next token."""
 
+    def extend(self, more: Samples) -> None:
+        """Append other samples."""
+        for name, values in vars(more).items():
+            getattr(self, name).extend(values)
+
 
 class Run:
-    """Rows that run step by step. `steps` may be called several times."""
+    """A batch in which every row writes one document after the other without end. `steps` may be called several times.
 
-    def __init__(self, way: Way, rows: Rows, forward: SleepingForward) -> None:
-        self._way, self._rows, self._forward = way, rows, forward
-        self._last_token: dict[int, float] = {}
+    Row r takes the documents r, r + batch, r + 2 batch, ... and starts again after the last one. So a row depends only
+    on its own steps, and all ways of masking get the same rows.
+
+    Args:
+        stop: the stop token.
+        pinned: documents for the first row instead.
+    """
+
+    def __init__(
+        self,
+        way: Way,
+        documents: Sequence[Document],
+        batch: int,
+        stop: int,
+        forward: SleepingForward,
+        pinned: Sequence[Document] = (),
+    ) -> None:
+        self._way, self._stop, self._forward, self._has_pinned = way, stop, forward, bool(pinned)
+        self._streams = [_stream(documents, row, batch) for row in range(batch)]
+        if pinned:
+            self._streams[0] = _stream(pinned, 0, 1)
+        self._ids = itertools.count()
         self._clock = 0.0
-        for sequence in rows.sequences:
-            way.open(sequence)
+        self._sequences = [self._open(row) for row in range(batch)]
+
+    def _open(self, row: int) -> RunningSequence:
+        sequence = RunningSequence(next(self._ids), row, next(self._streams[row]))
+        self._way.open(sequence)
+        return sequence
 
     def steps(self, count: int, seconds: float | None = None) -> Samples:
         """Run up to `count` steps, as many as start within `seconds`, at least one."""
@@ -123,46 +151,47 @@ class Run:
         return samples
 
     def _step(self, samples: Samples) -> None:
-        rows = self._rows
-        tokens = rows.next_tokens()
+        sequences = list(self._sequences)
+        tokens = [sequence.next_token(self._stop) for sequence in sequences]
         self._forward.feed(tokens)
         cpu, started = time.process_time(), time.perf_counter()
-        logits, times = self._way.step(rows.sequences, self._forward)
-        sampling = self._way.sampled(rows.sequences, tokens)
+        logits, times = self._way.step(sequences, self._forward)
+        sampling = self._way.sampled(sequences, tokens)
         step, cpu = time.perf_counter() - started, time.process_time() - cpu
         self._clock += step  # the clock excludes the benchmark's own work between steps
         samples.step.append(step)
         samples.exposed.append(times.exposed + sampling)
         samples.hidden.append(times.hidden)
         samples.kernel.append(times.kernel)
-        samples.cpu.append(cpu - times.kernel_cpu)
-        samples.late.append(len(times.late))
+        samples.cpu.append(cpu - times.kernel)
         samples.again.append(times.again)
         allowed = _allowed(logits, tokens)
-        for sequence, fine in zip(list(rows.sequences), allowed, strict=True):
+        for sequence, token, fine in zip(sequences, tokens, allowed, strict=True):
             if sequence.row not in times.late:
-                self._append(sequence, fine, samples)
+                self._append(sequence, token, fine, samples)
 
-    def _append(self, sequence: RunningSequence, fine: bool, samples: Samples) -> None:
-        """Append the token of a sequence that was just sampled."""
+    def _append(self, sequence: RunningSequence, token: int, fine: bool, samples: Samples) -> None:
+        """Append the token that a sequence has sampled. At its end, or if the mask forbade it, begin the next one."""
         if not fine:
             samples.refused.append(f"{sequence.document.name} at {len(sequence.output)}")
-        self._note(sequence, self._clock, samples)
-        fresh = self._rows.advance(sequence) if fine else self._rows.restart(sequence)
-        if fresh is not None:
-            self._last_token.pop(sequence.id, None)
+        if sequence.sampled_at is not None:
+            is_pinned = self._has_pinned and sequence.row == 0
+            (samples.slow_latency if is_pinned else samples.latency).append(self._clock - sequence.sampled_at)
+        sequence.sampled_at = self._clock
+        if fine and len(sequence.output) < len(sequence.document.tokens):
+            sequence.output.append(token)
+        else:
             self._way.close(sequence)
-            self._way.open(fresh)
-
-    def _note(self, sequence: RunningSequence, now: float, samples: Samples) -> None:
-        last = self._last_token.get(sequence.id)
-        if last is not None:
-            (samples.slow_latency if sequence.row in self._rows.pinned else samples.latency).append(now - last)
-        self._last_token[sequence.id] = now
+            self._sequences[sequence.row] = self._open(sequence.row)
 
     def close(self) -> None:
-        for sequence in self._rows.sequences:
+        for sequence in self._sequences:
             self._way.close(sequence)
+
+
+def _stream(documents: Sequence[Document], row: int, batch: int) -> Iterator[Document]:
+    for index in itertools.count(row, batch):
+        yield documents[index % len(documents)]
 
 
 def _allowed(logits: torch.Tensor, tokens: Sequence[int]) -> list[bool]:

@@ -1,55 +1,29 @@
-"""Our own ways: no masks at all, and masks of a pool (inline or Ray) through `GuidedProcessor`."""
+"""Masks of a pool (inline or Ray) through `GuidedProcessor`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 import torch
 import xgrammar  # noqa: F401  # the processor loads its kernel on a thread, which must not be measured
 from numpy.typing import NDArray
 
-import guided.processor as processor_module
-from benchmarks.peers.loop import SleepingForward, Times
+from benchmarks.peers.loop import SleepingForward, Times, Way
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.constraint import Constraint
-from guided.errors import GuidedError
+from guided.errors import DeadEnd, GuidedError
 from guided.pools.protocol import Grammar, MaskPool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 
 COMPILE_SECONDS = 600.0
 """Time limit for all compilations together. The pool limits each of them."""
-CHECK_ROWS = 32
 
 
-class Unguided:
-    """Run only the forward pass."""
-
-    def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
-        return {}
-
-    def begin(self) -> None:
-        pass
-
-    def open(self, sequence: RunningSequence) -> None:
-        pass
-
-    def close(self, sequence: RunningSequence) -> None:
-        pass
-
-    def step(self, sequences: Sequence[RunningSequence], forward: SleepingForward) -> tuple[torch.Tensor, Times]:
-        forward.start()
-        return forward.wait(), Times()
-
-    def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
-        return 0.0
-
-
-class Guided:
+class Guided(Way):
     """Mask with our post-processor over a pool, called as our engine calls it.
 
     Args:
@@ -71,57 +45,34 @@ class Guided:
         self._changed = True
         """The batch is not that of the last step."""
         self._new_tokens: NDArray[np.int32] | None = None
-        self._kernel_cpu = 0.0
-        # The kernel's CPU time is measured apart from the engine's. Only the clock is added to it.
-        kernel: Callable[..., None] = vars(processor_module)["apply_bitmask"]
-        vars(processor_module)["apply_bitmask"] = self._clocked(kernel)
-
-    def _clocked(self, kernel: Callable[..., None]) -> Callable[..., None]:
-        def clocked(*arguments: Any, **named: Any) -> None:
-            started = time.process_time()
-            kernel(*arguments, **named)
-            self._kernel_cpu += time.process_time() - started
-
-        return clocked
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         self._backend = backend
         for document in documents:
-            self._compile(document)
+            key = (backend, document.schema)
+            if key not in self._grammars:
+                self._grammars[key] = self._pool.compile(Constraint.json_schema(document.schema), [backend])
         refused: dict[str, str] = {}
-        able: list[tuple[Document, Grammar]] = []
         for document in documents:
             try:
-                future = self._grammars[backend, document.schema]
-                able.append((document, future.result(COMPILE_SECONDS)))
+                self._check(document, self._grammars[backend, document.schema].result(COMPILE_SECONDS))
             except GuidedError as error:
                 refused[document.name] = str(error)
-        for start in range(0, len(able), CHECK_ROWS):
-            refused |= self._check(able[start : start + CHECK_ROWS])
         return refused
 
-    def _compile(self, document: Document) -> None:
-        key = (self._backend, document.schema)
-        if key not in self._grammars:
-            self._grammars[key] = self._pool.compile(Constraint.json_schema(document.schema), [self._backend])
-
-    def _check(self, some: list[tuple[Document, Grammar]]) -> dict[str, str]:
-        """Return the documents that the grammar does not accept to their ends, with the reason."""
-        sequences = [
-            GuidedSequence("check", -1 - index, list(document.tokens)) for index, (document, _) in enumerate(some)
-        ]
-        for sequence, (_, grammar) in zip(sequences, some, strict=True):
-            self._pool.open(sequence, grammar)
-        self._pool.submit(sequences)
+    def _check(self, document: Document, grammar: Grammar) -> None:
+        """Raise an error if the grammar does not accept a document to its end."""
+        sequence = GuidedSequence("check", -1, list(document.tokens))
+        self._pool.open(sequence, grammar)
+        self._pool.submit([sequence])
         found = self._pool.collect()
-        self._pool.free([sequence.sequence_id for sequence in sequences])
-        refused = {some[row][0].name: str(error) for row, error in found.failed.items()}
+        self._pool.free([sequence.sequence_id])
+        if found.failed:
+            raise found.failed[0]
+        [part] = [part for part in found.ready if len(part.rows)]
         stop = self._pool.vocabulary.stop_token_ids[0]
-        for part in found.ready:
-            for row, slot in zip(part.rows.tolist(), part.slots.tolist(), strict=True):
-                if not part.masks[slot, stop // 32] >> (stop % 32) & 1:
-                    refused[some[row][0].name] = "it may not end where it ends"
-        return refused
+        if not part.masks[part.slots[0], stop // 32] >> (stop % 32) & 1:
+            raise DeadEnd("it may not end where it ends")
 
     def begin(self) -> None:
         self._processor = GuidedProcessor(self._pool)
@@ -148,7 +99,6 @@ class Guided:
             self._batch = tuple(self._guided[sequence.id] for sequence in running)
             self._logits_rows = np.array([sequence.row for sequence in running], np.intp)
             self._changed, self._new_tokens = False, None
-        kernel_cpu = self._kernel_cpu
         started = time.perf_counter()
         self._processor.prepare(self._batch, self._logits_rows, self._new_tokens)
         prepared = time.perf_counter() - started
@@ -158,11 +108,7 @@ class Guided:
         ended = time.perf_counter()
         exposed = prepared + report.wait_seconds
         times = Times(
-            exposed=exposed,
-            hidden=max(0.0, report.mask_seconds - exposed),
-            kernel=report.kernel_seconds,
-            kernel_cpu=self._kernel_cpu - kernel_cpu,
-            again=again,
+            exposed=exposed, hidden=max(0.0, report.mask_seconds - exposed), kernel=report.kernel_seconds, again=again
         )
         self._changed = bool(report.late or report.failed)
         self._late.update(report.late)

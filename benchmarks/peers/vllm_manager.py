@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from benchmarks.peers.loop import SleepingForward, Times
+from benchmarks.peers.loop import SleepingForward, Times, Way
 from benchmarks.peers.rows import Document, RunningSequence
 
 MAX_BATCH = 1024
@@ -47,7 +47,7 @@ MODEL = {
 }
 
 
-class VLLMManager:
+class VLLMManager(Way):
     """Args:
     vocabulary: a tekken.json.
     """
@@ -89,9 +89,6 @@ class VLLMManager:
             raise pending.grammar
         return pending.grammar
 
-    def begin(self) -> None:
-        pass
-
     def open(self, sequence: RunningSequence) -> None:
         request = self._request(str(sequence.id), sequence.document)
         self._grammar(request)
@@ -108,16 +105,15 @@ class VLLMManager:
         filled = time.perf_counter()
         logits = forward.wait()
         ready = time.perf_counter()
-        cpu = time.process_time()
         apply_grammar_bitmask(
             SimpleNamespace(scheduled_spec_decode_tokens={}),
             GrammarOutput(ids, bitmask, [0] * len(ids)),
             SimpleNamespace(req_ids=ids),
             logits,
         )
-        kernel, cpu = time.perf_counter() - ready, time.process_time() - cpu
+        kernel = time.perf_counter() - ready
         exposed = max(0.0, filled - forward.end)
-        return logits, Times(exposed, filled - launched - exposed, kernel, cpu)
+        return logits, Times(exposed, filled - launched - exposed, kernel)
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
         started = time.perf_counter()

@@ -40,23 +40,16 @@ def random_schema(source: random.Random) -> Case:
     """Return a schema of a random draft."""
     draft = source.choice([2020, 2020, *DRAFTS])
     schema = _Generator(source, draft).document()
-    text = json.dumps(schema)
-    whitespace = source.choice([None] * 9 + ["", r"\s*", "[ ]{0,2}", r" |\n|"])
-    return Case(
-        "json_schema",
-        schema,
-        lambda: Constraint.json_schema(json.loads(text), whitespace=whitespace),
-        lambda output: problem(output, json.loads(text)),
-    )
+    return schema_case(schema, source.choice([None] * 9 + ["", r"\s*", "[ ]{0,2}", r" |\n|"]))
 
 
-def schema_case(schema: Any) -> Case:
+def schema_case(schema: Any, whitespace: str | None = None) -> Case:
     """Return a schema as a case."""
     text = json.dumps(schema)
     return Case(
         "json_schema",
         schema,
-        lambda: Constraint.json_schema(json.loads(text)),
+        lambda: Constraint.json_schema(json.loads(text), whitespace=whitespace),
         lambda output: problem(output, json.loads(text)),
     )
 
@@ -81,8 +74,6 @@ class _Generator:
                 self._defined[name] = self._anchored(name, self._schema(1))
         if self._defined:
             schema[self._definitions] = self._defined
-        if self._chance(0.02) and self._draft == 2020:
-            schema = self._dynamic(schema)
         return dict(schema)
 
     def _anchored(self, name: str, schema: Any) -> Any:
@@ -258,13 +249,3 @@ class _Generator:
                 inner = inner if self._chance(0.8) else {"allOf": parts}
                 return {**siblings, **inner, self._source.choice(["unevaluatedProperties", "unevaluatedItems"]): rest}
         return {**siblings, keyword: parts}
-
-    def _dynamic(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a list of what the outer or the inner dynamic anchor names."""
-        inner = {"$id": "http://x/list", "type": "array", "items": {"$dynamicRef": "#T"}, "maxItems": 2}
-        inner["$defs"] = {"any": {"$dynamicAnchor": "T"}}
-        outer = {"$dynamicAnchor": "T", "type": self._source.choice(_TYPES)}
-        definitions = {**schema.get("$defs", {}), "list": inner}
-        if self._chance(0.7):
-            definitions["outer"] = outer
-        return {"$id": "http://x/root", "$ref": "http://x/list", "$defs": definitions}

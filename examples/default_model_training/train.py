@@ -1,7 +1,6 @@
 """Train a model like the embedded one from nothing: `python -m examples.default_model_training.train --help`.
 
-Text comes from `corpus`, so nothing is downloaded. The stream of batches is a pure function of the seed; the state is
-saved as training goes, and a run that is started again in the same directory goes on where it was.
+Text comes from `corpus`, so nothing is downloaded. The stream of batches is a pure function of the seed.
 """
 
 from __future__ import annotations
@@ -9,13 +8,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,55 +117,25 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def export(model: LlamaForCausalLM, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast, to: Path) -> None:
-    """Write the averaged weights in bfloat16 with config and tokenizer; each file is replaced at once or not at all."""
+    """Write the averaged weights in bfloat16 with config and tokenizer."""
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(weights, strict=False)
     copy.tie_weights()
     copy = copy.to(torch.bfloat16)
     copy.generation_config.do_sample = False
-    to.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
-        copy.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        for file in Path(folder).iterdir():
-            file.chmod(0o644)
-            os.replace(file, to / file.name)
-
-
-@torch.no_grad()
-def evaluate(model: LlamaForCausalLM, batches: list[Batch], bfloat16: bool) -> float:
-    """The mean loss of the batches."""
-    return sum(float(loss_of(model, batch, bfloat16)) for batch in batches) / len(batches)
+    copy.save_pretrained(to)
+    tokenizer.save_pretrained(to)
 
 
 @dataclass
 class Run:
-    """What a training run carries from step to step, and saves."""
+    """What a training run carries from step to step."""
 
     model: LlamaForCausalLM
     optimizers: list[torch.optim.Optimizer]
     average: dict[str, Tensor]
     step: int = 0
-    pool: int = 0
     tokens: int = 0
-
-    def save(self, path: Path) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "average": self.average,
-            "counters": (self.step, self.pool, self.tokens),
-        }
-        torch.save(state, path.with_suffix(".new"))
-        os.replace(path.with_suffix(".new"), path)
-
-    def restore(self, path: Path) -> None:
-        state: dict[str, Any] = torch.load(path)
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.average = state["average"]
-        self.step, self.pool, self.tokens = state["counters"]
 
     def advance(self, batch: Batch, args: argparse.Namespace) -> float:
         """One optimizer step; the weights' running average follows."""
@@ -192,13 +157,7 @@ class Run:
         return float(loss.detach())
 
 
-def held_out_batches(tokenizer: PreTrainedTokenizerFast) -> list[Batch]:
-    rows = sorted((encode(tokenizer, example(i, seed=2, held_out=True)) for i in range(64)), key=lambda r: len(r[0]))
-    return [collate(rows[i : i + 16]) for i in range(0, 64, 16)]
-
-
 def train(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
     work: Path = args.work
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "tokenizer").exists():
@@ -207,40 +166,31 @@ def train(args: argparse.Namespace) -> None:
     model = new_model(tokenizer, args.seed)
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
     run = Run(model, optimizers_of(model, args), average)
-    if (work / "state.pt").exists():
-        run.restore(work / "state.pt")
-    held_out = held_out_batches(tokenizer)
-    saved = time.monotonic()
-    with tqdm(total=args.steps, initial=run.step, unit="step", mininterval=5) as progress:
-        for number in itertools.count(run.pool):
-            batches = pool(tokenizer, number, args.seed, args.pool_size, args.batch_tokens, args.tool_share)
+    rows = sorted((encode(tokenizer, example(i, seed=2, held_out=True)) for i in range(32)), key=lambda r: len(r[0]))
+    held_out = [collate(rows[i : i + 16]) for i in range(0, 32, 16)]
+    with tqdm(total=args.steps, unit="step", mininterval=5) as progress:
+        for number in itertools.count(1):
+            batches = pool(tokenizer, number - 1, args.seed, args.pool_size, args.batch_tokens, args.tool_share)
             for batch in batches[: args.steps - run.step]:
                 loss = run.advance(batch, args)
                 progress.update()
                 progress.set_postfix(loss=f"{loss:.3f}", tokens=f"{run.tokens / 1e6:.1f}M", refresh=False)
-            run.pool += 1
-            done = run.step >= args.steps
-            if done or run.pool % 4 == 0:
-                row = {"step": run.step, "tokens": run.tokens, "loss": loss}
-                row["held_out_loss"] = evaluate(run.model, held_out, args.bfloat16)
-                with (work / "log.jsonl").open("a") as log:
-                    log.write(json.dumps(row) + "\n")
-            if done or time.monotonic() - saved > args.save_every:
-                run.save(work / "state.pt")
-                export(run.model, run.average, tokenizer, args.out)
-                saved = time.monotonic()
-            if done:
+            if run.step < args.steps and number % 4:
+                continue
+            with torch.no_grad():
+                losses = [float(loss_of(model, batch, args.bfloat16)) for batch in held_out]
+            row = {"step": run.step, "tokens": run.tokens, "loss": loss, "held_out_loss": sum(losses) / len(losses)}
+            with (work / "log.jsonl").open("a") as log:
+                log.write(json.dumps(row) + "\n")
+            export(model, run.average, tokenizer, args.out)
+            if run.step >= args.steps:
                 return
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(
-        description="Train a model like the embedded one from nothing. To end a run sooner, stop it and start it again "
-        "in the same --work directory with fewer --steps.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--work", type=Path, default=Path("default-model-training"), help="state, log and tokenizer")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("default-model-training"), help="log and tokenizer")
     parser.add_argument("--out", type=Path, default=Path("default-model-training/out"), help="the checkpoint")
     parser.add_argument("--tool-share", type=float, default=0.3, help="part of the exchanges that offers functions")
     parser.add_argument("--steps", type=int, default=3150, help="optimizer steps in all")
@@ -249,9 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="most tokens in a batch, padding included")
     parser.add_argument("--pool-size", type=int, default=512, help="examples that are sorted by length together")
-    parser.add_argument("--save-every", type=float, default=300.0, help="seconds between two checkpoints")
     parser.add_argument("--seed", type=int, default=0, help="of the corpus, the tokenizer and the first weights")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--bfloat16", action=argparse.BooleanOptionalAction, default=True, help="autocast matrices")
     train(parser.parse_args(argv))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 from byte_vocabulary import WORDS
 from faulty_backend import NAME, faulty
+from serving import wait_until as until
 
 from actors import RayPool
 from guided.bitmask import allowed_ids
@@ -21,14 +22,6 @@ from guided.sequence import GuidedSequence
 
 WAIT = 60.0
 _ids = count(1)
-
-
-def until(true: Callable[[], bool], seconds: float = WAIT) -> None:
-    """Wait until a condition is true. Fails if it stays false."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "the condition stayed false"
-        time.sleep(0.02)
 
 
 def freeze(pid: int) -> None:

@@ -7,7 +7,7 @@ others are settings. `faulty("segfault@fill:3")` makes a constraint with a fault
     panic        raises no `Exception` subclass      hold     sleeps without end and holds the GIL
     empty        a mask without tokens (at `fill`)   spin     computes without end and holds the GIL
     reject       rejects an allowed token (`accept`) sleep    `=SECONDS`, while other threads run
-    leak         leaks `=MIB` each time              wait     `=PATH`: until the file exists, while other threads run
+    wait         `=PATH`: until the file exists, while other threads run
     eat          takes memory, 32 MiB at a time, up to `=MIB` (4096), then waits without end
 
 Places are `compile`, `load` (into an actor), `open` (a matcher), `accept` and `fill`. A position is a number of tokens;
@@ -117,12 +117,8 @@ class _Plan:
         return ""
 
 
-def _raise(argument: str) -> None:
-    raise ValueError("the library raised")
-
-
-def _panic(argument: str) -> None:
-    raise Panic("the library panicked")
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _hold(argument: str) -> None:
@@ -146,11 +142,9 @@ def _eat(argument: str) -> None:
         time.sleep(1)
 
 
-_leaked: list[bytearray] = []
-
 _ACTIONS: dict[str, Callable[[str], object]] = {
-    "raise": _raise,
-    "panic": _panic,
+    "raise": lambda argument: _raise(ValueError("the library raised")),
+    "panic": lambda argument: _raise(Panic("the library panicked")),
     "segfault": lambda argument: ctypes.string_at(0),
     "abort": lambda argument: os.abort(),
     "exit": lambda argument: os._exit(3),
@@ -159,7 +153,6 @@ _ACTIONS: dict[str, Callable[[str], object]] = {
     "sleep": lambda argument: time.sleep(float(argument)),
     "wait": _wait,
     "eat": _eat,
-    "leak": lambda argument: _leaked.append(bytearray(os.urandom(1) * (int(argument) << 20))),
 }
 
 

@@ -1,4 +1,4 @@
-"""A mask pool that fails on demand. Its masks are real: it wraps an `InlinePool`."""
+"""A mask pool that fails on demand. Its masks are real."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, WorkerDied
 from guided.pools.inline import InlinePool
-from guided.pools.protocol import Grammar, MaskPool, PoolStatus, ReadyMasks, StepMasks
+from guided.pools.protocol import Grammar, ReadyMasks, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 
-class FaultyPool:
-    """A pool that fails rows, or makes them late, as told.
+class FaultyPool(InlinePool):
+    """An `InlinePool` that fails rows, or makes them late, as told.
 
     `fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often `decided` is called
     before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures of
@@ -25,8 +25,7 @@ class FaultyPool:
     """
 
     def __init__(self, vocabulary: Vocabulary, forced_tokens: bool = False) -> None:
-        self.inner: MaskPool = InlinePool(vocabulary, forced_tokens=forced_tokens)
-        self.vocabulary = vocabulary
+        super().__init__(vocabulary, forced_tokens=forced_tokens)
         self.fails: Callable[[int, int], bool] = lambda sequence_id, position: False
         self.delay: Callable[[int, int], int] = lambda sequence_id, position: 0
         self.late: dict[int, int] = {}
@@ -41,20 +40,15 @@ class FaultyPool:
         self.released = 0
         self._held: list[tuple[Future[Grammar], Future[Grammar]]] = []
         self._lost: dict[int, GuidedError] = {}
-        self._step: Sequence[GuidedSequence] = ()
+        self._rows: Sequence[GuidedSequence] = ()
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        real = self.inner.compile(constraint, backends)
+        real = super().compile(constraint, backends)
         if not self.hold_compiles:
             return real
         held: Future[Grammar] = Future()
         self._held.append((held, real))
         return held
-
-    @property
-    def num_held(self) -> int:
-        """Number of compilations that `hold_compiles` holds back."""
-        return len(self._held)
 
     def finish_compiles(self) -> None:
         for held, real in self._held:
@@ -67,31 +61,28 @@ class FaultyPool:
 
     def release(self, grammar: Grammar) -> None:
         self.released += 1
-        self.inner.release(grammar)
+        super().release(grammar)
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         self.opened.append(sequence.sequence_id)
         self.parents.append(sequence.parent_id)
-        self.inner.open(sequence, grammar)
+        super().open(sequence, grammar)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         self.freed.update(sequence_ids)
         for sequence_id in sequence_ids:
             self.late.pop(sequence_id, None)
             self._asked.pop(sequence_id, None)
-        self.inner.free(sequence_ids)
-
-    def rollback(self, sequence_id: int, length: int) -> None:
-        self.inner.rollback(sequence_id, length)
+        super().free(sequence_ids)
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
-        self._step = sequences
-        self.inner.submit(sequences, new_tokens)
+        self._rows = sequences
+        super().submit(sequences, new_tokens)
 
     def collect(self, deadline: float | None = None) -> StepMasks:
-        step = self.inner.collect(deadline)
+        step = super().collect(deadline)
         late: list[int] = []
-        for row, sequence in enumerate(self._step):
+        for row, sequence in enumerate(self._rows):
             position = len(sequence.output_token_ids)
             if self.fails(sequence.sequence_id, position):
                 step.failed[row] = BackendError("told to fail")
@@ -120,18 +111,11 @@ class FaultyPool:
         lost, self._lost = self._lost, {}
         return lost
 
-    def status(self) -> PoolStatus:
-        return self.inner.status()
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
-
 
 def without_rows(step: StepMasks, late: Collection[int]) -> StepMasks:
     """The same step, in which these rows are late, and failed rows have no mask."""
-    masked = [part for part in step.ready if len(part.rows)]
     kept: list[ReadyMasks] = []
-    for part in masked:
+    for part in step.ready:
         keep = np.array([row not in late and row not in step.failed for row in part.rows.tolist()], bool)
         kept.append(ReadyMasks(part.masks, part.slots[keep], part.rows[keep], part.seconds))
     forced = {row: run for row, run in step.forced.items() if row not in late and row not in step.failed}

@@ -96,9 +96,9 @@ def sse(text: str) -> list[Any]:
     return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Poll until the condition is true. Fails the test after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it didn't happen"
-        time.sleep(0.02)
+        time.sleep(0.005)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.random_constraints.validation import FORMATS, problem
-from benchmarks.random_constraints.walks import random_case, run_case
+from benchmarks.random_outputs import random_case, run_case
 from guided.backends import BACKENDS, Backends
 from guided.backends.base import Matcher
 from guided.bitmask import allowed_ids, words
