@@ -70,15 +70,15 @@ class Metrics:
         self._grammar_failures = counter(
             "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
         )
-        self._abandoned = counter("request_aborts", "Requests aborted because of their client.", "reason")
+        self._aborts = counter("request_aborts", "Requests aborted because of their client.", "reason")
         self._connection_ends = counter("connections_ended", "Connections that the server ended.", "reason")
         for code in errors_by_code(InternalError):  # Prometheus sees no increase in a counter that is new
             self._failures.labels(code, "server")
         self.registry.register(_EngineCollector(engine))
 
-    def abandoned(self, reason: str) -> None:
-        """Count a request that was aborted because its client `disconnected` or `stalled`."""
-        self._abandoned.labels(reason).inc()
+    def aborted(self) -> None:
+        """Count a request that was aborted because its client disconnected."""
+        self._aborts.labels("disconnected").inc()
 
     def connection_ended(self, reason: str) -> None:
         """Count a connection that the server ended: its client sent too little or too much, or there were too many."""

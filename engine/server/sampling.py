@@ -29,7 +29,7 @@ def sampling_params(
     """Build and check the parameters. A null field takes the model's default, else OpenAI's."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
-    if request.vllm_xargs and not context.has_logits_processors:
+    if request.vllm_xargs and not context.engine.engine.sampler.processors.classes:
         raise InvalidRequest(
             "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
             param="vllm_xargs",

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,40 +25,25 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age", "city"],
     "additionalProperties": False,
 }
+KEY = {"authorization": "Bearer two"}
 DATE = "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 COLORS = ["red", "green", "blue"]
 GRAMMAR = 'root ::= "the answer is " ("yes" | "no") "."'
+TAG = {"type": "tag", "begin": "<color>", "content": {"type": "choice", "choice": COLORS}, "end": "</color>"}
 CONSTRAINTS: dict[str, Any] = {
     "json_schema": SCHEMA,
     "json_object": True,
     "regex": DATE,
     "choice": COLORS,
     "grammar": GRAMMAR,
-    "structural_tag": {
-        "type": "structural_tag",
-        "format": {
-            "type": "tag",
-            "begin": "<color>",
-            "content": {"type": "choice", "choice": COLORS},
-            "end": "</color>",
-        },
-    },
+    "structural_tag": {"type": "structural_tag", "format": TAG},
 }
 PROMPTS = {
     "json_schema": "Extract name, age and city as JSON. {who} is {age} years old and lives in {city}.",
     "json_object": "Describe as JSON: {who} is {age} years old and lives in {city}.",
-    "regex": "When was {who} born? Answer with a date.",
-    "choice": "Which color does {who} like?",
-    "grammar": "Does {who} live in {city}?",
-    "structural_tag": "Which color does {who} like?",
-    None: "{who} is {age} years old and lives in {city}. Who is it?",
 }
-PEOPLE = [
-    ("Maria Keller", 34, "Lisbon"),
-    ("Jonas Berg", 51, "Oslo"),
-    ("Aiko Tanaka", 27, "Kyoto"),
-    ("Ada Reed", 8, "York"),
-]
+OTHER_PROMPT = "{who} is {age} years old and lives in {city}. Who is it?"
+PEOPLE = [("Maria Keller", 34, "Lisbon"), ("Jonas Berg", 51, "Oslo"), ("Ada Reed", 8, "York")]
 
 
 @dataclass
@@ -76,7 +62,7 @@ class Asked:
 
 def ask_for(kind: str | None, backend: str | None, number: int, **fields: Any) -> Asked:
     who, age, city = PEOPLE[number % len(PEOPLE)]
-    text = PROMPTS[kind].format(who=who, age=age + number, city=city)
+    text = PROMPTS.get(kind or "", OTHER_PROMPT).format(who=who, age=age + number, city=city)
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
     if kind is not None:
         body |= {kind: CONSTRAINTS[kind], "backend": backend}
@@ -84,7 +70,7 @@ def ask_for(kind: str | None, backend: str | None, number: int, **fields: Any) -
 
 
 def answered(server: ServerProcess, asked: Asked) -> Asked:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked.body, timeout=240)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked.body, headers=KEY, timeout=240)
     asked.status = answer.status_code
     if answer.status_code == 200:
         [choice] = answer.json()["choices"]
@@ -102,7 +88,7 @@ def all_answered(server: ServerProcess, requests: list[Asked], at_a_time: int) -
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with serving("--num-actors", "2") as running:
+    with serving("--num-actors", "2", GUIDED_API_KEY="one,two") as running:
         yield running
 
 
@@ -152,6 +138,19 @@ def test_64_mixed_requests_32_at_a_time(server: ServerProcess) -> None:
     plain = [asked for asked in mixed if asked.kind is None]
     alone = all_answered(server, [Asked(None, None, asked.body) for asked in plain], 32)
     assert [asked.text for asked in alone] == [asked.text for asked in plain]
+
+
+def test_the_api_key_is_in_no_child_and_hosts_are_checked(server: ServerProcess) -> None:
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 401
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(children) > 3
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            assert "GUIDED_API_KEY" not in child.environ(), child.cmdline()
+    port = server.url.rpartition(":")[2]
+    assert httpx.get(f"http://localhost:{port}/version").status_code == 200
+    rebound = httpx.get(f"{server.url}/version", headers={"host": f"evil.example:{port}"})
+    assert (rebound.status_code, rebound.json()["error"]["code"]) == (400, "host_not_allowed")
 
 
 def test_sigterm_leaves_no_process(server: ServerProcess) -> None:

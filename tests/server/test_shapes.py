@@ -27,14 +27,6 @@ def test_tokenize_takes_one_of_two(client: TestClient, body: dict[str, Any]) -> 
     assert said(client, "/tokenize", body) == ("give either prompt or messages", None)
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_parts_that_are_no_text(client: TestClient, kind: str) -> None:
-    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "data:image/png;base64,AA"}}]
-    body = {"messages": [{"role": "user", "content": parts}]}
-    expected = f"content parts of type {kind} are not supported; there are: text", "messages[0].content[1]"
-    assert said(client, "/v1/chat/completions", body) == expected
-
-
 @pytest.mark.parametrize("given", [r"\ud800", "x" * 1_000], ids=["surrogate", "long"])
 def test_types_that_are_no_unicode_or_long(client: TestClient, given: str) -> None:
     part = f'{{"type": "{given}", "text": "a"}}'
@@ -48,12 +40,6 @@ def test_types_that_are_no_unicode_or_long(client: TestClient, given: str) -> No
         message, _ = said(client, path, body)
         assert "are not supported" in message
         assert len(message) < 300
-
-
-def test_structural_tags(client: TestClient) -> None:
-    form = {"type": "structural_tag", "structures": [], "triggers": ["<"]}
-    message, param = said(client, "/v1/completions", {**PROMPT, "response_format": form})
-    assert (message, param) == ("there is no tag, or no trigger (at the root)", "response_format")
 
 
 def test_stop_strings_are_unicode(client: TestClient) -> None:

@@ -352,7 +352,7 @@ def test_entry_points_that_do_not_fit(install: Callable[..., None], value: str) 
 @pytest.fixture(scope="module")
 def client(tiny_llama_dir: Path) -> Iterator[TestClient]:
     engine = AsyncLLM(str(tiny_llama_dir), dtype="float32", logits_processors=[FQCN])
-    with TestClient(create_app(engine, ServerSettings(model_names=("tiny",)))) as client:
+    with TestClient(create_app(engine, ServerSettings(model_name="tiny"))) as client:
         yield client
     engine.shutdown()
 
