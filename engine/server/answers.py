@@ -126,7 +126,7 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Build a choice's chunk before its first token, if it has one."""
+        """Build the part of a chunk before a choice's first token, if there is one."""
 
     def mask_details(self, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         """Build `masks` of some tokens, what was allowed for each. None if the request did not ask for it."""
@@ -201,7 +201,12 @@ class ChoicesAnswer(Answer):
                 yield chunk
 
     def first_events(self) -> Iterator[dict[str, Any]]:
-        return filter(None, map(self.opening, range(self.job.num_choices)))
+        for index in range(self.job.num_choices):
+            opening = self.opening(index)
+            if self.guided is not None:
+                yield {**self.chunk(index, opening or self.content("")), "guided": self.guided_info()}
+            elif opening is not None:
+                yield self.chunk(index, opening)
 
     def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         if self.job.include_usage:

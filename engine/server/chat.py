@@ -192,8 +192,7 @@ class _ChatAnswer(ChoicesAnswer):
         return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
     def opening(self, index: int) -> dict[str, Any]:
-        chunk = self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        return chunk if self.guided is None else {**chunk, "guided": self.guided_info()}
+        return {"delta": {"role": "assistant", "content": ""}}
 
     def content(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}

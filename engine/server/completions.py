@@ -80,10 +80,7 @@ class _TextAnswer(ChoicesAnswer):
 
     def opening(self, index: int) -> dict[str, Any] | None:
         text = self._echoed(index)
-        chunk = self.chunk(index, self.content(text))
-        if self.guided is not None:
-            return {**chunk, "guided": self.guided_info()}
-        return chunk if text else None
+        return self.content(text) if text else None
 
     def content(self, text: str | None) -> dict[str, Any]:
         return {"text": text or ""}

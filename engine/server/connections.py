@@ -5,15 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from engine.server.errors import HeaderTooLarge, RequestTimeout, TooManyConnections
-from engine.server.options import ConnectionLimits
 from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError, InvalidRequest
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of `guided serve`. Ray Serve has its own HTTP proxy."""
+
+    max_connections: int = 2048
+    max_header_bytes: int = 16 << 10
+    """Of the URL and the headers."""
+    header_seconds: float = 10.0
+    idle_seconds: float = 75.0
+    """Clients and proxies keep idle connections for 5 to 60 s. A server that closes first may do so at the moment when
+    the client sends a request."""
 
 
 def limited_protocol(limits: ConnectionLimits, on_early_end: Callable[[str], None]) -> type[asyncio.Protocol]:

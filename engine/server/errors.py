@@ -100,7 +100,8 @@ def refuse(context: ServerContext, scope: Scope, error: GuidedError, **headers: 
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
-    return refuse(request.app.state.context, request.scope, error)
+    headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}  # the rest of its body is not read
+    return refuse(request.app.state.context, request.scope, error, **headers)
 
 
 async def _on_http_exception(request: Request, raised: Exception) -> JSONResponse:

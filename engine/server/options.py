@@ -67,19 +67,6 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
-class ConnectionLimits:
-    """Limits on the connections of `guided serve`. Ray Serve has its own HTTP proxy."""
-
-    max_connections: int = 2048
-    max_header_bytes: int = 16 << 10
-    """Of the URL and the headers."""
-    header_seconds: float = 10.0
-    idle_seconds: float = 75.0
-    """Clients and proxies keep idle connections for 5 to 60 s. A server that closes first may do so at the moment when
-    the client sends a request."""
-
-
-@dataclass(frozen=True)
 class ServeOptions:
     """Options of one server process: of `guided serve`, and of a replica of the Ray Serve application."""
 
@@ -96,7 +83,6 @@ class ServeOptions:
     engine: EngineConfig = field(default_factory=EngineConfig)
     ray: RayPoolOptions = field(default_factory=RayPoolOptions)
     server: ServerSettings = field(default_factory=ServerSettings)
-    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
     RANGES: ClassVar[Mapping[str, Range]] = {"port": Range(0, 65535), "grace_seconds": Range(0)}
 

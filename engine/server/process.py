@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
 from engine.server.app import create_app
-from engine.server.connections import limited_protocol
+from engine.server.connections import ConnectionLimits, limited_protocol
 from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings, check_names
@@ -123,16 +123,19 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
             engine.shutdown()
 
 
-def uvicorn_config(app: FastAPI, options: ServeOptions, **others: Any) -> uvicorn.Config:
+def uvicorn_config(
+    app: FastAPI, options: ServeOptions, limits: ConnectionLimits | None = None, **others: Any
+) -> uvicorn.Config:
     """Configure uvicorn for our application. `others` are further settings of uvicorn."""
     context: ServerContext = app.state.context
+    limits = limits or ConnectionLimits()
     given: dict[str, Any] = {
-        "http": limited_protocol(options.connections, context.metrics.connection_ended),
+        "http": limited_protocol(limits, context.metrics.connection_ended),
         "ws": "none",
         "log_level": options.log_level,
         "log_config": uvicorn_logging(options.log_format),
         "timeout_graceful_shutdown": _ANSWER_SECONDS,
-        "timeout_keep_alive": math.ceil(options.connections.idle_seconds) + 1,  # our own timeout comes first
+        "timeout_keep_alive": math.ceil(limits.idle_seconds) + 1,  # our own timeout comes first
         "proxy_headers": False,
     }
     return uvicorn.Config(app, **{**given, **others})

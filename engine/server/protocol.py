@@ -246,7 +246,7 @@ class GenerationRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None  # JSON has strings as keys
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None

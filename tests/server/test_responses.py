@@ -243,15 +243,3 @@ def test_refusals(hermes: TestClient, fields: dict[str, Any], param: str, says: 
     error = refusal(hermes, **fields)
     assert error["param"] == param
     assert says in error["message"]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"text": {"format": {**FORMAT["format"], "name": "\ud800"}}}, {"reasoning": {"effort": "\ud800"}, "stream": True}],
-    ids=["text", "reasoning"],
-)
-def test_what_an_answer_repeats_may_be_no_unicode(hermes: TestClient, fields: dict[str, Any]) -> None:
-    body = json.dumps({**ASK, **fields})  # in ASCII
-    answer = hermes.post(PATH, content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 200, answer.text
-    assert "\\ud800" in answer.text

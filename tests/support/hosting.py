@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.model_loader import LoadedModel
 from engine.server.app import create_app
 from engine.server.commands.serve import listener_on
+from engine.server.connections import ConnectionLimits
 from engine.server.context import ServerContext
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.process import drop_stalled_connections, uvicorn_config
@@ -75,7 +76,7 @@ class Hosted:
 def hosted(
     model: LoadedModel,
     config: EngineConfig | None = None,
-    options: ServeOptions | None = None,
+    limits: ConnectionLimits | None = None,
     unread_seconds: float = WAIT,
     **settings: Any,
 ) -> Iterator[Hosted]:
@@ -90,9 +91,16 @@ def hosted(
         listener = stack.enter_context(listener_on("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         drop_stalled_connections(listener, unread_seconds)
-        options = options or ServeOptions()
         server = uvicorn.Server(
-            uvicorn_config(app, options, log_config=None, log_level=None, lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn_config(
+                app,
+                ServeOptions(),
+                limits,
+                log_config=None,
+                log_level=None,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn")
         thread.start()

@@ -18,7 +18,7 @@ from hosting import Hosted, events_in, hosted, read_to_the_end
 from serving import serving, wait_until
 
 from engine.model_loader import LoadedModel, load_model
-from engine.server.options import ConnectionLimits, ServeOptions
+from engine.server.connections import ConnectionLimits
 from engine.server.protocol import MAX_IGNORED
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -38,7 +38,7 @@ def model(tiny_llama_dir: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def server(model: LoadedModel) -> Iterator[Hosted]:
-    with hosted(model, options=ServeOptions(connections=LIMITS), body_seconds=BODY_SECONDS) as server:
+    with hosted(model, limits=LIMITS, body_seconds=BODY_SECONDS) as server:
         yield server
 
 
