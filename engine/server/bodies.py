@@ -48,7 +48,8 @@ class BodyRoute(APIRoute):
             def work(raw: bytes) -> Any:
                 request.state.ignored = []
                 body = parse(raw, request.headers, body_type, context, request.state.ignored)
-                return self.prepare(body, request, context)
+                context.check_model(body.model)
+                return self.endpoint(body, request, context)
 
             context.check_room(1)
             request.state.field_names = {}
@@ -64,14 +65,9 @@ class BodyRoute(APIRoute):
 
         return handle
 
-    def prepare(self, body: Any, request: Request, context: ServerContext) -> Any:
-        """Call the endpoint. Runs in a worker thread."""
-        context.check_model(body.model)
-        return self.endpoint(body, request, context).model_dump_json()
-
-    async def respond(self, prepared: Any, request: Request, context: ServerContext) -> Response:
-        """Send what `prepare` returned. Runs on the event loop."""
-        return Response(prepared, media_type="application/json")
+    async def respond(self, answer: Any, request: Request, context: ServerContext) -> Response:
+        """Send what the endpoint returned. Runs on the event loop."""
+        return Response(await context.in_thread(answer.model_dump_json), media_type="application/json")
 
 
 async def _raw_body(request: Request, seconds: float) -> bytes:
@@ -84,7 +80,7 @@ async def _raw_body(request: Request, seconds: float) -> bytes:
 
 def parse(
     raw: bytes, headers: Mapping[str, str], body_type: type[BaseModel], context: ServerContext, ignored: list[str]
-) -> BaseModel:
+) -> Any:
     """Take a body through the stages 2 to 4. `ignored` takes the names of fields that have no effect."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":

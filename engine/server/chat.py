@@ -18,7 +18,7 @@ from engine.server.generation import Job, Outputs
 from engine.server.logprobs import chat_logprobs
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo, Message
-from engine.server.sampling import sampling_params, wants_usage
+from engine.server.sampling import sampling_params
 from engine.server.tools import output_form, requested_calls
 from guided.errors import InvalidRequest
 from guided.tools.formats import ToolFormat
@@ -101,7 +101,7 @@ def build_job(body: ChatRequest, context: ServerContext, request_id: str, http_i
         params,
         wanted.param or (None if calls is None else "tools"),
         body.stream,
-        include_usage=wants_usage(body),
+        include_usage=body.wants_usage,
         form=form,
     )
     return job.admitted(context)

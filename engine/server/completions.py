@@ -19,7 +19,7 @@ from engine.server.generation import Job
 from engine.server.logprobs import TextOffsets, completion_logprobs
 from engine.server.prompts import text_prompts
 from engine.server.protocol import CompletionRequest, GuidedInfo
-from engine.server.sampling import sampling_params, wants_usage
+from engine.server.sampling import sampling_params
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
@@ -52,7 +52,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         body.prompt_logprobs = body.logprobs
     params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
-        f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, include_usage=wants_usage(body)
+        f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, include_usage=body.wants_usage
     ).admitted(context)  # which checks the token ids
     return replace(job, echoed=_texts(body.prompt, prompts, context)) if body.echo else job
 

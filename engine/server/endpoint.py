@@ -45,23 +45,18 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 class GenerationRoute(BodyRoute):
     """A route for endpoints that return the request's `Job`. It runs the job and sends the answer, or a stream."""
 
-    def prepare(self, body: Any, request: Request, context: ServerContext) -> Prepared:
-        context.check_model(body.model)
-        prepared: Prepared = self.endpoint(body, request, context)
-        return prepared
-
-    async def respond(self, prepared: Prepared, request: Request, context: ServerContext) -> Response:
+    async def respond(self, answer: Prepared, request: Request, context: ServerContext) -> Response:
         """Run the job. Raises its error if it was refused, or failed before the first byte of the answer."""
-        make_answer, job = prepared
+        make_answer, job = answer
         async with AsyncExitStack() as stack:
             work = running(context, job, request.headers)
             guided, outputs = await _unless_gone(request, stack.enter_async_context(work))
             if ignored := request.state.ignored:
                 guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
-            answer = make_answer(context, job, guided)
+            writer = make_answer(context, job, guided)
             if job.stream:
-                return _EventStream(_events(outputs, answer, request, context), stack.pop_all(), context, job)
-            whole = await _unless_gone(request, self.whole(outputs, answer, context))
+                return _EventStream(_events(outputs, writer, request, context), stack.pop_all(), context, job)
+            whole = await _unless_gone(request, self.whole(outputs, writer, context))
             return Response(whole, media_type="application/json")
 
     async def whole(self, outputs: Outputs, answer: Answer, context: ServerContext) -> bytes:

@@ -1,7 +1,7 @@
 """GET /metrics, for Prometheus. Request metrics are observed here. Engine metrics are read at each scrape.
 
 Names follow vLLM's (`time_to_first_token_seconds`, `num_requests_running`, ...) with the prefix `guided_`. They are
-listed in `docs/http.md`.
+listed in `docs/http-reference.md`.
 """
 
 from __future__ import annotations

@@ -202,6 +202,11 @@ class GenerationRequest(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     @field_validator("stream_options")
     @classmethod
     def _only_of_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
@@ -421,7 +426,7 @@ class DetokenizeRequest(Body):
 
 
 class ErrorDetail(BaseModel):
-    """An error. `docs/failure-model.md` lists the codes."""
+    """An error. `docs/http-reference.md` lists the codes."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]

@@ -46,8 +46,3 @@ def sampling_params(
         backend=wanted.backend,
         extra_args=request.vllm_xargs,
     )
-
-
-def wants_usage(request: GenerationRequest) -> bool:
-    """Whether a stream ends with a chunk that has the usage."""
-    return request.stream_options is not None and request.stream_options.include_usage
