@@ -36,7 +36,7 @@ class BodyRoute(APIRoute):
     """A route for endpoints that are functions of `(body, request, context)` and run in a worker thread.
 
     The body has passed the stages 2 to 4. The endpoint returns the answer. The API documentation lists it like any
-    other endpoint. In `request.state.field_names` an endpoint may set: fields in errors -> their names in the request.
+    other endpoint. `request.state.field_names` has fields in errors -> their names in the request. Endpoints add to it.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -52,7 +52,7 @@ class BodyRoute(APIRoute):
                 return self.endpoint(body, request, context)
 
             context.check_room(1)
-            request.state.field_names = {}
+            request.state.field_names = {"extra_args": "vllm_xargs"}
             try:
                 raw = await _raw_body(request, context.settings.body_seconds)
                 return await self.respond(await context.in_thread(work, raw), request, context)

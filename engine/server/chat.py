@@ -41,13 +41,12 @@ class _CheckRoute(GenerationRoute):
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 checks = APIRouter(tags=["generation"], route_class=_CheckRoute)
 
-_FIELD_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
-
 
 @router.post("/v1/chat/completions", response_model=None, responses=RESPONSES)
 def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat, constrained or not. With `stream`, the status is sent once the constraint is compiled."""
-    names = request.state.field_names = dict(_FIELD_NAMES)
+    names = request.state.field_names
+    names |= {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None and body.max_tokens in (None, body.max_completion_tokens):
         names["max_tokens"] = "max_completion_tokens"
     return _ChatAnswer, build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id)

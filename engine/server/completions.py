@@ -27,13 +27,9 @@ OPENAI_MAX_TOKENS = 16
 """OpenAI's default for this endpoint. A request with a constraint does not get it: most answers would be cut off."""
 
 
-_FIELD_NAMES = {"extra_args": "vllm_xargs"}
-
-
 @router.post("/v1/completions", response_model=None, responses=RESPONSES)
 def create_completion(body: CompletionRequest, request: Request, context: Context) -> Prepared:
     """Continue one or several prompts, constrained or not."""
-    request.state.field_names = _FIELD_NAMES
     return _TextAnswer, _build_job(body, context, request.state.request_id)
 
 

@@ -20,7 +20,7 @@ from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.errors import QueueFull
-from guided.errors import CompileQueueFull, GuidedError, InternalError, InvalidRequest, errors_by_code
+from guided.errors import CompileQueueFull, GuidedError, InternalError, errors_by_code
 from guided.pools.metrics import counts_by, pool_metrics
 
 router = APIRouter(tags=["operation"])
@@ -113,8 +113,7 @@ class Metrics:
                     self._observe_end(output, times)
                 yield output
         except GuidedError as error:
-            about_other_field = type(error) is InvalidRequest and error.param is not None  # for example a long prompt
-            if params.constraint is not None and not admitted and not about_other_field:
+            if params.constraint is not None and not admitted:
                 self._grammar_failures.labels(error.code, params.constraint.kind).inc()
             raise
         finally:

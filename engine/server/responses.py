@@ -29,11 +29,11 @@ router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 @router.post("/v1/responses", response_model=None, responses=RESPONSES)
 def create_response(body: ResponsesRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
-    names = dict(CHAT_FIELDS)
+    names = request.state.field_names
+    names |= CHAT_FIELDS
     for index in range(len(body.tools or ())):
         for name in ("name", "parameters"):
             names[f"tools[{index}].function.{name}"] = f"tools[{index}].{name}"
-    request.state.field_names = names
     job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
     places = {place: (names.get(field, field), pointer) for place, (field, pointer) in job.form.places.items()}
     return partial(_ResponseAnswer, _settings(body, job)), replace(job, form=replace(job.form, places=places))
