@@ -145,33 +145,30 @@ class _ChatAnswer(ChoicesAnswer):
 
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
-        self._parsers = [None if job.form.parser is None else job.form.parser() for _ in range(job.num_choices)]
+        self._parsers = [job.form.parser() for _ in range(job.num_choices)]
 
     def message(self, index: int, text: str) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if (parser := self._parsers[index]) is not None:
-            calls: list[dict[str, Any]] = []
-            parts = {"text": "", "reasoning": ""}
-            for piece in parser.feed(text, finished=True):
-                if piece.kind == "call":
-                    calls.append(self._call(piece.text))
-                elif piece.kind == "arguments":
-                    calls[piece.index]["function"]["arguments"] += piece.text
-                else:
-                    parts[piece.kind] += piece.text
-            message["content"] = parts["text"] if parts["text"] or not calls else None
-            message |= {"reasoning_content": parts["reasoning"]} if parts["reasoning"] else {}
-            message |= {"tool_calls": calls} if calls else {}
+        calls: list[dict[str, Any]] = []
+        parts = {"text": "", "reasoning": ""}
+        for piece in self._parsers[index].feed(text, finished=True):
+            if piece.kind == "call":
+                calls.append(self._call(piece.text))
+            elif piece.kind == "arguments":
+                calls[piece.index]["function"]["arguments"] += piece.text
+            else:
+                parts[piece.kind] += piece.text
+        content = parts["text"] if parts["text"] or not calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= {"reasoning_content": parts["reasoning"]} if parts["reasoning"] else {}
+        message |= {"tool_calls": calls} if calls else {}
         return {"message": message}
 
     def _call(self, name: str) -> dict[str, Any]:
         return {"id": self.job.new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
 
     def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
-        parser = self._parsers[index]
-        if parser is None:
-            return super().contents(index, output, sent)
-        return [self._delta(piece) for piece in parser.feed(output.text, output.finish_reason is not None)]
+        pieces = self._parsers[index].feed(output.text, output.finish_reason is not None)
+        return [self._delta(piece) for piece in pieces]
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         match piece.kind:
@@ -187,7 +184,7 @@ class _ChatAnswer(ChoicesAnswer):
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
         parser = self._parsers[index]
-        called = parser is not None and parser.num_calls and parser.complete
+        called = parser.num_calls and parser.complete
         return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
     def opening(self, index: int) -> dict[str, Any]:

@@ -34,8 +34,8 @@ class OutputForm:
     """What the answer calls the constraint, if the request's own is only a part of it."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
-    parser: Callable[[], OutputParser] | None = None
-    """Makes the parser of a choice's output. None: the output is text."""
+    parser: Callable[[], OutputParser] = OutputParser
+    """Makes the parser of a choice's output."""
     shows_special_tokens: bool = False
     """The parser reads special tokens."""
     id_length: int = 29

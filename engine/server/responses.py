@@ -21,7 +21,7 @@ from engine.server.protocol import GuidedInfo
 from engine.server.responses_protocol import CHAT_FIELDS, ResponsesRequest
 from guided.error_body import error_body
 from guided.errors import GuidedError
-from guided.tools.parser import OutputParser, Piece
+from guided.tools.parser import Piece
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
@@ -68,7 +68,7 @@ class _ResponseAnswer(Answer):
     def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self._settings = settings
-        self._parser = OutputParser() if job.form.parser is None else job.form.parser()
+        self._parser = job.form.parser()
         self._items = _OutputItems(job.new_call_id)
         self._thoughts = ""
         self._numbers = count()
