@@ -34,7 +34,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | No
     The documentation pages bring their own scripts and styles and work without internet access.
     """
     # The middleware checks the key. This makes the documentation page ask for it.
-    key = [] if settings.api_key is None else [Depends(HTTPBearer(auto_error=False))]
+    key = [] if not settings.api_keys else [Depends(HTTPBearer(auto_error=False))]
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault."},
         "5XX": {

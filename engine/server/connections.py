@@ -6,8 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -29,13 +28,12 @@ class ConnectionLimits:
     the client sends a request."""
 
 
-def limited_protocol(limits: ConnectionLimits, on_early_end: Callable[[str], None]) -> type[asyncio.Protocol]:
-    """Return the value of uvicorn's option `http`. `on_early_end` gets the reason when a connection is ended early."""
-    return cast(type[asyncio.Protocol], partial(LimitedProtocol, limits, on_early_end))
-
-
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits. One instance per connection. The parser calls the methods `on_...`."""
+    """uvicorn's HTTP protocol with limits. One instance per connection. The parser calls the methods `on_...`.
+
+    Args:
+        on_early_end: gets the reason when the server ends the connection early.
+    """
 
     def __init__(self, limits: ConnectionLimits, on_early_end: Callable[[str], None], **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
 from engine.server.app import create_app
-from engine.server.connections import ConnectionLimits, limited_protocol
+from engine.server.connections import ConnectionLimits, LimitedProtocol
 from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings, check_names
@@ -82,10 +82,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
 def settings_of(options: ServeOptions) -> ServerSettings:
     """Complete the settings of the HTTP application with what the model determines."""
     return dataclasses.replace(
-        options.server,
-        model_name=options.model_name,
-        api_key=options.server.api_key or None,
-        sampling_defaults=_sampling_defaults(options.model_path),
+        options.server, model_name=options.model_name, sampling_defaults=_sampling_defaults(options.model_path)
     )
 
 
@@ -130,7 +127,7 @@ def uvicorn_config(
     context: ServerContext = app.state.context
     limits = limits or ConnectionLimits()
     given: dict[str, Any] = {
-        "http": limited_protocol(limits, context.metrics.connection_ended),
+        "http": partial(LimitedProtocol, limits, context.metrics.connection_ended),
         "ws": "none",
         "log_level": options.log_level,
         "log_config": uvicorn_logging(options.log_format),

@@ -274,8 +274,7 @@ class TestRefusals:
         assert error_of(client.get("/v1/nonesuch", headers={"host": "["}))["code"] == "not_found"
         assert error_of(client.get("/v1/completions"))["code"] == "method_not_allowed"
 
-    @pytest.mark.parametrize("chunked", [False, True])
-    def test_body_too_large(self, client_with: Make, chunked: bool) -> None:
+    def test_body_too_large(self, client_with: Make) -> None:
         client = client_with(max_body_bytes=10_000)
         body = json.dumps({**HELLO, "user": "x" * 20_000}).encode()
 
@@ -283,11 +282,10 @@ class TestRefusals:
             for start in range(0, len(body), 1000):
                 yield body[start : start + 1000]
 
-        answer = client.post(
-            "/v1/chat/completions", content=pieces() if chunked else body, headers={"content-type": "application/json"}
-        )
-        assert answer.status_code == 413
-        assert error_of(answer)["code"] == "body_too_large"
+        headers = {"content-type": "application/json"}
+        for content in (body, pieces()):
+            answer = client.post("/v1/chat/completions", content=content, headers=headers)
+            assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
         assert "10000" in error_of(answer)["message"]
 
     def test_each_of_several_keys_is_accepted(self, client_with: Make) -> None:
@@ -403,18 +401,12 @@ class TestOthers:
             r"guided_e2e_request_latency_seconds_count 1.0",
             r"guided_request_time_per_output_token_seconds_count 1.0",
             r"guided_grammar_wait_seconds_count{backend=\"llguidance\",kind=\"regex\"} 1.0",
-            r"guided_grammar_compile_seconds_count{backend=\"llguidance\",kind=\"regex\"} ",
             r"guided_request_success_total{finished_reason=\"stop\"} 1.0",
             r"guided_request_failures_total{code=\"invalid_constraint\",fault=\"request\"} 1.0",
             r"guided_request_failures_total{code=\"worker_died\",fault=\"server\"} 0.0",
-            r"guided_mask_actor_ends_total{cause=\"died\"} 0.0",
             r"guided_generation_tokens_total [1-9]",
-            r"guided_num_requests_running 0.0",
-            r"guided_kv_cache_usage_perc ",
             r"guided_prefix_cache_queries_total [1-9]",
-            r"guided_prefix_cache_hits_total [0-9]",
             r"guided_mask_actors_up 1.0",
-            r"guided_mask_exposed_seconds_total ",
         ):
             assert re.search("^" + line, text, re.MULTILINE), line
 
