@@ -16,7 +16,7 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.context import ServerContext
 from engine.server.generation import Job
 from engine.server.logprobs import FLOOR
-from engine.server.protocol import GuidedInfo, MaskTimes, Usage
+from engine.server.protocol import GuidedInfo, MaskTimes
 from guided.error_body import error_body
 from guided.errors import GuidedError
 
@@ -126,7 +126,7 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Build a choice's chunk before its first token, if it has one."""
+        """Build the part of a chunk before a choice's first token, if there is one."""
 
     def mask_details(self, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         """Build `masks` of some tokens, what was allowed for each. None if the request did not ask for it."""
@@ -145,7 +145,7 @@ class ChoicesAnswer(Answer):
         answer = {
             **self._head(self.whole_object),
             "choices": choices,
-            "usage": usage_of(finished).model_dump(),
+            "usage": usage_of(finished),
             "system_fingerprint": None,
             "guided": self.guided_info(finished, [each for output in finished for each in output.outputs]),
         }
@@ -201,11 +201,16 @@ class ChoicesAnswer(Answer):
                 yield chunk
 
     def first_events(self) -> Iterator[dict[str, Any]]:
-        return filter(None, map(self.opening, range(self.job.num_choices)))
+        for index in range(self.job.num_choices):
+            opening = self.opening(index)
+            if self.guided is not None:
+                yield {**self.chunk(index, opening or self.content("")), "guided": self.guided_info()}
+            elif opening is not None:
+                yield self.chunk(index, opening)
 
     def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         if self.job.include_usage:
-            yield {**self._head(self.chunk_object), "choices": [], "usage": usage_of(finished).model_dump()}
+            yield {**self._head(self.chunk_object), "choices": [], "usage": usage_of(finished)}
 
     def chunk(
         self,
@@ -219,7 +224,12 @@ class ChoicesAnswer(Answer):
         return {**chunk, "usage": None} if self.job.include_usage else chunk
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.job.request_id, "object": kind, "created": self.created, "model": self.context.model_name}
+        return {
+            "id": self.job.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.context.settings.model_name,
+        }
 
 
 def to_json(data: Any) -> bytes:
@@ -227,8 +237,8 @@ def to_json(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def usage_of(finished: Sequence[RequestOutput]) -> Usage:
+def usage_of(finished: Sequence[RequestOutput]) -> dict[str, int]:
     """Count tokens. A prompt counts once, whatever n is."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
     completion = sum(len(each.token_ids) for output in finished for each in output.outputs)
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

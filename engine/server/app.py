@@ -11,7 +11,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.async_llm import AsyncLLM
-from engine.server import chat, check, completions, health, metrics, models, playground, responses, tokenization
+from engine.server import chat, completions, health, metrics, models, playground, responses
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.health import ReadinessCheck
@@ -34,7 +34,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | No
     The documentation pages bring their own scripts and styles and work without internet access.
     """
     # The middleware checks the key. This makes the documentation page ask for it.
-    key = [] if settings.api_key is None else [Depends(HTTPBearer(auto_error=False))]
+    key = [] if not settings.api_keys else [Depends(HTTPBearer(auto_error=False))]
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault."},
         "5XX": {
@@ -57,6 +57,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | No
             expose_headers=["x-request-id", "x-should-retry", "retry-after"],
         )
     install_handlers(app)
-    for routes in (chat, responses, check, completions, tokenization, models, health, metrics, playground):
+    for routes in (chat, responses, completions, models, health, metrics, playground):
         app.include_router(routes.router)
+    app.include_router(chat.checks)
+    app.include_router(models.tokenization)
     return app

@@ -2,16 +2,16 @@
 
 1. Size: the middleware counts the bytes (`middleware.py`).
 2. JSON within limits: number of values, nesting, length of numbers, duplicate keys (`guided.json_text`).
-3. Counts: messages, prompts, prompts times `n`.
+3. Number of outputs.
 4. Shape (`protocol.py`).
 5. Meaning: the constraint, the sampling parameters, the prompt's tokens (`chat.py`, `completions.py`).
 
-Stages 2 to 5 take time linear in the body's size, and run in a worker thread, never on the event loop. The last stage,
-compilation, runs in processes that can be killed.
+Stages 2 to 5 run in a worker thread, because they take time. Compilation runs in processes that can be killed.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, get_type_hints
 
@@ -20,20 +20,14 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from engine.sampling_params import MAX_BIASES
 from engine.server.context import ServerContext
-from engine.server.errors import BodyTooComplex, InvalidJson, ShuttingDown, shape_error
-from engine.server.protocol import WITHOUT_EFFECT
-from guided.errors import InvalidRequest, bounded
+from engine.server.errors import BodyTooComplex, InvalidJson, RequestTimeout, shape_error
+from guided.errors import GuidedError, InvalidRequest, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 
-_NESTING = 256
-"""Maximum nesting of a body: less than Python's stack, and more than a schema's, which has an error of its own."""
-_MAX_VALUES = 200_000
-"""Maximum number of values of a body: objects, arrays, strings, numbers, ..."""
-_MAX_MEMBERS = 25_000
-"""Maximum number of keys, objects and arrays of a body: parsing them holds the GIL, for a tenth of a second."""
-_MAX_ENTRIES = {"logit_bias": MAX_BIASES, "vllm_xargs": 1024, "chat_template_kwargs": 1024}
+# Limits of a body. Its nesting is limited to less than Python's stack, and to more than a schema's, which has an error
+# of its own. Parsing members (keys, objects and arrays) holds the GIL: the limit takes a tenth of a second.
+_BODY_LIMITS = {"max_values": 200_000, "max_nesting": 256, "max_members": 25_000}
 _MAX_OUTPUTS = 256
 """Maximum number of outputs of a request: prompts times `n`."""
 
@@ -42,7 +36,7 @@ class BodyRoute(APIRoute):
     """A route for endpoints that are functions of `(body, request, context)` and run in a worker thread.
 
     The body has passed the stages 2 to 4. The endpoint returns the answer. The API documentation lists it like any
-    other endpoint.
+    other endpoint. `request.state.field_names` has fields in errors -> their names in the request. Endpoints add to it.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -52,74 +46,63 @@ class BodyRoute(APIRoute):
             context: ServerContext = request.app.state.context
 
             def work(raw: bytes) -> Any:
-                if context.shutting_down:
-                    raise ShuttingDown("the server is shutting down")
-                ignored = None if context.settings.strict_fields else list[str]()
-                body = parse(raw, request.headers, body_type, context, ignored)
-                request.state.ignored = ignored or []
-                return self.prepare(body, request, context)
+                request.state.ignored = []
+                body = parse(raw, request.headers, body_type, context, request.state.ignored)
+                context.check_model(body.model)
+                return self.endpoint(body, request, context)
 
+            context.check_room(1)
+            request.state.field_names = {"extra_args": "vllm_xargs"}
             try:
-                async with context.room_for(request):
-                    prepared = await context.in_thread(work, await request.body())
+                raw = await _raw_body(request, context.settings.body_seconds)
+                return await self.respond(await context.in_thread(work, raw), request, context)
             except ClientDisconnect:
-                context.metrics.abandoned("disconnected")
+                context.client_left(request.state.request_id)
                 return Response(status_code=499)
-            return await self.respond(prepared, request, context)
+            except GuidedError as error:
+                error.param = request.state.field_names.get(error.param or "", error.param)
+                raise
 
         return handle
 
-    def prepare(self, body: Any, request: Request, context: ServerContext) -> Any:
-        """Call the endpoint. Runs in a worker thread."""
-        context.check_model(body.model)
-        return self.endpoint(body, request, context).model_dump_json()
+    async def respond(self, answer: Any, request: Request, context: ServerContext) -> Response:
+        """Send what the endpoint returned. Runs on the event loop."""
+        return Response(await context.in_thread(answer.model_dump_json), media_type="application/json")
 
-    async def respond(self, prepared: Any, request: Request, context: ServerContext) -> Response:
-        """Send what `prepare` returned. Runs on the event loop."""
-        return Response(prepared, media_type="application/json")
+
+async def _raw_body(request: Request, seconds: float) -> bytes:
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.body()
+    except TimeoutError:
+        raise RequestTimeout(f"the body of the request did not arrive within {seconds:g} s") from None
 
 
 def parse(
-    raw: bytes,
-    headers: Mapping[str, str],
-    body_type: type[BaseModel],
-    context: ServerContext,
-    ignored: list[str] | None = None,
-) -> BaseModel:
-    """Take a body through the stages 2 to 4.
-
-    `ignored` takes the names of fields that have no effect. None: unknown fields are rejected.
-    """
+    raw: bytes, headers: Mapping[str, str], body_type: type[BaseModel], context: ServerContext, ignored: list[str]
+) -> Any:
+    """Take a body through the stages 2 to 4. `ignored` takes the names of fields that have no effect."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise InvalidRequest(f"content-encoding {bounded(encoding)} is not supported: send the body uncompressed")
     if not _is_json(headers.get("content-type", "")):
         raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
-    nesting = max(_NESTING, 2 * context.limits.max_nesting)
     try:
-        data = loads(raw, max_values=_MAX_VALUES, max_nesting=nesting, max_members=_MAX_MEMBERS, constants=True)
+        data = loads(raw, **_BODY_LIMITS, constants=True)
     except JsonTooLarge as error:
         raise BodyTooComplex(f"the body is over a limit: {error}") from None
     except JsonError as error:
         raise InvalidJson(f"the body is not JSON: {error}") from None
     if isinstance(data, dict):
-        _check_counts(data, context)
-    if ignored is not None and isinstance(data, dict):
-        ignored += [name for name in WITHOUT_EFFECT if data.get(name) is not None]
+        _check_outputs(data, context)
     try:
-        return body_type.model_validate(data, context={"ignored": ignored})
+        return body_type.model_validate(data, context={"ignored": None if context.settings.strict_fields else ignored})
     except ValidationError as error:
         raise shape_error(error.errors(include_url=False, include_input=False)) from None
 
 
-def _check_counts(data: Mapping[str, Any], context: ServerContext) -> None:
-    """Check the lengths of lists and objects that cost time for each entry."""
-    context_length = context.engine.max_model_len
-    for name in ("messages", "input"):
-        messages = data.get(name)
-        if isinstance(messages, list) and len(messages) > context_length:
-            message = f"there are {len(messages)} messages; the context of {context_length} tokens holds fewer"
-            raise InvalidRequest(message, param=name)
+def _check_outputs(data: Mapping[str, Any], context: ServerContext) -> None:
+    """Check the number of outputs."""
     count = num_prompts(data.get("prompt"))
     limit = min(_MAX_OUTPUTS, context.settings.max_requests)
     for name in ("n", "best_of"):
@@ -130,10 +113,6 @@ def _check_counts(data: Mapping[str, Any], context: ServerContext) -> None:
             raise InvalidRequest(
                 f"{asked}; the limit of one request is {limit} outputs", param=name if count == 1 else "prompt"
             )
-    for name, most in _MAX_ENTRIES.items():
-        entries = data.get(name)
-        if isinstance(entries, dict) and len(entries) > most:
-            raise InvalidRequest(f"{name} has {len(entries)} entries; the limit is {most}", param=name)
 
 
 def num_prompts(prompt: Any) -> int:

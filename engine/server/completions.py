@@ -14,12 +14,12 @@ from engine.server.answers import ChoicesAnswer
 from engine.server.bodies import num_prompts
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared, field_names
+from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared
 from engine.server.generation import Job
 from engine.server.logprobs import TextOffsets, completion_logprobs
 from engine.server.prompts import text_prompts
 from engine.server.protocol import CompletionRequest, GuidedInfo
-from engine.server.sampling import sampling_params, wants_usage
+from engine.server.sampling import sampling_params
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
@@ -27,14 +27,10 @@ OPENAI_MAX_TOKENS = 16
 """OpenAI's default for this endpoint. A request with a constraint does not get it: most answers would be cut off."""
 
 
-_FIELD_NAMES = {"extra_args": "vllm_xargs"}
-
-
 @router.post("/v1/completions", response_model=None, responses=RESPONSES)
 def create_completion(body: CompletionRequest, request: Request, context: Context) -> Prepared:
     """Continue one or several prompts, constrained or not."""
-    with field_names(_FIELD_NAMES):
-        return _TextAnswer, _build_job(body, context, request.state.request_id)
+    return _TextAnswer, _build_job(body, context, request.state.request_id)
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
@@ -52,14 +48,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         body.prompt_logprobs = body.logprobs
     params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
-        f"cmpl-{uuid.uuid4().hex}",
-        http_id,
-        prompts,
-        params,
-        wanted.param,
-        body.stream,
-        field_names=_FIELD_NAMES,
-        include_usage=wants_usage(body),
+        f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, include_usage=body.wants_usage
     ).admitted(context)  # which checks the token ids
     return replace(job, echoed=_texts(body.prompt, prompts, context)) if body.echo else job
 
@@ -87,10 +76,7 @@ class _TextAnswer(ChoicesAnswer):
 
     def opening(self, index: int) -> dict[str, Any] | None:
         text = self._echoed(index)
-        chunk = self.chunk(index, self.content(text))
-        if self.guided is not None:
-            return {**chunk, "guided": self.guided_info()}
-        return chunk if text else None
+        return self.content(text) if text else None
 
     def content(self, text: str | None) -> dict[str, Any]:
         return {"text": text or ""}

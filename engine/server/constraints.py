@@ -1,8 +1,8 @@
 """Read a request's constraint, in any of its spellings, and its backend.
 
 Ours (`json_schema`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`, `backend`, `whitespace_pattern`),
-OpenAI's `response_format` (also as llama.cpp and TGI spell it), vLLM's `structured_outputs`, SGLang's `ebnf`, and
-vLLM's older `guided_*` names. Errors name the field as the request spells it.
+OpenAI's `response_format` (also with llama.cpp's `schema`), vLLM's `structured_outputs` and its older `guided_*` names.
+Errors name the field as the request spells it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ _STRUCTURED: dict[str, ConstraintKind] = {
 }
 """Kinds of the fields of `structured_outputs`."""
 _OLDER: dict[str, ConstraintKind] = {
-    "ebnf": "grammar",
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Kinds of SGLang's field and of vLLM's older fields."""
+"""Kinds of vLLM's older fields."""
 _FORMAT_FIELDS: dict[str, tuple[str, ...]] = {
     "json_schema": ("json_schema", "schema_"),
     "json_object": ("schema_",),
-    "json": ("value",),
     "structural_tag": ("format", "structures", "triggers"),
 }
 """Fields of `response_format` by its type."""
@@ -58,20 +56,28 @@ def requested_constraint(
 ) -> RequestedConstraint:
     """Read the request's constraint, check it against `limits`, and read its backend. `param` of an error is the
     field."""
-    backend, backend_field = _backend(request, default_backend)
-    found = [
-        *_fields(request, {kind: kind for kind in KINDS}),
-        *_response_format(request),
-        *_structured_outputs(request),
-        *_fields(request, _OLDER),
-    ]
-    if len(found) == 2 and len({_build(each, None, request, limits) for each in found}) == 1:
-        found = found[:1]  # guidance's client sends its schema in two fields
-    one = take_one(found)
+    older, given = request.guided_decoding_backend, request.backend
+    backend_field = "backend" if older is None else "guided_decoding_backend"
+    if None not in (older, given):
+        raise InvalidRequest(f"backend and {backend_field} are given: choose one", param=backend_field)
+    backend = resolve(older or given or default_backend, param=backend_field)
+    one = take_one(
+        [
+            *_fields(request, {kind: kind for kind in KINDS}),
+            *_response_format(request.response_format),
+            *_structured_outputs(request),
+            *_fields(request, _OLDER),
+        ]
+    )
     spaces = take_whitespace(one, list(_whitespace(request)))
     if one is None:
         return RequestedConstraint(backend=backend)
-    constraint = _build(one, spaces, request, limits)
+    closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
+    if closed and one.kind != "json_schema":
+        field = "structured_outputs.disable_additional_properties"
+        raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
+    strict = request.strict_schema is True
+    constraint = build(one, spaces, additional_properties=not closed, strict_schema=strict, limits=limits)
     candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
     return RequestedConstraint(constraint, backend, one.field)
 
@@ -84,8 +90,7 @@ def _fields(owner: object, kinds: Mapping[str, ConstraintKind], prefix: str = ""
             yield GivenConstraint(kind, prefix + name.rstrip("_"), value)
 
 
-def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
-    chosen = request.response_format
+def _response_format(chosen: ResponseFormat | None) -> Iterator[GivenConstraint]:
     if chosen is None:
         return
     given = {name for name in ResponseFormat.model_fields.keys() - {"type"} if getattr(chosen, name) is not None}
@@ -97,23 +102,15 @@ def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
         parts = {"format": chosen.format, "structures": chosen.structures, "triggers": chosen.triggers}
         tag = {"type": "structural_tag", **{name: value for name, value in parts.items() if value is not None}}
         yield GivenConstraint("structural_tag", chosen.path, tag)
-    elif given:
-        inner = chosen.json_schema.schema_ if chosen.json_schema is not None else chosen.schema_
-        schema = chosen.value if chosen.type == "json" else inner
+    elif given or chosen.type == "json_schema":
+        schema = chosen.json_schema.schema_ if chosen.json_schema is not None else chosen.schema_
         if schema is None:
-            raise _missing(chosen.schema_path)
+            message = f"Missing required parameter: '{chosen.schema_path}'"
+            raise InvalidConstraint(message, param=chosen.schema_path)
         # Errors about the schema name `response_format` itself, as OpenAI's do.
         yield GivenConstraint("json_schema", chosen.path, schema)
     elif chosen.type == "json_object":
         yield GivenConstraint("json_object", chosen.path, True)
-    elif chosen.type != "text":
-        raise _missing(
-            chosen.schema_path if chosen.type == "json_schema" else f"{chosen.path}.{_FORMAT_FIELDS[chosen.type][0]}"
-        )
-
-
-def _missing(field: str) -> InvalidConstraint:
-    return InvalidConstraint(f"Missing required parameter: '{field}'", param=field)
 
 
 def _structured_outputs(request: GenerationRequest) -> Iterator[GivenConstraint]:
@@ -122,45 +119,18 @@ def _structured_outputs(request: GenerationRequest) -> Iterator[GivenConstraint]
         return
     given = list(_fields(outputs, _STRUCTURED, "structured_outputs."))
     if not given:
-        raise InvalidConstraint(
-            "structured_outputs has no constraint: give one of json, regex, choice, grammar, json_object,"
-            " structural_tag",
-            param="structured_outputs",
-        )
+        names = ", ".join(name.rstrip("_") for name in _STRUCTURED)
+        message = f"structured_outputs has no constraint: give one of {names}"
+        raise InvalidConstraint(message, param="structured_outputs")
     yield from given
 
 
 def _whitespace(request: GenerationRequest) -> Iterator[GivenWhitespace]:
-    outputs = request.structured_outputs
-    for field, pattern in (
-        ("whitespace_pattern", request.whitespace_pattern),
-        ("guided_whitespace_pattern", request.guided_whitespace_pattern),
-        ("structured_outputs.whitespace_pattern", None if outputs is None else outputs.whitespace_pattern),
-    ):
-        if pattern is not None:
+    for field in ("whitespace_pattern", "guided_whitespace_pattern"):
+        if (pattern := getattr(request, field)) is not None:
             yield GivenWhitespace(field, pattern)
-    if outputs is not None and outputs.disable_any_whitespace:
-        yield GivenWhitespace("structured_outputs.disable_any_whitespace", "")
-
-
-def _backend(request: GenerationRequest, default: str) -> tuple[str, str]:
-    """Return the backend, and the field that names it."""
-    if request.backend is not None and request.guided_decoding_backend is not None:
-        raise InvalidRequest(
-            "backend and guided_decoding_backend are given: choose one", param="guided_decoding_backend"
-        )
-    if request.guided_decoding_backend is None:
-        return resolve(request.backend or default), "backend"
-    field = "guided_decoding_backend"
-    return resolve(request.guided_decoding_backend, param=field), field
-
-
-def _build(
-    one: GivenConstraint, whitespace: GivenWhitespace | None, request: GenerationRequest, limits: Limits
-) -> Constraint:
-    closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
-    if closed and one.kind != "json_schema":
-        field = "structured_outputs.disable_additional_properties"
-        raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
-    strict = request.strict_schema is True
-    return build(one, whitespace, additional_properties=not closed, strict_schema=strict, limits=limits)
+    if (outputs := request.structured_outputs) is not None:
+        if outputs.whitespace_pattern is not None:
+            yield GivenWhitespace("structured_outputs.whitespace_pattern", outputs.whitespace_pattern)
+        if outputs.disable_any_whitespace:
+            yield GivenWhitespace("structured_outputs.disable_any_whitespace", "")

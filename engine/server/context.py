@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Annotated, ParamSpec, TypeVar
@@ -29,11 +30,10 @@ from guided.vocabulary import Vocabulary
 T = TypeVar("T")
 P = ParamSpec("P")
 
+logger = logging.getLogger("guided.server")
+
 _THREADS = 4
 """Threads that read bodies and write answers. They share the interpreter lock with the engine's thread."""
-_LARGE_BYTES = 64 << 10
-_LARGE_BODIES = 16
-"""Maximum number of bodies over `_LARGE_BYTES` that are in memory: a body takes several times its size when parsed."""
 _MAX_ANSWER_LOGPROBS = 200_000
 """Maximum number of log-probabilities that an answer with several choices can have."""
 
@@ -49,7 +49,6 @@ class ServerContext:
     in_flight: int = 0
     """Number of generations that run or wait."""
     _threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_THREADS))
-    _large_bodies: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_LARGE_BODIES))
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -77,27 +76,18 @@ class ServerContext:
     @cached_property
     def text_limit(self) -> TextLimit:
         """The longest text of a request that is tokenized."""
-        return TextLimit.of(self.vocabulary, self.engine.max_model_len)
-
-    @property
-    def model_name(self) -> str:
-        return self.settings.model_names[0]
+        return TextLimit(self.engine.max_model_len, max(map(len, self.vocabulary.token_bytes)))
 
     @property
     def limits(self) -> Limits:
         """The limits of a request's constraint."""
         return self.engine.engine.config.limits
 
-    @property
-    def has_logits_processors(self) -> bool:
-        """A custom logits processor could read `vllm_xargs`."""
-        return bool(self.engine.engine.sampler.processors.classes)
-
     def check_model(self, name: str | None) -> None:
         """Check the model that a request names. None: the served model."""
-        if name is not None and name not in self.settings.model_names:
-            served = ", ".join(self.settings.model_names)
-            raise ModelNotFound(f"The model {bounded(name, 100)!r} does not exist; here: {served}", param="model")
+        if name not in (None, self.settings.model_name):
+            message = f"The model {bounded(name, 100)!r} does not exist; here: {self.settings.model_name}"
+            raise ModelNotFound(message, param="model")
 
     def check_logprobs(self, choices: int, tokens: int, alternatives: int | None, param: str) -> None:
         """Bound the size of an answer with several choices: each of `tokens` can have 21 log-probabilities.
@@ -113,41 +103,27 @@ class ServerContext:
                 param=param,
             )
 
+    def client_left(self, http_id: str) -> None:
+        """Count and log a request that was aborted because its client disconnected."""
+        self.metrics.aborted()
+        logger.info("x-request-id %s: the client went away", http_id, extra={"x_request_id": http_id})
+
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `work` in a worker thread, because it may be slow. It cannot be cancelled once it has begun."""
         return await anyio.to_thread.run_sync(partial(work, *args, **kwargs), limiter=self._threads)
 
-    @asynccontextmanager
-    async def room_for(self, request: Request) -> AsyncIterator[None]:
-        """Wait until there is room for a request's body in memory. Hold it while the body is read and checked.
-
-        Raises:
-            ShuttingDown, QueueFull: the request could not run.
-        """
-        self._check_room(1)
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) <= _LARGE_BYTES:
-            yield
-        else:
-            async with self._large_bodies:
-                yield
-
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
-        """Count `count` generations as in flight until the block ends.
-
-        Raises:
-            ShuttingDown: the server is ending.
-            QueueFull: there are too many.
-        """
-        self._check_room(count)
+        """Count `count` generations as in flight until the block ends. Raises as `check_room`."""
+        self.check_room(count)
         self.in_flight += count
         try:
             yield
         finally:
             self.in_flight -= count
 
-    def _check_room(self, count: int) -> None:
+    def check_room(self, count: int) -> None:
+        """Raise `ShuttingDown` or `QueueFull` if `count` more generations could not run."""
         if self.shutting_down:
             raise ShuttingDown("the server is shutting down")
         limit = self.settings.max_requests

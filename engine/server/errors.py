@@ -17,7 +17,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED, constraint_meant
-from guided.error_body import envelope, error_body, error_headers
+from guided.error_body import error_body, error_headers
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded
 
 if TYPE_CHECKING:
@@ -36,11 +36,6 @@ class ModelNotFound(InvalidRequest):
     status = 404
 
 
-class BodyTooLarge(InvalidRequest):
-    code = "body_too_large"
-    status = 413
-
-
 class BodyTooComplex(InvalidRequest):
     code = "body_too_complex"
 
@@ -56,10 +51,6 @@ class HeaderTooLarge(InvalidRequest):
 
 class HostNotAllowed(InvalidRequest):
     code = "host_not_allowed"
-
-
-class MalformedRequest(InvalidRequest):
-    code = "malformed_request"
 
 
 class RequestTimeout(InvalidRequest):
@@ -109,12 +100,13 @@ def refuse(context: ServerContext, scope: Scope, error: GuidedError, **headers: 
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
-    return refuse(request.app.state.context, request.scope, error)
+    headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}  # the rest of its body is not read
+    return refuse(request.app.state.context, request.scope, error, **headers)
 
 
 async def _on_http_exception(request: Request, raised: Exception) -> JSONResponse:
     assert isinstance(raised, HTTPException)
-    codes = {404: "not_found", 405: "method_not_allowed", 413: BodyTooLarge.code}
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
     error = InvalidRequest(_hint(request) if raised.status_code == 404 else bounded(raised.detail))
     error.status, error.code = raised.status_code, codes.get(raised.status_code, InvalidRequest.code)
     return refuse(request.app.state.context, request.scope, error, **(raised.headers or {}))
@@ -139,14 +131,12 @@ def _hint(request: Request) -> str:
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> JSONResponse:
-    # Starlette raises the error again after this answer. The server then logs the traceback.
+    # Starlette raises the error again after this answer, outside of our middleware. The server then logs the traceback.
     request_id = request.scope.get("state", {}).get("request_id", "-")
     text, extra = "x-request-id %s: %s %s failed: %r", {"x_request_id": request_id}
     logger.error(text, request_id, request.method, bounded(request.scope["path"], 100), error, extra=extra)
-    request.app.state.context.metrics.failed(InternalError.code, InternalError.status)
-    headers = {"x-should-retry": "false", "x-request-id": request_id}
-    body = envelope(500, "the server failed on this request; its log says why", None, InternalError.code)
-    return JSONResponse(body, 500, headers=headers)
+    internal = InternalError("the server failed on this request; its log says why")
+    return refuse(request.app.state.context, request.scope, internal, **{"x-request-id": request_id})
 
 
 def shape_error(errors: Sequence[Any]) -> InvalidRequest:

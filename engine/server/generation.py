@@ -17,11 +17,29 @@ from engine.server.context import ServerContext
 from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.prompts import name_prompt
 from engine.server.protocol import GuidedInfo
-from guided.constraint import KINDS
+from guided.constraint import KINDS, Constraint
 from guided.errors import CompileTimeout, ConstraintNotMet, GuidedError, InternalError, InvalidConstraint
 from guided.tools.parser import OutputParser
 
 logger = logging.getLogger("guided.server")
+
+
+@dataclass(frozen=True)
+class OutputForm:
+    """What an output consists of, and how it is read."""
+
+    constraint: Constraint | None = None
+    """On the whole output."""
+    kind: str | None = None
+    """What the answer calls the constraint, if the request's own is only a part of it."""
+    places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
+    parser: Callable[[], OutputParser] = OutputParser
+    """Makes the parser of a choice's output."""
+    shows_special_tokens: bool = False
+    """The parser reads special tokens."""
+    id_length: int = 29
+    """Number of characters of a call's id."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +58,12 @@ class Job:
     constraint_field: str | None
     """The field that holds the constraint, as the request spells it."""
     stream: bool
-    field_names: Mapping[str, str] = field(default_factory=dict)
-    """Fields in the engine's errors -> their names in this endpoint."""
     include_usage: bool = False
     echoed: Sequence[str] = ()
     """The text of each prompt, if the answer repeats it."""
     groups: Sequence[SequenceGroup] = ()
     """One per prompt. `admitted` sets them."""
-    kind: str | None = None
-    """What the answer calls the constraint, if the request's own is only a part of the enforced one."""
-    places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
-    parser: Callable[[], OutputParser] | None = None
-    """Makes the parser of a choice's output. None: the output is text."""
-    call_id_length: int = 29
+    form: OutputForm = field(default_factory=OutputForm)
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -71,7 +81,7 @@ class Job:
 
     def new_call_id(self) -> str:
         """Make the id of a function call."""
-        return f"call_{uuid.uuid4().hex[:24]}"[-self.call_id_length :]
+        return f"call_{uuid.uuid4().hex[:24]}"[-self.form.id_length :]
 
     def admitted(self, context: ServerContext) -> Job:
         """Return this job with its engine requests.
@@ -92,14 +102,13 @@ class Job:
         return replace(self, groups=groups)
 
     def respell(self, error: GuidedError, prompt: int) -> GuidedError:
-        """Translate an error of the engine: name the request's own field, and the prompt if there are several."""
+        """Name the field of the constraint as the request spells it, and the prompt if there are several."""
         if isinstance(error, InvalidConstraint | ConstraintNotMet) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
-            locate(error, self.places)
+            locate(error, self.form.places)
         if isinstance(error, ConstraintNotMet) and (self.params.seed is not None or self.params.is_greedy):
             error.retryable = False  # the output would be the same
         name_prompt(error, prompt, len(self.prompts))
-        error.param = self.field_names.get(error.param or "", error.param)
         return error
 
 
@@ -123,19 +132,15 @@ def _not_enforced(pointer: str, places: Mapping[str, tuple[str, str]]) -> str:
     return (name if name.startswith("tools[") else "") + inner
 
 
-@dataclass
-class Outputs:
-    """The outputs of a job that is admitted: its constraint is compiled."""
-
-    job: Job
-    guided: GuidedInfo | None
-    stream: AsyncIterator[tuple[int, RequestOutput]]
-    """(index of the prompt, its output so far) until all are finished. Raises the error that ended a generation."""
+Outputs = AsyncIterator[tuple[int, RequestOutput]]
+"""(index of the prompt, its output so far) until all are finished. Raises the error that ended a generation."""
 
 
 @asynccontextmanager
-async def running(context: ServerContext, job: Job, headers: Mapping[str, str]) -> AsyncIterator[Outputs]:
-    """Start a job and wait until it is admitted. At the end, abort what still runs of it.
+async def running(
+    context: ServerContext, job: Job, headers: Mapping[str, str]
+) -> AsyncIterator[tuple[GuidedInfo | None, Outputs]]:
+    """Start a job and wait until it is admitted: its constraint is compiled. At the end, abort what still runs of it.
 
     Raises the error of a job that is rejected or fails later, and logs it if an operator can act on it. The request's
     `headers` may name the parent of its spans.
@@ -143,18 +148,12 @@ async def running(context: ServerContext, job: Job, headers: Mapping[str, str]) 
     guided = failure = None
     try:
         with context.admit(len(job.prompts) * job.params.width):
-            streams = [_stream(context, job, number) for number in range(len(job.groups))]
-            try:
-                async with aclosing(_merged(streams)) as merged:
-                    first: dict[int, RequestOutput] = {}
-                    while len(first) < len(streams):
-                        number, output = await anext(merged)
-                        first[number] = output
-                    guided = _guided_info(job, first[0])
-                    yield Outputs(job, guided, _chained(first, merged))
-            finally:
-                for stream in streams:
-                    await stream.aclose()  # aborts what still runs
+            async with aclosing(
+                _merged([_stream(context, job, number) for number in range(len(job.groups))])
+            ) as merged:
+                _, first = await anext(merged)
+                guided = _guided_info(job, first)
+                yield guided, merged
     except GuidedError as error:
         failure = error
         report(job, error, guided)
@@ -170,9 +169,9 @@ def _guided_info(job: Job, first: RequestOutput) -> GuidedInfo | None:
     constraint, backend = job.params.constraint, first.backend
     if constraint is None or backend is None:
         return None
-    unknown = [_not_enforced(each, job.places) for each in constraint.not_enforced]
-    at_end = [_not_enforced(each, job.places) for each in first.checked] or None
-    return GuidedInfo(kind=job.kind or constraint.kind, backend=backend, not_enforced=unknown, checked=at_end)
+    unknown = [_not_enforced(each, job.form.places) for each in constraint.not_enforced]
+    at_end = [_not_enforced(each, job.form.places) for each in first.checked] or None
+    return GuidedInfo(kind=job.form.kind or constraint.kind, backend=backend, not_enforced=unknown, checked=at_end)
 
 
 def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
@@ -229,42 +228,51 @@ def _number_choices(output: RequestOutput, job: Job) -> None:
 async def _merged(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield the number of a stream and its output, of all streams as they come."""
+    """Yield the number of a stream and its output, of all streams as they come.
+
+    Once each stream has an output, yields one of these, which comes again.
+    """
     if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output
+        async with aclosing(streams[0]) as only:
+            is_first = True
+            async for output in only:
+                if is_first:
+                    yield 0, output
+                    is_first = False
+                yield 0, output
         return
     # Outputs are snapshots: only the newest of each stream is kept, however slow the reader is.
     newest: dict[int, RequestOutput] = {}
     news = asyncio.Event()
 
-    async def pump(number: int, stream: AsyncIterator[RequestOutput]) -> None:
+    async def pump(number: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
         try:
-            async for output in stream:
-                newest[number] = output
-                news.set()
+            async with aclosing(stream):  # aborts what still runs
+                async for output in stream:
+                    newest[number] = output
+                    news.set()
         finally:
             news.set()
 
+    async def wait() -> None:
+        await news.wait()
+        news.clear()
+        for task in pumps:
+            if task.done():
+                task.result()  # raises the error of its stream
+
     pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
     try:
+        while len(newest) < len(pumps):
+            await wait()
+        yield 0, newest[0]
         while newest or not all(task.done() for task in pumps):
-            await news.wait()
-            news.clear()
-            while newest:
+            if newest:
                 number = next(iter(newest))
                 yield number, newest.pop(number)
-            for task in pumps:
-                if task.done():
-                    task.result()  # raises the error of its stream
+            else:
+                await wait()
+        for task in pumps:
+            task.result()
     finally:
         await cancel(pumps)
-
-
-async def _chained(
-    first: Mapping[int, RequestOutput], others: AsyncIterator[tuple[int, RequestOutput]]
-) -> AsyncIterator[tuple[int, RequestOutput]]:
-    for each in first.items():
-        yield each
-    async for each in others:
-        yield each

@@ -43,7 +43,7 @@ class Health(Liveness):
 
 
 class ReadinessCheck:
-    """Sends a small constrained request through the engine when a probe asks. At most one such check runs at a time."""
+    """Sends a small constrained request through the engine when a probe asks. At most one runs at a time."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context

@@ -41,15 +41,8 @@ class TextOffsets:
 
     def next(self, token: int) -> int:
         """Return the offset of the next token."""
-        piece = self._pieces[token]
-        if not piece:
-            return self._length
-        before = self._length
-        self._length += len(self._decoder.decode(piece[:1]))
-        unfinished, _ = self._decoder.getstate()
-        # If the bytes before turn out to be invalid, this byte begins the next character.
-        offset = self._length if unfinished else max(before, self._length - 1)
-        self._length += len(self._decoder.decode(piece[1:]))
+        offset = self._length
+        self._length += len(self._decoder.decode(self._pieces[token]))
         return offset
 
 

@@ -1,7 +1,7 @@
 """GET /metrics, for Prometheus. Request metrics are observed here. Engine metrics are read at each scrape.
 
 Names follow vLLM's (`time_to_first_token_seconds`, `num_requests_running`, ...) with the prefix `guided_`. They are
-listed in `docs/http.md`.
+listed in `docs/http-reference.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.errors import QueueFull
-from guided.errors import CompileQueueFull, GuidedError, InternalError, InvalidRequest, errors_by_code
+from guided.errors import CompileQueueFull, GuidedError, InternalError, errors_by_code
 from guided.pools.metrics import counts_by, pool_metrics
 
 router = APIRouter(tags=["operation"])
@@ -70,15 +70,15 @@ class Metrics:
         self._grammar_failures = counter(
             "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
         )
-        self._abandoned = counter("request_aborts", "Requests aborted because of their client.", "reason")
+        self._aborts = counter("request_aborts", "Requests aborted because of their client.", "reason")
         self._connection_ends = counter("connections_ended", "Connections that the server ended.", "reason")
         for code in errors_by_code(InternalError):  # Prometheus sees no increase in a counter that is new
             self._failures.labels(code, "server")
         self.registry.register(_EngineCollector(engine))
 
-    def abandoned(self, reason: str) -> None:
-        """Count a request that was aborted because its client `disconnected` or `stalled`."""
-        self._abandoned.labels(reason).inc()
+    def aborted(self) -> None:
+        """Count a request that was aborted because its client disconnected."""
+        self._aborts.labels("disconnected").inc()
 
     def connection_ended(self, reason: str) -> None:
         """Count a connection that the server ended: its client sent too little or too much, or there were too many."""
@@ -113,8 +113,7 @@ class Metrics:
                     self._observe_end(output, times)
                 yield output
         except GuidedError as error:
-            about_other_field = type(error) is InvalidRequest and error.param is not None  # for example a long prompt
-            if params.constraint is not None and not admitted and not about_other_field:
+            if params.constraint is not None and not admitted:
                 self._grammar_failures.labels(error.code, params.constraint.kind).inc()
             raise
         finally:

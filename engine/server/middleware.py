@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.context import ServerContext
-from engine.server.errors import BodyTooLarge, HostNotAllowed, Unauthorized, refuse
+from engine.server.errors import HostNotAllowed, Unauthorized, refuse
 from guided.errors import GuidedError, bounded
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
@@ -27,7 +27,6 @@ class RequestChecks:
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self.app = app
         self.context = context
-        self.max_body_bytes = context.settings.max_body_bytes
         self._keys = [key.encode() for key in context.settings.api_keys]
         hosts = {name.lower() for name in context.settings.allowed_hosts}
         self._hosts = frozenset[str]() if "*" in hosts else frozenset(hosts)
@@ -36,9 +35,6 @@ class RequestChecks:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # No endpoint reads query or cookies. The framework would parse them: thousands take tens of milliseconds.
-        scope["query_string"] = b""
-        scope["headers"] = [each for each in scope["headers"] if each[0] != b"cookie"]
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
@@ -51,23 +47,19 @@ class RequestChecks:
         try:
             self._check_host(headers)
             self._check_key(scope, headers)
-            self._check_length(headers)
         except GuidedError as error:
             await refuse(self.context, scope, error)(scope, receive, send_with_id)
             return
         await self.app(scope, self._limited(receive), send_with_id)
 
     def _check_host(self, headers: Headers) -> None:
-        """Check the header Host: the name by which the client knows this server.
+        """Check the name by which the client knows this server.
 
-        A page in a browser can give its own name the address of this server (DNS rebinding). The browser then lets the
-        page's scripts read the answers, but sends the page's name.
+        A page in a browser can give its own name the address of this server (DNS rebinding).
         """
-        if not self._hosts:
-            return
         given = headers.get("host", "")
         name = given.rpartition(":")[0] if not given.endswith("]") and ":" in given else given
-        if name.lower() not in self._hosts:
+        if self._hosts and name.lower() not in self._hosts:
             raise HostNotAllowed(
                 f"this server does not answer for the host {bounded(given, 100)!r}: see --allowed-hosts"
             )
@@ -81,28 +73,20 @@ class RequestChecks:
         if kind.lower() != "bearer" or True not in same:
             raise Unauthorized("Incorrect API key provided: send it as 'Authorization: Bearer KEY'")
 
-    def _check_length(self, headers: Headers) -> None:
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self.max_body_bytes:
-            raise BodyTooLarge(self._too_large)
-
     def _limited(self, receive: Receive) -> Receive:
-        """Count the bytes as they arrive, because a chunked body does not announce its size."""
-        total = 0
+        """Count the bytes of the body as they arrive."""
+        total, limit = 0, self.context.settings.max_body_bytes
 
         async def limited() -> Message:
             nonlocal total
             message = await receive()
             total += len(message.get("body", b""))
-            if total > self.max_body_bytes:
-                raise HTTPException(413, self._too_large, headers={"connection": "close"})
+            if total > limit:
+                text = f"the body is larger than the limit of {limit} bytes"
+                raise HTTPException(413, text, headers={"connection": "close"})
             return message
 
         return limited
-
-    @property
-    def _too_large(self) -> str:
-        return f"the body is larger than the limit of {self.max_body_bytes} bytes"
 
 
 def _request_id(headers: Headers) -> str:

@@ -31,16 +31,17 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the HTTP application. `OPTIONS` describes all but two: the names that requests may use for the model
-    (answers carry the first), and the values of `SamplingParams` for what a request leaves out."""
+    """Settings of the HTTP application. `OPTIONS` describes all but three: the name of the model, the
+    `SamplingParams` for what a request leaves out, and the seconds in which a body must arrive."""
 
-    model_names: tuple[str, ...] = (DEFAULT_MODEL,)
+    model_name: str = DEFAULT_MODEL
     api_key: str | None = field(default=None, repr=False)
     api_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     backend: str = AUTO
     max_requests: int = 1024
     max_body_bytes: int = 4 << 20
+    body_seconds: float = 30.0
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tool_format: str = AUTO
     reasoning_format: str = AUTO
@@ -66,20 +67,6 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
-class ConnectionLimits:
-    """Limits on the connections of `guided serve`. Ray Serve has its own HTTP proxy."""
-
-    max_connections: int = 2048
-    max_header_bytes: int = 16 << 10
-    """Of the URL and the headers."""
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    idle_seconds: float = 75.0
-    """Clients and proxies keep idle connections for 5 to 60 s. A server that closes first may do so at the moment when
-    the client sends a request."""
-
-
-@dataclass(frozen=True)
 class ServeOptions:
     """Options of one server process: of `guided serve`, and of a replica of the Ray Serve application."""
 
@@ -96,7 +83,6 @@ class ServeOptions:
     engine: EngineConfig = field(default_factory=EngineConfig)
     ray: RayPoolOptions = field(default_factory=RayPoolOptions)
     server: ServerSettings = field(default_factory=ServerSettings)
-    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
     RANGES: ClassVar[Mapping[str, Range]] = {"port": Range(0, 65535), "grace_seconds": Range(0)}
 
@@ -168,68 +154,45 @@ def _with(base: Any, path: Sequence[str], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """One leaf of `ServeOptions` as users write it: `--flat-name` on the command line, `flat_name` for Ray Serve.
-
-    Args:
-        field: the path of the leaf, with dots.
-        help: what the command line says about it.
-        name: flat name. By default the last part of the path. A name that ends in `_mib` stands for a field in bytes.
-        process_only: an option of `guided serve` only. Ray Serve has its own setting.
-        env: environment variable that the command line reads.
-        panel: heading that the command line lists it under.
-        metavar: what one value of an option that can be repeated is called.
-    """
+    """One leaf of `ServeOptions` as users write it: `--flat-name` on the command line, `flat_name` for Ray Serve."""
 
     field: str
+    """The path of the leaf, with dots."""
     help: str
     name: str = ""
+    """Flat name. By default the last part of the path. A name that ends in `_mib` stands for a field in bytes."""
     process_only: bool = False
-    env: str | None = None
+    """An option of `guided serve` only. Ray Serve has its own setting."""
     panel: str | None = None
-    metavar: str | None = None
+    """Heading that the command line lists it under."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.path[-1])
 
     @property
-    def path(self) -> tuple[str, ...]:
-        return tuple(self.field.split("."))
+    def path(self) -> Sequence[str]:
+        return self.field.split(".")
 
     @property
     def type(self) -> Any:
         """The type of the value that users write."""
         if self.field == "engine.logits_processors":
             return tuple[str, ...]  # classes can be given from Python only
-        return get_type_hints(self._owner)[self.path[-1]]
-
-    @property
-    def range(self) -> Range | None:
-        """The values that users may write. None: any."""
-        found: Range | None = getattr(self._owner, "RANGES", {}).get(self.path[-1])
-        if found is not None and self._is_mib:
-            found = replace(found, least=-(-found.least // _MIB))
-        return found
-
-    @property
-    def _owner(self) -> Any:
-        """The dataclass of the field."""
-        return reduce(lambda owner, name: get_type_hints(owner)[name], self.path[:-1], ServeOptions)
+        *owners, name = self.path
+        owner: Any = reduce(lambda owner, each: get_type_hints(owner)[each], owners, ServeOptions)
+        return get_type_hints(owner)[name]
 
     @property
     def default(self) -> Any:
         defaults: Any = ServeOptions()
         value = reduce(getattr, self.path, defaults)
-        return value if value is None or not self._is_mib else value // _MIB
+        return value // _MIB if value is not None and self.name.endswith("_mib") else value
 
     def to_field(self, value: Any) -> Any:
         """Convert a value that a user wrote to the field's unit and type."""
         if isinstance(value, list):
             return tuple(value)
-        return value if value is None or not self._is_mib else value * _MIB
-
-    @property
-    def _is_mib(self) -> bool:
-        return self.name.endswith("_mib")
+        return value * _MIB if value is not None and self.name.endswith("_mib") else value
 
 
 def _panel(title: str, *options: Option) -> Iterator[Option]:
@@ -244,20 +207,15 @@ OPTIONS = (
         Option("host", "Address to listen on.", process_only=True),
         Option("port", "Port to listen on. 0 picks a free one.", process_only=True),
         Option(
-            "server.api_key", "Keys that requests must carry, with commas.", env=_API_KEY_VARIABLE, process_only=True
+            "server.api_key", "Keys that requests must carry, with commas. Default: $GUIDED_API_KEY.", process_only=True
         ),
         Option("server.api_key_file", "File with the keys, one a line."),
         Option(
             "server.allowed_hosts",
             "A name in the header Host that requests may use, or *. Can be repeated. Default: this machine's loopback "
             "names if HOST is one; else any.",
-            metavar="NAME",
         ),
-        Option(
-            "server.allowed_origins",
-            "Origin of a web page that may use the server (CORS), or *. Can be repeated.",
-            metavar="ORIGIN",
-        ),
+        Option("server.allowed_origins", "Origin of a web page that may use the server (CORS), or *. Can be repeated."),
         Option("server.strict_fields", "Reject unknown fields of a request."),
         Option("grace_seconds", "Seconds that generations have to end when the server stops."),
         Option("log_level", "How much to log."),
@@ -283,7 +241,7 @@ OPTIONS = (
         Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
         Option("engine.enable_prefix_caching", "Reuse the KV cache of prompts that begin alike."),
         Option("engine.num_speculative_tokens", "Draft tokens per sequence and step, by prompt lookup."),
-        Option("engine.logits_processors", "A custom logits processor. Can be repeated.", metavar="MODULE:CLASS"),
+        Option("engine.logits_processors", "A custom logits processor (MODULE:CLASS). Can be repeated."),
         Option("engine.logits_processor_plugins", "Load the logits processors of installed packages."),
         Option("post_processor", "A post-processor (MODULE:CLASS) beside the standard one."),
     ),

@@ -11,13 +11,14 @@ import ipaddress
 import json
 import math
 import os
+import resource
 import shlex
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -27,13 +28,12 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
-from engine.server import streaming
 from engine.server.app import create_app
-from engine.server.connections import limited_protocol
+from engine.server.connections import ConnectionLimits, LimitedProtocol
 from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings, check_names
-from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
+from engine.server.protocol import CHAT_EXAMPLE
 from engine.server.tracing import Tracing
 from guided.process_memory import FreeMemory
 
@@ -42,12 +42,12 @@ _ANSWER_SECONDS = 3
 _EXIT_SECONDS = 8.0
 """After the grace period: time until the process ends, whatever still runs in it."""
 
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_UNREAD_SECONDS = 60.0
+"""Time for which a client may read nothing. The kernel then drops its connection."""
+_OPEN_FILES = 65536
+"""Limit of open files, if the system allows it: a connection takes one."""
 
-_ACCEPTED_AT_ONCE = 32
-"""Connections that asyncio accepts before it handles them. More could use up all file descriptors."""
-_BACKLOG = 2048
-"""Connections that wait in the kernel."""
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 _SWITCH_SECONDS = 0.0001
 """Time for which a thread keeps the interpreter lock while another one wants it. The event loop gives it up and wants
@@ -82,10 +82,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
 def settings_of(options: ServeOptions) -> ServerSettings:
     """Complete the settings of the HTTP application with what the model determines."""
     return dataclasses.replace(
-        options.server,
-        model_names=(options.model_name,),
-        api_key=options.server.api_key or None,
-        sampling_defaults=_sampling_defaults(options.model_path),
+        options.server, model_name=options.model_name, sampling_defaults=_sampling_defaults(options.model_path)
     )
 
 
@@ -104,8 +101,10 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM. Leaves no process behind. Raises what `start_engine` raises."""
     log_to_stderr(options.log_level, options.log_format)
     drop_stalled_connections(listener)
-    exit_timer = _ExitTimer(options.grace_seconds + _EXIT_SECONDS)
-    with _sigterm_exits(exit_timer):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
+    with _sigterm_exits(options.grace_seconds + _EXIT_SECONDS):
         _say(options, "loading the model and starting the mask pool …")
         tracing = Tracing.from_environment()
         engine = start_engine(options)
@@ -116,57 +115,52 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
             app = create_app(engine, settings, tracing)
             app.openapi()  # FastAPI caches it: on the event loop, building it would block for half a second
             config = uvicorn_config(app, options)
-            _Server(config, app.state.context, options, exit_timer).run(sockets=[listener])
+            _Server(config, app.state.context, options).run(sockets=[listener])
         finally:
             engine.shutdown()
 
 
-def uvicorn_config(app: FastAPI, options: ServeOptions, **others: Any) -> uvicorn.Config:
+def uvicorn_config(
+    app: FastAPI, options: ServeOptions, limits: ConnectionLimits | None = None, **others: Any
+) -> uvicorn.Config:
     """Configure uvicorn for our application. `others` are further settings of uvicorn."""
     context: ServerContext = app.state.context
+    limits = limits or ConnectionLimits()
     given: dict[str, Any] = {
-        "http": limited_protocol(options.connections, context.metrics.connection_ended),
-        "backlog": _ACCEPTED_AT_ONCE,
+        "http": partial(LimitedProtocol, limits, context.metrics.connection_ended),
         "ws": "none",
         "log_level": options.log_level,
         "log_config": uvicorn_logging(options.log_format),
         "timeout_graceful_shutdown": _ANSWER_SECONDS,
-        "timeout_keep_alive": math.ceil(options.connections.idle_seconds) + 1,  # our own timeout comes first
+        "timeout_keep_alive": math.ceil(limits.idle_seconds) + 1,  # our own timeout comes first
         "proxy_headers": False,
     }
     return uvicorn.Config(app, **{**given, **others})
 
 
-def drop_stalled_connections(listener: socket.socket) -> None:
-    """Let the kernel drop connections to clients that read nothing. Connections inherit the timeout from the listener.
-
-    The timeout is twice the stream's own limit, so that the stream ends first and the reason is known.
-    """
+def drop_stalled_connections(listener: socket.socket, seconds: float = _UNREAD_SECONDS) -> None:
+    """Let the kernel drop connections to clients that read nothing. They inherit the timeout from the listener."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux. It covers closed TCP windows too.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * streaming.STALL_SECONDS))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
 class _Server(uvicorn.Server):
     """Prints examples when it is up. At a signal, it lets running generations end, then aborts the rest."""
 
-    def __init__(
-        self, config: uvicorn.Config, context: ServerContext, options: ServeOptions, exit_timer: _ExitTimer
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, context: ServerContext, options: ServeOptions) -> None:
         super().__init__(config)
-        self._exit_timer = exit_timer
         self._context = context
         self._options = options
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and sockets:
-            sockets[0].listen(_BACKLOG)  # uvicorn has one option for the kernel's queue and for asyncio's turns
             host, port = sockets[0].getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            _say(self._options, _greeting(url, self._options, _description(self._options, self._context.engine)))
+            _say(self._options, _greeting(url, self._options, self._context.engine))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._exit_timer.start()
+        _exit_in(self._options.grace_seconds + _EXIT_SECONDS)
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -174,44 +168,25 @@ class _Server(uvicorn.Server):
         deadline = time.monotonic() + self._options.grace_seconds
         while self._context.in_flight and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        # Remaining streams end with an error event. The event loop's own threads may all be busy.
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def shut_down_engine() -> None:
-            try:
-                self._context.engine.shutdown()
-            finally:
-                loop.call_soon_threadsafe(ended.set)
-
-        threading.Thread(target=shut_down_engine, name="shutdown", daemon=True).start()
-        await ended.wait()
+        await asyncio.to_thread(self._context.engine.shutdown)  # remaining streams end with an error event
         await super().shutdown(sockets)
 
 
-class _ExitTimer:
-    """Ends the process `seconds` after the first `start` if it has not ended by itself.
+@cache  # only the first signal starts the time
+def _exit_in(seconds: float) -> None:
+    """End the process after this time if it has not ended by itself, and print the stacks of all threads.
 
-    It works even if threads hang or keep the GIL, and prints the stacks of all threads. The pool's cleanup
-    process removes what the process leaves.
+    This works even if threads hang or keep the GIL. The pool's cleanup process removes what the process leaves.
     """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._started = False
-
-    def start(self) -> None:
-        if not self._started:
-            self._started = True
-            faulthandler.dump_traceback_later(self._seconds, exit=True, file=os.dup(2))  # see `cli.main`
+    faulthandler.dump_traceback_later(seconds, exit=True, file=os.dup(2))  # see `cli.main`
 
 
 @contextlib.contextmanager
-def _sigterm_exits(exit_timer: _ExitTimer) -> Iterator[None]:
+def _sigterm_exits(seconds: float) -> Iterator[None]:
     """Unwind the stack on SIGTERM as on SIGINT, also while uvicorn has not installed its own handlers."""
 
     def on_sigterm(number: int, frame: object) -> None:
-        exit_timer.start()
+        _exit_in(seconds)
         raise SystemExit(0)
 
     previous = signal.signal(signal.SIGTERM, on_sigterm)
@@ -228,8 +203,7 @@ def _say(options: ServeOptions, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _description(options: ServeOptions, engine: AsyncLLM) -> list[str]:
-    """Say where model and masks are computed."""
+def _greeting(url: str, options: ServeOptions, engine: AsyncLLM) -> str:
     model, pool = engine.model, engine.pool.status()
     device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
     if model.device.type == "cpu" and options.load.device == "auto":
@@ -238,23 +212,22 @@ def _description(options: ServeOptions, engine: AsyncLLM) -> list[str]:
     if pool.name == "ray":
         how = "started by this server" if options.ray.address is None else "joined"
         masks = f"{len(pool.workers)} Ray actors; Ray at {pool.ray_address}, {how}"
-    return [f"Model: {device}, context of {engine.max_model_len} tokens", f"Masks: {masks}"]
-
-
-def _greeting(url: str, options: ServeOptions, description: list[str]) -> str:
-    lines = ["", f"guided serves {options.model_name} on {url}", *description, ""]
-    if not options.server.api_key and not _is_loopback(options.host):
-        lines += [f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY", ""]
-    lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", CHAT_EXAMPLE), ""]
-    lines += [_curl(url, options, "/v1/completions", COMPLETION_EXAMPLE), ""]
-    lines += [f"Playground, in a browser:  {url}/"]
-    lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]
+    key, warning = "", []
+    if options.server.api_key:
+        key = " -H 'authorization: Bearer '\"$GUIDED_API_KEY\""
+    elif not _is_loopback(options.host):
+        warning = [f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY", ""]
+    lines = [
+        *("", f"guided serves {options.model_name} on {url}"),
+        f"Model: {device}, context of {engine.max_model_len} tokens",
+        *(f"Masks: {masks}", "", *warning, "Try:", ""),
+        f"  curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' \\",
+        *(f"    -d {shlex.quote(json.dumps(CHAT_EXAMPLE))}", ""),
+        f"Playground, in a browser:  {url}/",
+        f"Documentation, to try from the browser:  {url}/docs",
+        *(f"State of the mask pool:  curl {url}/health", ""),
+    ]
     return "\n".join(lines)
-
-
-def _curl(url: str, options: ServeOptions, path: str, body: dict[str, Any]) -> str:
-    key = "" if not options.server.api_key else " -H 'authorization: Bearer '\"$GUIDED_API_KEY\""
-    return f"  curl -s {url}{path}{key} -H 'content-type: application/json' \\\n    -d {shlex.quote(json.dumps(body))}"
 
 
 def _is_loopback(host: str) -> bool:

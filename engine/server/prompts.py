@@ -15,28 +15,17 @@ from jinja2 import TemplateError
 
 from engine.server.protocol import Message, Tool
 from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest, bounded
-from guided.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
 class TextLimit:
-    """The longest text that is tokenized: `tokens` tokens of `token_characters` characters. The engine checks the
-    number of tokens."""
+    """The longest text that is tokenized: `tokens` tokens of `token_characters` characters each."""
 
     tokens: int
     token_characters: int
 
-    @classmethod
-    def of(cls, vocabulary: Vocabulary, tokens: int) -> TextLimit:
-        """Return the limit for a maximum number of tokens."""
-        return cls(tokens, max(map(len, vocabulary.token_bytes)))
-
     def check(self, text: str, param: str) -> None:
-        """Refuse a text that is too long whatever its tokens are.
-
-        Raises:
-            ContextLengthExceeded: with `param`.
-        """
+        """Raise `ContextLengthExceeded` for a text that is too long whatever its tokens are."""
         if len(text) > self.tokens * self.token_characters:
             raise self.exceeded(param)
 
@@ -73,13 +62,10 @@ def encode_chat(
         )
     rendered = [message.for_template() for message in messages]
     functions = [tool.for_template() for tool in tools]
-    written = [("messages", message.text) for message in messages]
-    written += [
-        ("messages", json.dumps([each.get("tool_calls") for each in rendered])),
-        ("tools", json.dumps(functions)),
-    ]
-    for param, part in written:
-        limit.check(part, param)
+    for message in messages:
+        limit.check(message.text, "messages")
+    limit.check(json.dumps([message.get("tool_calls") for message in rendered]), "messages")
+    limit.check(json.dumps(functions), "tools")
     escaped = _EscapedSpecialTokens(tokenizer, limit)
     try:
         text: str = tokenizer.apply_chat_template(
@@ -94,7 +80,7 @@ def encode_chat(
         refusal = f"the chat template refuses these messages: {bounded(error)}"
         raise InvalidRequest(refusal, param="messages") from error
     ids: list[int] = []
-    for piece in escaped.pieces(text):
+    for piece in text.split(escaped.mark):
         # The tokenizer adds its own special tokens to the first piece only.
         special = add_special_tokens and not ids
         ids += encode(tokenizer, piece, add_special_tokens=special, param="messages", limit=limit)
@@ -122,7 +108,7 @@ class _EscapedSpecialTokens:
         self._begins = _special_begins(tokenizer)
         self._limit = limit
         self._left = limit.tokens
-        self._mark = f"<{uuid.uuid4().hex}>"  # unpredictable
+        self.mark = f"<{uuid.uuid4().hex}>"  # unpredictable
 
     def escape(self, value: Any) -> Any:
         """Return a copy of `value` with marks in the special tokens of its strings. Refuse too many."""
@@ -132,15 +118,11 @@ class _EscapedSpecialTokens:
             return [self.escape(inner) for inner in value]
         if not isinstance(value, str):
             return value
-        marked, count = self._begins.subn(lambda first: first[0] + self._mark, value, self._left)
+        marked, count = self._begins.subn(lambda first: first[0] + self.mark, value, self._left)
         self._left -= count
         if self._left <= 0:
             raise self._limit.exceeded("messages")
         return marked
-
-    def pieces(self, rendered: str) -> list[str]:
-        """Split the rendered text at the marks."""
-        return rendered.split(self._mark)
 
 
 @lru_cache(maxsize=8)
@@ -182,8 +164,6 @@ def text_prompts(
                 ids = encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt", limit=limit)
             else:
                 ids = list(each)
-            if len(many) > 1 and len(ids) > limit.tokens:  # one is enough: skip the other prompts
-                raise limit.exceeded("prompt")
         except InvalidRequest as error:
             name_prompt(error, number, len(many))
             raise

@@ -1,13 +1,13 @@
-"""Request and response bodies of the HTTP API: their shape. `guided.constraint` checks the meaning of a constraint.
+"""Request and response bodies of the HTTP API: OpenAI's, with vLLM's sampling fields and all spellings of a constraint.
 
-The shapes are OpenAI's, plus vLLM's sampling fields, plus every spelling of a constraint. A known field that would
-change the answer, and is not supported, is rejected with 400. An unknown field is ignored, and the answer says so; with
-`--strict-fields` it is rejected.
+A known field that would change the answer, and is not supported, is rejected with 400. An unknown field is ignored, and
+the answer says so; with `--strict-fields` it is rejected.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache, lru_cache
@@ -17,8 +17,6 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, fie
 from pydantic_core import PydanticCustomError
 
 from guided.errors import bounded
-from guided.json_text import JsonError, loads
-from guided.limits import DEFAULT_LIMITS
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tools": ("functions are called in chats: use /v1/chat/completions or /v1/responses", ([],)),
@@ -47,8 +45,7 @@ WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "prediction"),
 )
-"""Known fields that can't change the answer."""
-
+"""Known fields that can't change the answer. They are accepted with `--strict-fields` too."""
 
 MISPLACED, UNSUPPORTED = "invalid_request", "unsupported_parameter"
 """Types of errors that the validators below raise. They are the codes of the answers."""
@@ -77,13 +74,12 @@ T = TypeVar("T")
 Many = Annotated[list[T], _FirstError()]
 """A list that is validated up to its first error, so that a long list does not give an error for each element."""
 
-
 MAX_IGNORED = 20
 """Maximum number of ignored fields that an answer names."""
 
 _CONSTRAINTS = (
     *("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "response_format"),
-    *("structured_outputs", "ebnf", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 _MISNAMED = {
     "schema": "json_schema",
@@ -104,9 +100,9 @@ def constraint_meant(name: str) -> str | None:
 
 
 class Body(BaseModel):
-    """A body with strict types: no "3" for 3. Rejected fields are dropped if their value has no effect.
+    """A body with strict types: no "3" for 3. Fields are dropped if their value has no effect.
 
-    Unknown fields are dropped, and noted in the list `ignored` of the validation context. Without this list, they are
+    Unknown fields are dropped, and noted in the list `ignored` of the validation context. Without this list they are
     rejected, as they are where `tolerant` is False.
     """
 
@@ -117,27 +113,31 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_neutral(cls, data: Any, info: ValidationInfo) -> Any:
+    def _drop_without_effect(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        known = cls.model_fields
-
-        def is_neutral(name: str, value: Any) -> bool:
-            return name in REFUSED and name not in known and (value is None or value in REFUSED[name][1])
-
-        kept = {name: value for name, value in data.items() if not is_neutral(name, value)}
-        # One unknown field is reported. A million of them would be a million errors.
-        names = _names(cls)
-        unknown = [name for name in kept if name not in names]
-        ignored: list[str] | None = (info.context or {}).get("ignored") if cls.tolerant else None
-        named = [name for name in unknown[:MAX_IGNORED] if kept[name] is not None]
-        meant = {name for name in named if cls.constrained and constraint_meant(name)}
-        drop = unknown[1:] if ignored is None else [name for name in unknown if name not in REFUSED.keys() | meant]
-        for name in drop:
-            del kept[name]
-            if ignored is not None and name not in ignored and len(ignored) < MAX_IGNORED:
+        names, ignored = _names(cls), (info.context or {}).get("ignored") if cls.tolerant else None
+        kept: dict[str, Any] = {}
+        is_refused = False
+        for name, value in data.items():
+            if name in names:
+                kept[name] = value
+            elif name in REFUSED and (value is None or value in REFUSED[name][1]):
+                continue
+            elif name in REFUSED or (name not in WITHOUT_EFFECT and cls._is_error(name, value, ignored)):
+                if not is_refused:  # one is reported: a million of them would be a million errors
+                    kept[name] = value
+                is_refused = True
+            elif ignored is not None and name not in ignored and len(ignored) < MAX_IGNORED:
                 ignored.append(bounded(name, 60))
         return kept
+
+    @classmethod
+    def _is_error(cls, name: str, value: Any, ignored: list[str] | None) -> bool:
+        """Whether an unknown field is rejected: all are, or it could be meant as a constraint."""
+        if ignored is None or not cls.constrained or value is None or len(ignored) == MAX_IGNORED:
+            return ignored is None
+        return constraint_meant(name) is not None
 
 
 @cache
@@ -163,10 +163,9 @@ class ResponseFormat(Body):
     path: ClassVar[str] = "response_format"
     """What errors call this field. `schema_path` is that of its schema."""
     schema_path: ClassVar[str] = "response_format.json_schema.schema"
-    type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema", description="llama.cpp's place.")
-    value: dict[str, Any] | str | bool | None = Field(default=None, description="TGI's place, with type json.")
     format: Any = Field(default=None, description="The format of a structural tag.")
     structures: Any = Field(default=None, description="vLLM's older form of a structural tag.")
     triggers: Any = None
@@ -203,6 +202,11 @@ class GenerationRequest(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     @field_validator("stream_options")
     @classmethod
     def _only_of_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
@@ -224,8 +228,6 @@ class GenerationRequest(Body):
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # ... SGLang's ...
-    ebnf: str | None = None
     # ... and vLLM's older names.
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
@@ -249,7 +251,7 @@ class GenerationRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None  # JSON has strings as keys
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
@@ -262,16 +264,6 @@ class GenerationRequest(Body):
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
-
-    # Accepted, without effect on the output.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prediction: Any = None
 
 
 class Typed(Body):
@@ -313,9 +305,8 @@ class CalledFunction(Body):
         """Convert to the form of chat templates: the arguments are an object there."""
         arguments: Any = self.arguments
         if isinstance(arguments, str):
-            with contextlib.suppress(JsonError):
-                limits = {"max_values": DEFAULT_LIMITS.max_values, "max_nesting": DEFAULT_LIMITS.max_nesting}
-                arguments = loads(arguments, **limits, constants=True)
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
@@ -435,7 +426,7 @@ class DetokenizeRequest(Body):
 
 
 class ErrorDetail(BaseModel):
-    """An error. `docs/failure-model.md` lists the codes."""
+    """An error. `docs/http-reference.md` lists the codes."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -474,12 +465,6 @@ class GuidedInfo(BaseModel):
     """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
     ignored: list[str] | None = None
     """Fields of the request that are unknown or have no effect."""
-
-
-class Usage(BaseModel):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    total_tokens: int = 0
 
 
 class ModelCard(BaseModel):

@@ -198,9 +198,5 @@ def _chat_tool(tool: FunctionTool) -> Tool:
     return Tool(type="function", function=FunctionDefinition.model_construct(**given))
 
 
-CHAT_FIELDS = {
-    **dict.fromkeys(("messages", "prompt"), "input"),
-    "max_tokens": "max_output_tokens",
-    "extra_args": "vllm_xargs",
-}
+CHAT_FIELDS = {**dict.fromkeys(("messages", "prompt"), "input"), "max_tokens": "max_output_tokens"}
 """Fields of a chat -> their names in this endpoint's errors."""

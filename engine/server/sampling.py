@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -11,9 +10,9 @@ from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
 from engine.server.protocol import GenerationRequest
 from guided.constraint import KINDS
-from guided.errors import InvalidRequest, bounded
+from guided.errors import InvalidRequest
 
-_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "strict_schema", "max_tokens", "logprobs", "logit_bias"}
+_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "strict_schema", "max_tokens", "logprobs"}
 _SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
 """Fields that mean the same in a request and in `SamplingParams`."""
 
@@ -29,7 +28,7 @@ def sampling_params(
     """Build and check the parameters. A null field takes the model's default, else OpenAI's."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
-    if request.vllm_xargs and not context.has_logits_processors:
+    if request.vllm_xargs and not context.engine.engine.sampler.processors.classes:
         raise InvalidRequest(
             "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
             param="vllm_xargs",
@@ -43,25 +42,7 @@ def sampling_params(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,
         logprobs=logprobs,
-        logit_bias=_logit_bias(request.logit_bias),
         constraint=wanted.constraint,
         backend=wanted.backend,
         extra_args=request.vllm_xargs,
     )
-
-
-def wants_usage(request: GenerationRequest) -> bool:
-    """Whether a stream ends with a chunk that has the usage."""
-    return request.stream_options is not None and request.stream_options.include_usage
-
-
-def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
-    """Convert the keys, which are strings in JSON."""
-    if given is None:
-        return None
-    bias = {}
-    for key, value in given.items():
-        if not key.isascii() or not key.isdecimal() or len(key) > 9:
-            raise InvalidRequest(f"logit_bias: {bounded(key, 40)!r} is not a token id", param="logit_bias")
-        bias[int(key)] = value
-    return bias

@@ -1,18 +1,29 @@
-"""Function calls of a chat: which ones a request offers, and which its answer may have."""
+"""Function calls and thinking of a chat: which calls its answer may have, what is enforced on the whole output, and the
+parser that reads it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+from engine.server.constraints import RequestedConstraint
+from engine.server.context import ServerContext
+from engine.server.generation import OutputForm, locate
 from engine.server.protocol import ChatRequest, Tool
+from guided.backends import candidates
 from guided.constraint import Constraint
-from guided.errors import InvalidRequest, bounded
+from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.schema.pointer import escape
-from guided.tools.formats import Calls, Function, ToolFormat, as_format
+from guided.tools.formats import Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
+from guided.tools.parser import OutputParser
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_TAIL = 32
+"""Number of tokens at the end of a prompt that can show a thinking phase."""
+
+Thinking = Literal["open", "possible", "no"]
 
 
 def requested_calls(body: ChatRequest, tool_format: ToolFormat | None, constraint: Constraint | None) -> Calls | None:
@@ -84,11 +95,11 @@ def _choice(choice: Any, known: Sequence[str]) -> tuple[str, Collection[str]]:
 
 
 def _known(chosen: Sequence[Any], known: Sequence[str]) -> Collection[str]:
-    names, there = [], frozenset(known)
+    names = []
     for each in chosen:
         function = each.get("function", each) if isinstance(each, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or name not in there:
+        if not isinstance(name, str) or name not in known:
             shown = ", ".join(known[:10]) or "none"
             raise _invalid(f"there is no tool {bounded(name, 140)!r}; there are: {bounded(shown)}")
         names.append(name)
@@ -108,14 +119,81 @@ def _parameters(tool: Tool, param: str) -> dict[str, Any]:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
         raise InvalidRequest("the parameters of a function are an object: their schema has another type", param=param)
-    if "$ref" in schema:  # up to draft 7 it has no siblings
-        others = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
-        given = others.get("allOf", [])  # another value than a list is refused with the schema
-        schema = {**others, "allOf": [{"$ref": schema["$ref"]}, *given] if isinstance(given, list) else given}
     return {**schema, "type": "object"}
 
 
-def places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
+def output_form(
+    body: ChatRequest, context: ServerContext, wanted: RequestedConstraint, calls: Calls | None, prompt: list[int]
+) -> OutputForm:
+    """Combine the request's constraint, its calls and the model's thinking phase."""
+    reasoning = context.reasoning_format if body.reasoning != "constrained" else None
+    thinking = _thinking(reasoning, prompt, context)
+    if reasoning is not None and thinking == "no" and not reasoning.answer:
+        reasoning = None
+    if body.max_reasoning_tokens is not None and context.reasoning_format is None:
+        message = "the model's chat template has none of the known thinking phases: choose one with --reasoning-format"
+        raise InvalidRequest(message, param="max_reasoning_tokens")
+    if calls is None and reasoning is None:
+        return OutputForm(wanted.constraint)
+    parser = partial(OutputParser, reasoning, thinking=thinking == "open")
+    if calls is not None:
+        names = [function.name for function in calls.functions]
+        parser = partial(parser, tools=calls.format, names=names, anywhere=calls.anywhere(reasoning))
+    texts = f"{reasoning}{calls and calls.format}"
+    special = any(name in texts for name in context.vocabulary.special_names)
+    if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
+        return OutputForm(parser=parser, shows_special_tokens=special)
+    whole, found = _combined(body, context, wanted, calls, reasoning, thinking)
+    if calls is not None:
+        return OutputForm(whole, "tools", found, parser, special, calls.format.id_length)
+    kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
+    return OutputForm(whole, kind, found, parser, special)
+
+
+def _combined(
+    body: ChatRequest,
+    context: ServerContext,
+    wanted: RequestedConstraint,
+    calls: Calls | None,
+    reasoning: ReasoningFormat | None,
+    thinking: Thinking,
+) -> tuple[Constraint, dict[str, tuple[str, str]]]:
+    """Return the constraint on the whole output, and the request's fields that its parts come from (`Job.places`)."""
+    given = wanted.constraint
+    answer = calls.answer if calls is not None else None if given is None else as_format(given)
+    limit = body.max_reasoning_tokens
+    document = {"type": "structural_tag", "format": answer_format(calls or answer, reasoning, thinking, limit)}
+    owners: dict[int, tuple[str, str]] = {}
+    if calls is not None:
+        numbers = {tool.function.name: index for index, tool in enumerate(body.tools or ())}
+        for function in calls.functions:
+            owners[id(function.parameters)] = f"tools[{numbers[function.name]}].function.parameters", ""
+    if answer is not None and given is not None:
+        owners[id(answer.get("json_schema", answer))] = (
+            wanted.param or given.kind,
+            "/format" if given.kind == "structural_tag" else "",
+        )
+    found = dict(_places(document, owners))
+    candidates("structural_tag", wanted.backend)
+    try:
+        options: dict[str, Any] = {"whitespace": None if given is None else given.whitespace, "limits": context.limits}
+        return Constraint.structural_tag(document, strict_schema=body.strict_schema is True, **options), found
+    except InvalidConstraint as error:
+        locate(error, found)
+        raise
+
+
+def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: ServerContext) -> Thinking:
+    """Return whether the prompt ends within a thinking phase, or after one, or before one."""
+    if reasoning is None:
+        return "no"
+    tail = b"".join(map(context.texts.bytes_of, prompt[-_TAIL:])).decode("utf-8", "replace").rstrip()
+    if tail.endswith(reasoning.begin):
+        return "open"
+    return "no" if tail.endswith(reasoning.end) else "possible"
+
+
+def _places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield where `document` has the objects of `owners`: (JSON pointer, (field of the request, pointer in the field)).
 
     Args:
@@ -126,7 +204,7 @@ def places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> I
         yield at, owners[id(document)]
     elif isinstance(document, dict):
         for name, value in document.items():
-            yield from places(value, owners, f"{at}/{escape(name)}")
+            yield from _places(value, owners, f"{at}/{escape(name)}")
     elif isinstance(document, list):
         for index, value in enumerate(document):
-            yield from places(value, owners, f"{at}/{index}")
+            yield from _places(value, owners, f"{at}/{index}")

@@ -58,7 +58,3 @@ def test_a_replica_reserves_what_its_pool_takes(
 ) -> None:
     settings = placement_group(*read_arguments(given))
     assert settings == {f"placement_group_{name}": value for name, value in {"bundles": bundles, **others}.items()}
-
-
-def test_without_actors_nothing_is_reserved_for_them() -> None:
-    assert placement_group(*read_arguments({"pool": "inline"})) == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,7 +18,6 @@ from prometheus_client.samples import Sample
 from serving import sse, wait_until
 
 KEY = "secret"
-AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 ROOT = Path(__file__).parents[2]
 
 CLUSTER = """
@@ -82,41 +79,29 @@ def url(ray_cluster: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
     directory = tmp_path_factory.mktemp("serve")
     (directory / "serve.yaml").write_text(yaml.safe_dump(config))
     log = directory / "log"
-    with (
-        log.open("w") as output,
-        subprocess.Popen(
-            [
-                Path(sys.executable).with_name("serve"),
-                "run",
-                "--address",
-                ray_cluster[0],
-                str(directory / "serve.yaml"),
-            ],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            # A local Ray asks for a token; with an explicit address, clients send theirs only when told to.
-            env={**os.environ, "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        ) as process,
-    ):
+    command = [Path(sys.executable).with_name("serve"), "run", "--address", ray_cluster[0], directory / "serve.yaml"]
+    # A local Ray asks for a token; with an explicit address, clients send theirs only when told to.
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
 
-        def is_up() -> bool:
-            assert process.poll() is None, log.read_text()
-            assert "Traceback" not in log.read_text(), log.read_text()
-            try:
-                return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
-            except httpx.TransportError:
-                return False
-
+    def is_up() -> bool:
+        assert process.poll() is None, log.read_text()
+        assert "Traceback" not in log.read_text(), log.read_text()
         try:
-            wait_until(is_up, 150)
-            yield f"http://127.0.0.1:{port}"
+            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_until(is_up, 150)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
         finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            finally:
-                process.kill()
+            process.kill()
 
 
 def test_the_pool_is_in_the_cluster_that_serve_runs_on(url: str) -> None:
@@ -139,33 +124,15 @@ def test_a_replica_without_cpus_for_its_pool_waits(ray_cluster: tuple[str, str],
     assert """[{"CPU": 1.0}, {"CPU": 0.25}]""" in said
 
 
-def test_guided_answers(url: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-    pattern = "20[0-9]{2}-(0[1-9]|1[0-2])"
-    answer = client.completions.create(model="guided-default", prompt="A date: ", extra_body={"regex": pattern})
-    assert re.fullmatch(pattern, answer.choices[0].text)
-    with pytest.raises(openai.BadRequestError) as raised:
-        client.completions.create(model="guided-default", prompt="A date: ", extra_body={"regex": "("})
-    assert raised.value.param == "regex"
-
-
-def test_streams(url: str) -> None:
+def test_guided_streams_with_the_key_of_the_environment(url: str) -> None:
     body = {"messages": [{"role": "user", "content": "yes or no?"}], "choice": ["yes", "no"], "stream": True}
-    events = sse(httpx.post(f"{url}/v1/chat/completions", json=body, headers=AUTHORIZED, timeout=60).text)
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code == 401
+    authorized = {"authorization": f"Bearer {KEY}"}
+    events = sse(httpx.post(f"{url}/v1/chat/completions", json=body, headers=authorized, timeout=60).text)
     assert events[-1] == "[DONE]"
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
     assert text in ("yes", "no")
-    assert events[0]["guided"].items() >= {"kind": "choice", "backend": "llguidance"}.items()
-
-
-def test_the_api_key_of_the_environment_is_required(url: str) -> None:
-    body = {"prompt": "a", "max_tokens": 1}
-    for headers in ({}, {"authorization": "Bearer wrong"}):
-        assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 401
-    assert httpx.post(f"{url}/v1/completions", json=body, headers=AUTHORIZED, timeout=60).status_code == 200
-
-
-def test_hosts_are_checked_as_the_shipped_file_says(url: str) -> None:
     answer = httpx.get(f"{url}/version", headers={"host": "evil.example"}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
 

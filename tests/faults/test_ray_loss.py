@@ -31,7 +31,7 @@ async def until(true):
         await asyncio.sleep(0.1)
 
 async def main():
-    app = create_app(engine, ServerSettings(model_names=("m",)))
+    app = create_app(engine, ServerSettings(model_name="m"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t", timeout=240) as client:
         async def ask(**more):
             body = {"prompt": "a", "max_tokens": 60, "temperature": 0, **more}

@@ -20,77 +20,28 @@ from faulty_backend import ADAPTER, NAME, environment
 from hosting import WAIT, Hosted, events_in, hosted, read_to_the_end
 from serving import ServerProcess, serving, sse, wait_until
 
-from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel, load_model
-from engine.server import streaming
-from engine.server.errors import (
-    BodyTooComplex,
-    BodyTooLarge,
-    HeaderTooLarge,
-    HostNotAllowed,
-    InvalidJson,
-    MalformedRequest,
-    ModelNotFound,
-    QueueFull,
-    ReplicaDied,
-    RequestTimeout,
-    ShuttingDown,
-    TooManyConnections,
-    Unauthorized,
-)
 from guided.backends import BACKENDS
-from guided.errors import (
-    BackendError,
-    CompileQueueFull,
-    CompileTimeout,
-    ConstraintNotMet,
-    ConstraintTooLarge,
-    ContextLengthExceeded,
-    DeadEnd,
-    GuidedError,
-    InternalError,
-    InvalidConstraint,
-    InvalidRequest,
-    MaskTimeout,
-    PoolUnavailable,
-    PostProcessorFailed,
-    TokenRejected,
-    UnsupportedConstraint,
-    WorkerDied,
-)
+from guided.errors import GuidedError, errors_by_code
 
-ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
-    # status, code, whether the same request would probably succeed
-    InvalidRequest: (400, "invalid_request", False),
-    ContextLengthExceeded: (400, "context_length_exceeded", False),
-    InvalidConstraint: (400, "invalid_constraint", False),
-    ConstraintTooLarge: (400, "constraint_too_large", False),
-    UnsupportedConstraint: (400, "unsupported_constraint", False),
-    CompileTimeout: (400, "constraint_compile_timeout", False),
-    InternalError: (500, "internal_error", False),
-    BackendError: (500, "backend_error", False),
-    DeadEnd: (500, "dead_end", False),
-    TokenRejected: (500, "token_rejected", False),
-    ConstraintNotMet: (500, "constraint_not_met", True),
-    MaskTimeout: (500, "mask_timeout", False),
-    WorkerDied: (500, "worker_died", True),
-    PostProcessorFailed: (500, "post_processor_failed", False),
-    PoolUnavailable: (503, "pool_unavailable", True),
-    CompileQueueFull: (429, "compile_queue_full", True),
-    Unauthorized: (401, "invalid_api_key", False),
-    ModelNotFound: (404, "model_not_found", False),
-    BodyTooLarge: (413, "body_too_large", False),
-    BodyTooComplex: (400, "body_too_complex", False),
-    InvalidJson: (400, "invalid_json", False),
-    HeaderTooLarge: (431, "header_too_large", False),
-    HostNotAllowed: (400, "host_not_allowed", False),
-    MalformedRequest: (400, "malformed_request", False),
-    RequestTimeout: (408, "request_timeout", True),
-    TooManyConnections: (503, "too_many_connections", True),
-    QueueFull: (503, "queue_full", True),
-    LogitsProcessorFailed: (500, "logits_processor_failed", False),
-    ShuttingDown: (503, "shutting_down", True),
-    ReplicaDied: (503, "replica_died", True),
+STATUSES = {
+    400: """invalid_request context_length_exceeded invalid_constraint constraint_too_large unsupported_constraint
+        constraint_compile_timeout body_too_complex invalid_json host_not_allowed""",
+    401: "invalid_api_key",
+    404: "model_not_found",
+    408: "request_timeout",
+    429: "compile_queue_full",
+    431: "header_too_large",
+    500: """internal_error backend_error dead_end token_rejected constraint_not_met mask_timeout worker_died
+        post_processor_failed logits_processor_failed""",
+    503: "pool_unavailable too_many_connections queue_full shutting_down replica_died",
+}
+ERRORS = {code: status for status, codes in STATUSES.items() for code in codes.split()}
+"""The statuses that docs/http-reference.md lists."""
+RETRYABLE = {
+    "constraint_not_met",
+    "worker_died",
+    *(code for code, status in ERRORS.items() if status in (408, 429, 503)),
 }
 ROW_FAULTS = {
     "raise@fill:3": "backend_error",
@@ -100,10 +51,6 @@ ROW_FAULTS = {
     "reject@accept:3": "token_rejected",
 }
 LONG = "[a-z]{300}"
-
-
-def every_class(root: type[GuidedError]) -> set[type[GuidedError]]:
-    return {root}.union(*(every_class(child) for child in root.__subclasses__()))
 
 
 @pytest.fixture(scope="module")
@@ -136,36 +83,33 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 class TestEveryError:
     def test_every_class_is_in_the_table(self) -> None:
-        ours = {kind for kind in every_class(GuidedError) if kind.__module__.startswith(("guided", "engine"))}
-        assert ours - {GuidedError} == set(ERRORS)
+        assert errors_by_code(GuidedError).keys() - {"guided_error"} == ERRORS.keys()
 
-    @pytest.mark.parametrize("stream", [False, True])
-    @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+    @pytest.mark.parametrize("code", ERRORS)
     def test_before_the_first_token_it_is_a_status(
-        self, server: Hosted, kind: type[GuidedError], stream: bool, monkeypatch: pytest.MonkeyPatch
+        self, server: Hosted, code: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         failed: Future[Any] = Future()
-        failed.set_exception(kind("told to"))
+        failed.set_exception(errors_by_code(GuidedError)[code]("told to"))
         monkeypatch.setattr(server.pool, "compile", lambda constraint, backends: failed)
-        status, code, retry = ERRORS[kind]
-        fault = "load" if kind in (QueueFull, CompileQueueFull) else "request" if status < 500 else "server"
-        counted = server.metric("guided_request_failures_total", code=code, fault=fault)
-        not_compiled = server.metric("guided_grammar_failures_total", code=code, kind="regex")
-        answer = server.post(regex="a", stream=stream)
-        assert answer.status_code == status
-        assert error_of(answer)["code"] == code
-        types = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-        assert error_of(answer)["type"] == types.get(status, "invalid_request_error")
-        assert answer.headers["x-should-retry"] == ("true" if retry else "false")
-        assert ("retry-after" in answer.headers) == (status in (429, 503))
-        assert answer.headers["x-request-id"]
-        assert server.metric("guided_request_failures_total", code=code, fault=fault) == counted + 1
-        assert server.metric("guided_grammar_failures_total", code=code, kind="regex") == not_compiled + 1
+        status = ERRORS[code]
+        fault = "load" if "queue_full" in code else "request" if status < 500 else "server"
+        counters: list[tuple[str, dict[str, str]]] = [
+            ("guided_request_failures_total", {"code": code, "fault": fault}),
+            ("guided_grammar_failures_total", {"code": code, "kind": "regex"}),
+        ]
+        before = [server.metric(name, **labels) for name, labels in counters]
+        for answer in (server.post(regex="a"), server.post(regex="a", stream=True)):
+            assert (answer.status_code, error_of(answer)["code"]) == (status, code)
+            types = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+            assert error_of(answer)["type"] == types.get(status, "invalid_request_error")
+            assert answer.headers["x-should-retry"] == ("true" if code in RETRYABLE else "false")
+            assert ("retry-after" in answer.headers) == (status in (429, 503))
+            assert answer.headers["x-request-id"]
+        assert [server.metric(name, **labels) for name, labels in counters] == [count + 2 for count in before]
 
-    @pytest.mark.parametrize("kind", [BackendError, DeadEnd, TokenRejected, MaskTimeout, WorkerDied, PoolUnavailable])
-    def test_after_it_an_event_and_the_end(
-        self, server: Hosted, kind: type[GuidedError], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.parametrize("code", ["dead_end", "worker_died"])
+    def test_after_it_an_event_and_the_end(self, server: Hosted, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         reported, before = threading.Event(), server.metric("guided_generation_tokens_total")
 
         def failures() -> dict[int, GuidedError]:
@@ -173,14 +117,13 @@ class TestEveryError:
             if reported.is_set() or not open_now or server.metric("guided_generation_tokens_total") == before:
                 return {}
             reported.set()
-            return {open_now[0]: kind("told to")}
+            return {open_now[0]: errors_by_code(GuidedError)[code]("told to")}
 
         monkeypatch.setattr(server.pool, "failures", failures)
         answer = server.post(regex=LONG, max_tokens=None, stream=True)
         assert answer.status_code == 200
         *_, last = sse(answer.text)
-        assert last["error"]["code"] == ERRORS[kind][1]
-        assert last["error"]["message"] == "told to"
+        assert (last["error"]["code"], last["error"]["message"]) == (code, "told to")
         server.wait_empty()
 
 
@@ -211,35 +154,30 @@ class TestRows:
             assert f"backend {NAME}" in line
             assert "constraint regex" in line
 
-    def test_one_of_n_ends_all_n(self, server: Hosted) -> None:
-        def second_fails(sequence: int, position: int) -> bool:
-            return position == 5 and sequence == server.pool.opened[-2]
-
+    @pytest.mark.parametrize(
+        "body", [{"n": 3}, {"prompt": ["a", "b", "c"]}, {"prompt": ["a", "b", "c"], "stream": True}]
+    )
+    def test_one_of_several_outputs_ends_all(self, server: Hosted, body: dict[str, Any]) -> None:
         server.pool.opened.clear()
-        server.pool.fails = second_fails
-        answer = server.post(regex=LONG, n=3, max_tokens=None)
-        assert (answer.status_code, error_of(answer)["code"]) == (500, "backend_error")
+        server.pool.fails = lambda sequence, position: position == 5 and sequence == server.pool.opened[1]
+        answer = server.post(regex=LONG, max_tokens=None, **body)
+        error = sse(answer.text)[-1]["error"] if body.get("stream") else error_of(answer)
+        assert error["code"] == "backend_error"
         server.wait_empty()
-        assert len(server.pool.opened) == 3
-
-    def test_one_of_several_prompts_ends_the_request(self, server: Hosted) -> None:
-        server.pool.opened.clear()
-        server.pool.fails = lambda sequence, position: position == 5 and sequence == server.pool.opened[0]
-        body: dict[str, Any] = {"regex": LONG, "prompt": ["a", "b"], "max_tokens": None}
-        answer = server.post(**body)
-        assert (answer.status_code, error_of(answer)["code"]) == (500, "backend_error")
-        server.wait_empty()
-        server.pool.opened.clear()
-        *_, last = sse(server.post(**body, stream=True).text)
-        assert last["error"]["code"] == "backend_error"
 
 
 class TestClientsThatGo:
     """Whenever a client disconnects, nothing of its request remains and other requests are not affected."""
 
+    @pytest.fixture(autouse=True)
+    def counted(self, server: Hosted) -> Iterator[None]:
+        gone = server.metric("guided_request_aborts_total", reason="disconnected")
+        yield
+        wait_until(lambda: server.metric("guided_request_aborts_total", reason="disconnected") > gone)
+        assert server.post(max_tokens=3).status_code == 200
+
     @pytest.mark.parametrize("stream", [False, True])
     def test_while_its_grammar_is_compiled(self, server: Hosted, stream: bool) -> None:
-        gone = server.metric("guided_request_aborts_total", reason="disconnected")
         server.pool.opened.clear()
         server.pool.hold_compiles = True
         released = server.pool.released
@@ -247,21 +185,17 @@ class TestClientsThatGo:
         wait_until(lambda: server.engine.health().num_waiting_for_grammar == 1)
         client.close()
         server.wait_empty()
-        assert server.metric("guided_request_aborts_total", reason="disconnected") == gone + 1
         server.pool.finish_compiles()
         server.pool.hold_compiles = False
-        assert server.post(regex="[a-f]{30}", max_tokens=None).status_code == 200
-        wait_until(lambda: server.pool.released == released + 2)
-        assert len(server.pool.opened) == 1, "the request of the disconnected client was never opened"
+        wait_until(lambda: server.pool.released == released + 1)
+        assert not server.pool.opened, "the request of the disconnected client was never opened"
 
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_while_it_waits_in_the_queue(self, server: Hosted, stream: bool) -> None:
-        server.pool.delay = lambda sequence, position: (
-            10**9
-        )  # no mask is ever ready: the sequences are late and keep their slots
-        first = server.connect(regex=LONG, n=8, stream=stream)
+    def test_while_it_waits_in_the_queue(self, server: Hosted) -> None:
+        # No mask is ever ready: the sequences are late and keep their slots.
+        server.pool.delay = lambda sequence, position: 10**9
+        first = server.connect(regex=LONG, n=8)
         wait_until(lambda: server.engine.health().stats.late == 8)
-        waiting = server.connect(max_tokens=5, stream=stream)
+        waiting = server.connect(max_tokens=5)
         wait_until(lambda: server.engine.health().num_waiting == 1)
         waiting.close()
         wait_until(lambda: server.engine.health().num_waiting == 0)
@@ -272,19 +206,10 @@ class TestClientsThatGo:
     @pytest.mark.parametrize("position", [0, 4])
     def test_before_and_after_its_first_token(self, server: Hosted, position: int, stream: bool) -> None:
         server.pool.delay = lambda sequence, at: 10**9 if at == position else 0
-        gone = server.metric("guided_request_aborts_total", reason="disconnected")
         client = server.connect(regex=LONG, n=2, stream=stream)
         wait_until(lambda: server.engine.health().stats.late == 2)
-        client.close()
-        server.wait_empty()
-        assert server.metric("guided_request_aborts_total", reason="disconnected") == gone + 1
-        assert server.post(max_tokens=3).status_code == 200
-
-    def test_a_client_that_resets_its_connection(self, server: Hosted) -> None:
-        server.pool.delay = lambda sequence, at: 10**9 if at == 4 else 0
-        client = server.connect(regex=LONG, stream=True)
-        wait_until(lambda: server.engine.health().stats.late == 1)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        if stream:  # the connection is reset, not closed
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()
         server.wait_empty()
 
@@ -292,22 +217,16 @@ class TestClientsThatGo:
 class TestClientsThatDontRead:
     """The output is larger than all buffers, and the client reads none of it."""
 
-    MUCH: dict[str, Any] = {  # noqa: RUF012
-        "regex": "[a-z]{400}",
-        "max_tokens": None,
-        "n": 4,
-        "logprobs": 20,
-        "stream": True,
-        "temperature": 0,
-    }
+    MUCH = {"regex": "[a-z]{400}", "max_tokens": None, "logprobs": 20, "stream": True, "temperature": 0}  # noqa: RUF012
 
-    def test_delay_no_other_request_and_get_all_tokens(self, server: Hosted) -> None:
-        whole = server.post(**{**self.MUCH, "stream": False}).json()
-        client = server.connect(receive_buffer=4096, **self.MUCH)
+    @pytest.mark.parametrize("several", [{"n": 4}, {"n": 2, "prompt": ["a", "b"]}], ids=["n", "prompts"])
+    def test_delay_no_other_request_and_get_all_tokens(self, server: Hosted, several: dict[str, Any]) -> None:
+        body = {**self.MUCH, **several}
+        whole = server.post(**{**body, "stream": False}).json()
+        client = server.connect(receive_buffer=4096, **body)
         # The engine runs it to its end, and all other requests too.
-        wait_until(lambda: server.context.in_flight == self.MUCH["n"] and not server.engine.engine.groups, WAIT)
+        wait_until(lambda: server.context.in_flight == 4 and not server.engine.engine.groups, WAIT)
         assert server.post(regex="[0-9]{20}", max_tokens=None).status_code == 200
-        wait_until(lambda: server.context.in_flight == self.MUCH["n"])
         *events, done = events_in(read_to_the_end(client))
         client.close()
         assert done == "[DONE]"
@@ -318,37 +237,17 @@ class TestClientsThatDontRead:
         assert texts == [choice["text"] for choice in whole["choices"]]
         assert len(events) < 4 * 400, "the missed output arrived in one chunk"
 
-    def test_are_given_up_after_a_while(
-        self, model: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(streaming, "STALL_SECONDS", 2.0)
-        with hosted(model) as server, caplog.at_level(logging.WARNING, "guided.server"):
-            client = server.connect(receive_buffer=4096, **self.MUCH)
-            wait_until(lambda: server.metric("guided_request_aborts_total", reason="stalled") == 1, WAIT)
+    def test_are_given_up_after_a_while(self, model: LoadedModel) -> None:
+        """The kernel ends the connection, with unread data."""
+        with hosted(model, unread_seconds=2.0) as server:
+            client = server.connect(receive_buffer=4096, n=4, **self.MUCH)
+            wait_until(lambda: server.metric("guided_request_aborts_total", reason="disconnected") == 1, WAIT)
             server.wait_empty()
-            assert server.post(max_tokens=3).status_code == 200
-            assert any("took nothing for 2 s" in record.getMessage() for record in caplog.records)
-            # The kernel gives up too: the connection ends with unread data.
             here = client.getsockname()
             wait_until(lambda: all(each.raddr != here for each in psutil.Process().net_connections("tcp")), WAIT)
             rest = read_to_the_end(client)
             client.close()
         assert "[DONE]" not in rest
-
-    def test_several_prompts_are_one_snapshot_each(self, server: Hosted) -> None:
-        body = {**self.MUCH, "prompt": ["a", "b"], "n": 2}
-        whole = server.post(**{**body, "stream": False}).json()
-        client = server.connect(receive_buffer=4096, **body)
-        wait_until(lambda: server.context.in_flight == 4 and not server.engine.engine.groups, WAIT)
-        *events, done = events_in(read_to_the_end(client))
-        client.close()
-        assert done == "[DONE]"
-        texts = [""] * 4
-        for event in events:
-            [choice] = json.loads(event)["choices"]
-            texts[choice["index"]] += choice["text"]
-        assert texts == [choice["text"] for choice in whole["choices"]]
-        assert len(events) < 4 * 400
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def client_with(tiny_engine: AsyncLLM) -> Iterator[Callable[..., TestClient]]:
     with contextlib.ExitStack() as stack:
 
         def make(**settings: Any) -> TestClient:
-            app = create_app(tiny_engine, ServerSettings(model_names=("tiny", "also-tiny"), **settings))
+            app = create_app(tiny_engine, ServerSettings(model_name="tiny", **settings))
             return stack.enter_context(TestClient(app, raise_server_exceptions=False))
 
         yield make

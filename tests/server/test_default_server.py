@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -26,101 +26,39 @@ SCHEMA: dict[str, Any] = {
 }
 DATE = "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 COLORS = ["red", "green", "blue"]
-GRAMMAR = 'root ::= "the answer is " ("yes" | "no") "."'
-CONSTRAINTS: dict[str, Any] = {
-    "json_schema": SCHEMA,
-    "json_object": True,
-    "regex": DATE,
-    "choice": COLORS,
-    "grammar": GRAMMAR,
-    "structural_tag": {
-        "type": "structural_tag",
-        "format": {
-            "type": "tag",
-            "begin": "<color>",
-            "content": {"type": "choice", "choice": COLORS},
-            "end": "</color>",
-        },
-    },
+TAG = {"type": "tag", "begin": "<color>", "content": {"type": "choice", "choice": COLORS}, "end": "</color>"}
+CONSTRAINTS: dict[str, tuple[Any, Callable[[str], bool]]] = {
+    "json_schema": (SCHEMA, lambda text: jsonschema.validate(json.loads(text), SCHEMA) is None),
+    "json_object": (True, lambda text: isinstance(json.loads(text), dict)),
+    "regex": (DATE, lambda text: re.fullmatch(DATE, text) is not None),
+    "choice": (COLORS, lambda text: text in COLORS),
+    "grammar": ('root ::= "it is " ("yes" | "no") "."', lambda text: text in ("it is yes.", "it is no.")),
+    "structural_tag": (
+        {"type": "structural_tag", "format": TAG},
+        lambda text: text in [f"<color>{color}</color>" for color in COLORS],
+    ),
 }
-PROMPTS = {
-    "json_schema": "Extract name, age and city as JSON. {who} is {age} years old and lives in {city}.",
-    "json_object": "Describe as JSON: {who} is {age} years old and lives in {city}.",
-    "regex": "When was {who} born? Answer with a date.",
-    "choice": "Which color does {who} like?",
-    "grammar": "Does {who} live in {city}?",
-    "structural_tag": "Which color does {who} like?",
-    None: "{who} is {age} years old and lives in {city}. Who is it?",
-}
-PEOPLE = [
-    ("Maria Keller", 34, "Lisbon"),
-    ("Jonas Berg", 51, "Oslo"),
-    ("Aiko Tanaka", 27, "Kyoto"),
-    ("Ada Reed", 8, "York"),
-]
-
-
-@dataclass
-class Asked:
-    """One request of the mix, and what came back."""
-
-    kind: str | None
-    backend: str | None
-    body: dict[str, Any]
-    status: int = 0
-    text: str = ""
-    finish_reason: str | None = None
-    error: dict[str, Any] | None = None
-    used: str | None = None
-
-
-def ask_for(kind: str | None, backend: str | None, number: int, **fields: Any) -> Asked:
-    who, age, city = PEOPLE[number % len(PEOPLE)]
-    text = PROMPTS[kind].format(who=who, age=age + number, city=city)
-    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
-    if kind is not None:
-        body |= {kind: CONSTRAINTS[kind], "backend": backend}
-    return Asked(kind, backend, body)
-
-
-def answered(server: ServerProcess, asked: Asked) -> Asked:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked.body, timeout=240)
-    asked.status = answer.status_code
-    if answer.status_code == 200:
-        [choice] = answer.json()["choices"]
-        asked.text, asked.finish_reason = choice["message"]["content"], choice["finish_reason"]
-        asked.used = (answer.json()["guided"] or {}).get("backend")
-    else:
-        asked.error = answer.json()["error"]
-    return asked
-
-
-def all_answered(server: ServerProcess, requests: list[Asked], at_a_time: int) -> list[Asked]:
-    with ThreadPoolExecutor(at_a_time) as pool:
-        return list(pool.map(lambda asked: answered(server, asked), requests))
+"""By kind: a constraint, and whether a text satisfies it."""
+TASKS = {"json_schema": "Extract name, age and city as JSON. ", "json_object": "Describe as JSON: "}
+KEY = {"authorization": "Bearer two"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with serving("--num-actors", "2") as running:
+    with serving("--num-actors", "2", GUIDED_API_KEY="one,two") as running:
         yield running
 
 
-def satisfies(kind: str, text: str) -> bool:
-    match kind:
-        case "json_schema":
-            jsonschema.validate(json.loads(text), SCHEMA)
-            return True
-        case "json_object":
-            return isinstance(json.loads(text), dict)
-        case "regex":
-            return re.fullmatch(DATE, text) is not None
-        case "choice":
-            return text in COLORS
-        case "structural_tag":
-            return text in [f"<color>{color}</color>" for color in COLORS]
-        case _:
-            return text in ("the answer is yes.", "the answer is no.")
+def ask(server: ServerProcess, kind: str | None, backend: str | None, number: int) -> tuple[str, str, str | None]:
+    """Return the text, the reason of its end, and the backend that was used."""
+    text = f"{TASKS.get(kind or '', '')}Maria Keller is {30 + number} years old and lives in Lisbon."
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 48}
+    if kind is not None:
+        body |= {kind: CONSTRAINTS[kind][0], "backend": backend, "max_tokens": 400}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=KEY, timeout=240)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    return choice["message"]["content"], choice["finish_reason"], (answer.json()["guided"] or {}).get("backend")
 
 
 def test_64_mixed_requests_32_at_a_time(server: ServerProcess) -> None:
@@ -128,30 +66,34 @@ def test_64_mixed_requests_32_at_a_time(server: ServerProcess) -> None:
     assert {kind for kind, _ in able} == set(KINDS)
     able.remove(("json_object", "outlines"))  # compiles for 2 s on a quiet machine: over its limit beside all others
     able.remove(("grammar", "llguidance"))  # it reads Lark only, and this is GBNF
-    mix: list[Asked] = []
-    for number in range(64):
-        if number % 4 == 3:
-            mix.append(ask_for(None, None, number, max_tokens=48))
-        else:
-            mix.append(ask_for(*able[(number - number // 4) % len(able)], number, max_tokens=400))
-    mixed = all_answered(server, mix, 32)
-    assert [asked.error for asked in mixed if asked.status != 200] == []
+    guided = [(*able[number % len(able)], number) for number in range(48)]
+    plain = [(None, None, number) for number in range(16)]
+    with ThreadPoolExecutor(32) as threads:
 
-    guided = [asked for asked in mixed if asked.kind is not None]
-    assert {asked.used for asked in guided} == set(BACKENDS)
-    assert all(asked.used == asked.backend for asked in guided)
-    stopped = [asked for asked in guided if asked.finish_reason == "stop"]
-    assert len(stopped) >= 0.9 * len(guided), [(a.kind, a.backend, a.text) for a in guided if a not in stopped]
-    for asked in stopped:
-        assert asked.kind is not None
-        assert satisfies(asked.kind, asked.text), asked
-    for asked in guided:
-        if asked.finish_reason != "stop":
-            assert asked.finish_reason == "length"
+        def all_answered(asked: list[Any]) -> list[tuple[str, str, str | None]]:
+            return list(threads.map(lambda each: ask(server, *each), asked))
 
-    plain = [asked for asked in mixed if asked.kind is None]
-    alone = all_answered(server, [Asked(None, None, asked.body) for asked in plain], 32)
-    assert [asked.text for asked in alone] == [asked.text for asked in plain]
+        mixed = all_answered([*guided, *plain])
+        assert mixed[48:] == all_answered(plain), "constrained requests change no other"
+    assert [backend for _, _, backend in mixed[:48]] == [backend for _, backend, _ in guided]
+    assert {reason for _, reason, _ in mixed[:48]} <= {"stop", "length"}
+    stopped = [(kind, text) for (kind, _, _), (text, reason, _) in zip(guided, mixed, strict=False) if reason == "stop"]
+    assert len(stopped) >= 0.9 * len(guided), mixed
+    for kind, text in stopped:
+        assert CONSTRAINTS[kind][1](text), (kind, text)
+
+
+def test_the_api_key_is_in_no_child_and_hosts_are_checked(server: ServerProcess) -> None:
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 401
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(children) > 3
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            assert "GUIDED_API_KEY" not in child.environ(), child.cmdline()
+    port = server.url.rpartition(":")[2]
+    assert httpx.get(f"http://localhost:{port}/version").status_code == 200
+    rebound = httpx.get(f"{server.url}/version", headers={"host": f"evil.example:{port}"})
+    assert (rebound.status_code, rebound.json()["error"]["code"]) == (400, "host_not_allowed")
 
 
 def test_sigterm_leaves_no_process(server: ServerProcess) -> None:

@@ -22,7 +22,7 @@ def with_processors(tiny_llama_dir: Path) -> Iterator[TestClient]:
     engine = AsyncLLM(
         str(tiny_llama_dir), "inline", EngineConfig(max_num_seqs=8), dtype="float32", logits_processors=PROCESSORS
     )
-    with TestClient(create_app(engine, ServerSettings(model_names=("tiny",))), raise_server_exceptions=False) as client:
+    with TestClient(create_app(engine, ServerSettings(model_name="tiny")), raise_server_exceptions=False) as client:
         yield client
     engine.shutdown()
 

@@ -60,27 +60,10 @@ def test_a_stream_reports_the_same(client: TestClient) -> None:
     assert "masks" not in chunks[0]["guided"]
 
 
-def test_nothing_is_reported_unless_it_is_asked_for(client: TestClient) -> None:
-    body = ask(client, json_schema=SCHEMA)
-    assert "masks" not in body["choices"][0]
-    assert "masks" not in body["guided"]
-
-
 def test_without_a_constraint_there_is_no_number(client: TestClient) -> None:
+    assert "masks" not in ask(client)["choices"][0]
     [choice] = ask(client, mask_details=True, max_tokens=4)["choices"]
     assert choice["masks"]["allowed"] == [None] * len(choice["masks"]["tokens"])
-
-
-def test_several_choices_have_their_own(client: TestClient) -> None:
-    body = ask(client, regex="[a-c]{4}", mask_details=True, n=2, temperature=1)
-    for choice in body["choices"]:
-        assert "".join(choice["masks"]["tokens"]).startswith(choice["message"]["content"])
-
-
-def test_beams_have_none(client: TestClient) -> None:
-    answer = client.post("/v1/chat/completions", json={**HELLO, "mask_details": True, "use_beam_search": True})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "mask_details"
 
 
 def test_an_echoed_prompt_has_no_masks(client: TestClient) -> None:
@@ -112,37 +95,20 @@ class TestMaskedLogprobs:
         for allowed, logprob in zip(masks["allowed"], logprobs, strict=True):
             assert (allowed == 1) == math.isclose(logprob, 0, abs_tol=1e-6)
 
-    def test_another_mode(self, client: TestClient) -> None:
-        answer = client.post("/v1/chat/completions", json={**HELLO, "logprobs_mode": "processed"})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "logprobs_mode"
-
 
 @pytest.mark.parametrize(
-    ("fields", "stop"),
+    ("fields", "harmless", "cutting"),
     [
-        ({"choice": ["yes", "no"]}, "maybe"),
-        ({"json_schema": SCHEMA}, ["\nObservation:", "\n\nHuman"]),
-        ({"json_object": True}, 'x"\nhuman'),
+        ({"choice": ["yes", "no"]}, "maybe", ["maybe", "e"]),
+        ({"json_schema": SCHEMA}, ["\nObservation:", "\n\nHuman"], '\n  "Observation'),
+        ({"json_object": True}, 'x"\nhuman', "}\n"),
+        ({"regex": "a+"}, None, "b"),
     ],
 )
-def test_a_stop_string_that_cannot_occur_is_accepted(client: TestClient, fields: dict[str, Any], stop: Any) -> None:
-    assert ask(client, **fields, stop=stop)["choices"] == ask(client, **fields)["choices"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "stop"),
-    [
-        ({"choice": ["yes", "no"]}, ["maybe", "e"]),
-        ({"json_schema": SCHEMA}, "\n"),
-        ({"json_schema": SCHEMA}, '\n  "Observation'),
-        ({"json_object": True}, "Observation"),
-        ({"json_object": True}, "}\n"),
-        ({"regex": "a+"}, "b"),
-    ],
-)
-def test_a_stop_string_that_could_occur_is_refused(client: TestClient, fields: dict[str, Any], stop: Any) -> None:
-    answer = client.post("/v1/chat/completions", json={**HELLO, **fields, "stop": stop})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "stop"
+def test_stop_strings_that_could_cut_are_refused(
+    client: TestClient, fields: dict[str, Any], harmless: Any, cutting: Any
+) -> None:
+    assert ask(client, **fields, stop=harmless)["choices"] == ask(client, **fields)["choices"]
+    answer = client.post("/v1/chat/completions", json={**HELLO, **fields, "stop": cutting})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop")
     assert "could cut" in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""The command line, the Ray Serve application and `LLM` take the same options, with the same default values."""
+"""The command line and the Ray Serve application take the same options, with the same default values."""
 
 from __future__ import annotations
 
@@ -10,22 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from deploy.arguments import RESOURCES, Arguments
-from engine import LLM, AsyncLLM
-from engine.config import EngineConfig, LoadOptions
+from engine.config import EngineConfig
 from engine.server.commands.serve import serve
 from engine.server.options import OPTIONS, ServeOptions, ServerSettings, take_api_key
-from guided.limits import CompileLimits, Limits
 from guided.pools.options import RayPoolOptions
-
-
-def test_the_typed_configuration_is_made_of_what_llm_takes() -> None:
-    options = ServeOptions()
-    assert options.engine == EngineConfig()
-    assert options.ray == RayPoolOptions()
-    assert (options.engine.limits, options.ray.compile_limits) == (Limits(), CompileLimits())
-    assert (options.load, options.server) == (LoadOptions(), ServerSettings())
-    for kind in (LLM, AsyncLLM):
-        assert {"config", "pool_options", "options", "pool"} < inspect.signature(kind).parameters.keys()
 
 
 def test_the_command_line_has_every_option_with_its_default() -> None:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
-from engine.server.prompts import TextLimit, encode_chat, text_prompts
+from engine.server.prompts import TextLimit, encode_chat
 from engine.server.protocol import Message
-from guided.errors import ContextLengthExceeded
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
@@ -31,29 +30,10 @@ def test_special_tokens_are_the_templates_alone(tiny_tokenizer: PreTrainedTokeni
     assert tiny_tokenizer.decode(ids) == f"<|user|>{content}<|end|><|assistant|>"
 
 
-def test_prompts_after_one_that_is_too_long_are_not_looked_at(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = ["the", "the quick brown fox", "\ud800 is not valid Unicode"]
-    with pytest.raises(ContextLengthExceeded, match=r"^prompt\[1\]: .*context length is 2 tokens"):
-        text_prompts(tiny_tokenizer, prompts, add_special_tokens=False, limit=TextLimit(2, 20))
-
-
 def test_other_messages_are_tokenised_as_ever(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     ids = tokens_of(tiny_tokenizer, "the quick", "<fox> | 狐狸")
     text = "<|user|>the quick<|end|><|user|><fox> | 狐狸<|end|><|assistant|>"
     assert ids == tiny_tokenizer.encode(text, add_special_tokens=False)
-
-
-def test_a_template_may_say_a_message_twice(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    template = tiny_tokenizer.chat_template
-    try:
-        tiny_tokenizer.chat_template = (
-            "{{ messages[1].content }}{{ messages[0].content }}{{ messages[1].content }}<|end|>"
-        )
-        ids = tokens_of(tiny_tokenizer, "one<|end|>", "two<|user|>")
-    finally:
-        tiny_tokenizer.chat_template = template
-    assert tiny_tokenizer.decode(ids) == "two<|user|>one<|end|>two<|user|><|end|>"
-    assert sum(token in tiny_tokenizer.all_special_ids for token in ids) == 1
 
 
 @pytest.mark.parametrize("add", [None, True, False])

@@ -6,14 +6,16 @@ import re
 import shlex
 import signal
 import subprocess
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Annotated, Any
 
 import httpx
 import openai
 import psutil
 import pytest
 from pydantic import BaseModel, Field
-from serving import ServerProcess, serving, wait_until
+from serving import ServerProcess, serving
 
 from engine.default_model import checkpoint_path
 from engine.llm import LLM
@@ -56,23 +58,6 @@ class TestOpenAIClient:
         assert {"chunk", "content.delta", "content.done"} <= kinds
         assert isinstance(answer.choices[0].message.parsed, Person)
 
-    def test_streaming(self, client: openai.OpenAI) -> None:
-        whole = client.chat.completions.create(model=MODEL, messages=user(ABOUT), temperature=0, max_tokens=30)
-        chunks = list(
-            client.chat.completions.create(
-                model=MODEL,
-                messages=user(ABOUT),
-                temperature=0,
-                max_tokens=30,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-        )
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-        assert text == whole.choices[0].message.content
-        assert chunks[-1].choices == []
-        assert chunks[-1].usage == whole.usage
-
     def test_regex_and_choice_through_extra_body(self, client: openai.OpenAI) -> None:
         pattern = "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
         dated = client.completions.create(model=MODEL, prompt="A date: ", extra_body={"regex": pattern})
@@ -93,28 +78,6 @@ class TestOpenAIClient:
         assert "strng" in str(raised.value)
 
 
-class TestDisconnect:
-    LONG: ClassVar[dict[str, Any]] = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
-
-    def test_of_a_stream_aborts_it(self, inline_server: ServerProcess) -> None:
-        before = inline_server.metric("guided_engine_steps_total")
-        with httpx.stream("POST", f"{inline_server.url}/v1/completions", json={**self.LONG, "stream": True}) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            assert inline_server.metric("guided_num_requests_running") == 1
-        self._ends(inline_server, before)
-
-    def test_of_an_answer_aborts_it(self, inline_server: ServerProcess) -> None:
-        before = inline_server.metric("guided_engine_steps_total")
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{inline_server.url}/v1/completions", json=self.LONG, timeout=0.3)
-        self._ends(inline_server, before)
-
-    def _ends(self, server: ServerProcess, steps_before: float) -> None:
-        wait_until(lambda: server.metric("guided_num_requests_running") == 0)
-        assert server.metric("guided_engine_steps_total") - steps_before < 1800  # one a token
-
-
 def run_curl(command: str) -> str:
     assert shlex.split(command)[0] == "curl"
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
@@ -125,7 +88,7 @@ def test_greeting_holds_lines_that_work(inline_server: ServerProcess) -> None:
     """What it prints when it is up can be pasted into a shell."""
     greeting = "".join(inline_server.log)
     commands = re.findall(r"^  (curl .*\\\n.*)$", greeting, re.MULTILINE)
-    assert len(commands) == 2
+    assert len(commands) == 1
     for command in commands:
         assert '"finish_reason":"stop"' in run_curl(command)
     assert f"{inline_server.url}/docs" in greeting
@@ -154,26 +117,18 @@ def test_a_model_split_over_two_processes_answers_as_in_one() -> None:
         assert Person.model_validate_json(expected[0].text)
 
 
-def test_sigterm_lets_answers_end_and_leaves_nothing() -> None:
-    with serving("--pool", "inline", "--grace-seconds", "30") as server:
-        body = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+def test_sigterm_lets_answers_end_while_the_grace_lasts() -> None:
+    def stream(stack: ExitStack, tokens: int) -> Iterator[str]:
+        body = {"prompt": "a", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        answer = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60)
+        lines = stack.enter_context(answer).iter_lines()
+        next(lines)
+        return lines
+
+    with serving("--pool", "inline", "--grace-seconds", "2") as server, ExitStack() as stack:
+        short, long = stream(stack, 10), stream(stack, 1900)
+        server.process.send_signal(signal.SIGTERM)
+        assert [line for line in short if line][-1] == "data: [DONE]"
+        assert '"code":"shutting_down"' in [line for line in long if line][-1]
         assert server.stop() == 0
     assert "Finished server process" in server.log[-1], "nothing follows, such as reports of leaks"
-
-
-def test_sigterm_ends_streams_when_the_grace_is_over() -> None:
-    with serving("--pool", "inline", "--grace-seconds", "0") as server:
-        body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            last = [line for line in lines if line][-1]
-        assert '"code":"shutting_down"' in last
-        assert server.stop() == 0
-        assert not psutil.pid_exists(server.process.pid)

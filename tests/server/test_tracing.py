@@ -1,10 +1,7 @@
-"""OpenTelemetry: the spans of requests, their parent, and their way to a collector. Off, and not imported, without the
-variables."""
+"""OpenTelemetry: the spans of requests, their parent, and off without the variables."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -45,7 +42,7 @@ class Traced:
 def traced(tiny_engine: AsyncLLM) -> Iterator[Traced]:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    app = create_app(tiny_engine, ServerSettings(model_names=("tiny",)), Tracing(provider))
+    app = create_app(tiny_engine, ServerSettings(model_name="tiny"), Tracing(provider))
     with TestClient(app, raise_server_exceptions=False) as client:
         yield Traced(client, exporter)
 
@@ -95,17 +92,7 @@ def test_a_request_that_fails_has_its_error_and_what_was_done(traced: Traced) ->
 
 def test_the_variables_switch_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Tracing.from_environment() is None
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     assert isinstance(Tracing.from_environment(), Tracing)
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert Tracing.from_environment() is None
-    monkeypatch.delenv("OTEL_SDK_DISABLED")
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonesuch")
-    with pytest.raises(ValueError, match="exporter nonesuch, which is not installed: pip install"):
-        Tracing.from_environment()
-
-
-def test_it_costs_no_import_when_it_is_off() -> None:
-    code = "import sys, engine.server.app; print('opentelemetry.sdk' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert said.stdout.strip() == "False"

@@ -330,7 +330,7 @@ def test_custom_arguments_over_http(tiny_llama_dir: Path) -> None:
     engine = AsyncLLM(str(tiny_llama_dir), dtype="float32", logits_processors=[FQCN])
     xargs = {"vllm_xargs": {"target_token": 67, "others": [1, "two", 0.5]}}
     request: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
-    with TestClient(create_app(engine, ServerSettings(model_names=("tiny",)))) as client:
+    with TestClient(create_app(engine, ServerSettings(model_name="tiny"))) as client:
         answer = client.post("/v1/completions", json={**request, "logprobs": 0, **xargs}).json()["choices"][0]
         assert len({*answer["logprobs"]["tokens"]}) == 1
         sdk = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=client)

@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.model_loader import LoadedModel
 from engine.server.app import create_app
 from engine.server.commands.serve import listener_on
+from engine.server.connections import ConnectionLimits
 from engine.server.context import ServerContext
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.process import drop_stalled_connections, uvicorn_config
@@ -73,22 +74,33 @@ class Hosted:
 
 @contextlib.contextmanager
 def hosted(
-    model: LoadedModel, config: EngineConfig | None = None, options: ServeOptions | None = None, **settings: Any
+    model: LoadedModel,
+    config: EngineConfig | None = None,
+    limits: ConnectionLimits | None = None,
+    unread_seconds: float = WAIT,
+    **settings: Any,
 ) -> Iterator[Hosted]:
     """Serve `model` with a `FaultyPool` until the block ends. The sockets have small buffers."""
     pool = FaultyPool(model.vocabulary)
     engine = AsyncLLM(model, pool, config or EngineConfig(max_num_seqs=8))
-    server_settings = ServerSettings(model_names=("tiny",), **settings)
+    server_settings = ServerSettings(model_name="tiny", **settings)
     app = create_app(engine, server_settings)
     with contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown)
         stack.callback(engine.shutdown)
         listener = stack.enter_context(listener_on("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        drop_stalled_connections(listener)
-        options = options or ServeOptions()
+        drop_stalled_connections(listener, unread_seconds)
         server = uvicorn.Server(
-            uvicorn_config(app, options, log_config=None, log_level=None, lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn_config(
+                app,
+                ServeOptions(),
+                limits,
+                log_config=None,
+                log_level=None,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn")
         thread.start()

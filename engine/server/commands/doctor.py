@@ -6,12 +6,9 @@ import contextlib
 import json
 import os
 import platform
-import resource
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -23,15 +20,10 @@ from engine.server.options import ServeOptions
 from guided.backends import BACKENDS
 from guided.cpus import available_cpus
 
-_COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
 _LIBRARIES = {"outlines": "outlines_core"}
 """Packages with another name than their backend."""
 _SECONDS = 120.0
 """Time limit of a check in a process of its own."""
-_LEAST_FILES = 4096
-_LEAST_DISK_BYTES = 1 << 30
-_SOCKET_PATH_BYTES = 60
-"""Longest temporary directory with which the paths of Ray's sockets are allowed."""
 
 _TRY_BACKEND = """
 import sys
@@ -84,8 +76,7 @@ def doctor(**values: Any) -> None:
     failed = False
     for finding in examine(options_of(values)):
         failed |= finding.level == "error"
-        level = typer.style(f"{finding.level:8}", fg=_COLOURS[finding.level])
-        typer.echo(f"{level}{finding.subject}: {finding.text}")
+        typer.echo(f"{finding.level:8}{finding.subject}: {finding.text}")
     raise typer.Exit(failed)
 
 
@@ -94,10 +85,7 @@ doctor.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
 
 def examine(options: ServeOptions) -> Iterator[Finding]:
     """Run all checks. Findings come as they are made; importing libraries takes seconds each."""
-    checks: tuple[Callable[[ServeOptions], Iterator[Finding]], ...] = (
-        *(_system, _open_files, _shared_memory, _ray, _backends, _device),
-    )
-    for check in checks:
+    for check in (_system, _ray, _backends, _device):
         yield from check(options)
 
 
@@ -116,30 +104,6 @@ def _version(package: str) -> str | None:
     with contextlib.suppress(PackageNotFoundError):
         return version(package)
     return None
-
-
-def _open_files(options: ServeOptions) -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = max(_LEAST_FILES, 2 * options.connections.max_connections)
-    if soft != resource.RLIM_INFINITY and soft < least:
-        as_root = "" if hard == resource.RLIM_INFINITY or hard >= least else ", as root"
-        yield Finding("warning", "limit of open files", f"{soft}; set ulimit -n {least}{as_root}")
-
-
-def _shared_memory(options: ServeOptions) -> Iterator[Finding]:
-    try:
-        fd = os.memfd_create("guided-doctor")
-        os.close(os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDWR))
-        os.close(fd)
-        yield Finding("ok", "shared memory", "memfds can be shared between processes; /dev/shm needs no size")
-    except OSError as error:
-        yield Finding("warning", "shared memory", f"{error.strerror}: mount /proc; until then masks travel over TCP")
-    directory = tempfile.gettempdir()
-    free = shutil.disk_usage(directory).free
-    if len(os.fsencode(directory)) > _SOCKET_PATH_BYTES:
-        yield Finding("error", "temporary files", f"{directory} is too long for socket paths: set TMPDIR=/tmp")
-    elif free < _LEAST_DISK_BYTES:
-        yield Finding("warning", "temporary files", f"{directory} has {free >> 20} MiB free: Ray needs about 1 GiB")
 
 
 def _ray(options: ServeOptions) -> Iterator[Finding]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,30 +21,26 @@ from guided.errors import GuidedError
 def options_of(values: Mapping[str, Any]) -> ServeOptions:
     """Return the options of a server. `values` are the arguments of a command with `SERVER_OPTIONS`."""
     try:
-        return ServeOptions.from_flat({name: value for name, value in values.items() if name != _CONFIG.name})
+        return ServeOptions.from_flat({name: value for name, value in values.items() if name != "config"})
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def _parameter(option: Option) -> inspect.Parameter:
+def _parameter(name: str, default: Any, kind: Any, how: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, how])
+
+
+def _described(option: Option) -> inspect.Parameter:
     """Describe an option to typer."""
-    kind: Any = option.type
-    default = option.default
-    how: Any
     if option.name == "model":
-        how = typer.Argument(help=option.help)
-    else:
-        how = typer.Option(help=option.help, rich_help_panel=option.panel, envvar=option.env)
-    if kind is bool:
+        return _parameter(option.name, option.default, option.type, typer.Argument(help=option.help))
+    how: Any = typer.Option(help=option.help, rich_help_panel=option.panel)
+    if option.type is bool:
         how.show_default = False
-        how.help += f" Default: {'yes' if default else 'no'}."
-    if (limits := option.range) is not None:
-        how.min, how.max, how.metavar = limits.least, limits.most if limits.most < math.inf else None, "N"
-    if isinstance(default, tuple):
-        kind, default, how.metavar = list[str], [], option.metavar
-    return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, how]
-    )
+        how.help += f" Default: {'yes' if option.default else 'no'}."
+    if isinstance(option.default, tuple):
+        return _parameter(option.name, [], list[str], how)
+    return _parameter(option.name, option.default, option.type, how)
 
 
 def _take_config(context: typer.Context, file: Path | None) -> None:
@@ -65,21 +59,13 @@ def _take_config(context: typer.Context, file: Path | None) -> None:
     context.default_map = {name: value for name, value in found.items() if value is not None}
 
 
-_CONFIG = inspect.Parameter(
-    "config",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
-        Path | None,
-        typer.Option(
-            help="YAML file with options by name. The command line replaces them.",
-            callback=_take_config,
-            is_eager=True,
-            rich_help_panel="Server",
-        ),
-    ],
+_CONFIG = typer.Option(
+    help="YAML file with options by name. The command line replaces them.",
+    callback=_take_config,
+    is_eager=True,
+    rich_help_panel="Server",
 )
-SERVER_OPTIONS = inspect.Signature([*map(_parameter, OPTIONS), _CONFIG])
+SERVER_OPTIONS = inspect.Signature([*map(_described, OPTIONS), _parameter("config", None, Path | None, _CONFIG)])
 """The signature of a command that takes the options of a server."""
 
 
@@ -103,7 +89,5 @@ def reported(command: str, status: int) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, GuidedError) as error:
-        if os.environ.get("GUIDED_TRACEBACK"):
-            raise
         typer.secho(f"guided {command}: {' '.join(str(error).split())}", fg=typer.colors.RED, err=True)
         raise typer.Exit(status) from None

@@ -31,12 +31,11 @@ serve.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def listener_on(host: str, port: int, option: str = "--port") -> Iterator[socket.socket]:
+def listener_on(host: str, port: int) -> Iterator[socket.socket]:
     """Bind the server's socket. It does not listen yet, so early connections are refused instead of kept waiting.
 
     Args:
         host: a name or an address; empty for all addresses.
-        option: the option to change if the port is in use.
 
     Raises:
         OSError: the address cannot be bound. The message says why.
@@ -52,5 +51,5 @@ def listener_on(host: str, port: int, option: str = "--port") -> Iterator[socket
         try:
             listener.bind(address)
         except OSError as error:
-            raise OSError(f"{where} port {port}: {error.strerror}; choose another {option}") from None
+            raise OSError(f"{where} port {port}: {error.strerror}; choose another --port") from None
         yield listener

@@ -1,12 +1,25 @@
-"""`guided top`."""
+"""`guided top`: a live view of a server in the terminal, from its `/health` and `/metrics`."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from typing import Annotated
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_SECONDS = 5.0
+"""Time limit of a reading."""
 
 
 def top(
@@ -14,21 +27,113 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
 ) -> None:
-    """Show a running server: engine, mask actors by node, queues, exposed mask time, last failures."""
-    from rich.console import Console
-    from rich.live import Live
-
-    from engine.server.top import View
-
-    view, console = View.of(url), Console()
-    with contextlib.suppress(KeyboardInterrupt):
-        if once:
+    """Show a running server: engine, mask actors by node, queues, exposed mask time, failures."""
+    before, console = Reading.of(url), Console()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=console.is_terminal and not once, auto_refresh=False) as live,
+    ):
+        while True:
             time.sleep(interval)
-            view.update()
-            console.print(view.render())
-            raise typer.Exit(view.now.problem is not None)
-        with Live(view.render(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
-            while True:
-                time.sleep(interval)
-                view.update()
-                live.update(view.render(), refresh=True)
+            now = Reading.of(url)
+            live.update(view(url, before, now), refresh=True)
+            if once:
+                raise typer.Exit(now.problem is not None)
+            before = now
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The server's health and metrics at one time."""
+
+    at: float
+    health: Mapping[str, Any]
+    """Empty if the server did not answer."""
+    samples: Mapping[tuple[str, str], float]
+    """Values by name without prefix, and code of the error if there is one; summed over the other labels."""
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, url: str) -> Reading:
+        """Ask the server."""
+        now = time.monotonic()
+        samples: dict[tuple[str, str], float] = {}
+        try:
+            health = json.loads(_get(f"{url.rstrip('/')}/health"))
+            for family in text_string_to_metric_families(_get(f"{url.rstrip('/')}/metrics").decode()):
+                for each in family.samples:
+                    key = each.name.removeprefix("guided_"), each.labels.get("code", "")
+                    samples[key] = samples.get(key, 0.0) + each.value
+        except (OSError, ValueError) as error:
+            return cls(now, {}, {}, str(error))
+        return cls(now, health, samples)
+
+    def total(self, name: str) -> float:
+        return self.samples.get((name, ""), 0.0)
+
+
+def _get(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
+            content: bytes = answer.read()
+    except urllib.error.HTTPError as error:
+        if error.code != 503:  # `/health` of a server that is not healthy
+            raise
+        content = error.read()
+    return content
+
+
+def view(url: str, before: Reading, now: Reading) -> RenderableType:
+    """Render a reading, with rates since the one before."""
+    if now.problem is not None:
+        return Text(f"{url} does not answer: {now.problem}", style="bold red")
+    reason = f": {now.health['reason']}" if now.health["reason"] else ""
+    title = f"{url}  {time.strftime('%H:%M:%S')}  {now.health['status']}{reason}"
+    failures = [
+        f"{count:.0f} x {code}"
+        for (name, code), count in now.samples.items()
+        if name == "request_failures_total" and count > 0
+    ]
+    return Group(
+        Text(title, style="bold green" if now.health["status"] == "ok" else "bold red"),
+        _numbers(before, now),
+        _actors(now.health["pool"]["actors"]),
+        *([Text(f"failures: {', '.join(failures)}", style="yellow")] if failures else []),
+    )
+
+
+def _numbers(before: Reading, now: Reading) -> Table:
+    def count(name: str) -> str:
+        return f"{now.total(name):.0f}"
+
+    def growth(name: str) -> float:
+        """Return by how much a counter has grown; 0 after a restart of the server."""
+        return max(0.0, now.total(name) - before.total(name)) if before.samples else 0.0
+
+    def rate(name: str) -> str:
+        return f"{growth(name) / (now.at - before.at):.1f}"
+
+    def per_step(name: str) -> str:
+        steps = growth("engine_steps_total")
+        return f"{1000 * growth(f'{name}_seconds_total') / steps:.2f} ms a step" if steps else "-"
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for cells in (
+        ("running", count("num_requests_running"), "tokens/s", rate("generation_tokens_total")),
+        ("waiting", count("num_requests_waiting"), "steps/s", rate("engine_steps_total")),
+        ("for a grammar", count("num_requests_waiting_for_grammar"), "step", per_step("engine_step")),
+        ("compile queue", count("grammar_compiling"), "exposed masks", per_step("mask_exposed")),
+        ("late masks", count("num_sequences_late"), "hidden masks", per_step("mask_hidden")),
+        ("KV cache", f"{now.total('kv_cache_usage_perc'):.0%}", "mask actors", f"{count('mask_actors_up')} up"),
+    ):
+        table.add_row(*cells)
+    return table
+
+
+def _actors(actors: list[dict[str, Any]]) -> Table:
+    columns = ("index", "node", "pid", "state", "open_sequences", "restarts", "last_end")
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for actor in actors:
+        cells = ["-" if actor[name] is None else str(actor[name])[:80] for name in columns]
+        table.add_row(*cells, style="" if actor["state"] == "up" else "red")
+    return table

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
-import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +18,13 @@ from hosting import Hosted, events_in, hosted, read_to_the_end
 from serving import serving, wait_until
 
 from engine.model_loader import LoadedModel, load_model
-from engine.server.options import ConnectionLimits, ServeOptions
+from engine.server.connections import ConnectionLimits
 from engine.server.protocol import MAX_IGNORED
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
-MANY = dict.fromkeys(map(str, range(1025)), "x")
-LIMITS = ConnectionLimits(
-    max_connections=6, max_header_bytes=8192, header_seconds=0.5, body_seconds=0.8, idle_seconds=0.6
-)
+LIMITS = ConnectionLimits(max_connections=6, max_header_bytes=8192, header_seconds=0.5, idle_seconds=0.6)
+BODY_SECONDS = 0.8
 GET = b"GET /version HTTP/1.1\r\nhost: a\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 30\r\n\r\n"
 CHUNKED = POST.replace(b"content-length: 30", b"transfer-encoding: chunked")
@@ -43,7 +38,7 @@ def model(tiny_llama_dir: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def server(model: LoadedModel) -> Iterator[Hosted]:
-    with hosted(model, options=ServeOptions(connections=LIMITS)) as server:
+    with hosted(model, limits=LIMITS, body_seconds=BODY_SECONDS) as server:
         yield server
 
 
@@ -58,7 +53,7 @@ def refusal(server: Hosted, path: str, body: bytes | dict[str, Any]) -> tuple[st
 
 
 class TestBodies:
-    @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
+    @pytest.mark.parametrize("path", [CHAT, "/detokenize"])
     @pytest.mark.parametrize(
         ("body", "code", "says"),
         [
@@ -76,30 +71,28 @@ class TestBodies:
         assert (found, param) == (code, None)
         assert says in message
 
-    def test_a_compressed_body_is_refused_by_name(self, server: Hosted) -> None:
-        headers, body = {**JSON, "content-encoding": "gzip"}, gzip.compress(b'{"prompt": "a"}')
-        answer = httpx.post(server.url + TEXT, content=body, headers=headers)
+    @pytest.mark.parametrize(
+        ("headers", "says"),
+        [
+            ({**JSON, "content-encoding": "gzip"}, "content-encoding gzip is not supported"),
+            ({"content-type": ""}, "application/json"),
+            ({"content-type": "text/plain"}, "application/json"),  # a page of another site can send it without asking
+        ],
+    )
+    def test_other_encodings_and_types_are_refused(self, server: Hosted, headers: dict[str, str], says: str) -> None:
+        answer = httpx.post(server.url + TEXT, content=b'{"prompt": "a"}', headers=headers)
         assert answer.status_code == 400
-        assert "content-encoding gzip is not supported" in answer.json()["error"]["message"]
-
-    @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
-    def test_other_content_types_are_refused(self, server: Hosted, content_type: str) -> None:
-        """A page of another site can send these without asking first."""
-        answer = httpx.post(server.url + TEXT, content=b'{"prompt": "a"}', headers={"content-type": content_type})
-        assert answer.status_code == 400
-        assert "application/json" in answer.json()["error"]["message"]
+        assert says in answer.json()["error"]["message"]
 
     @pytest.mark.parametrize(
         ("path", "body", "param"),
         [
             (TEXT, {"prompt": [0] * 150_000 + [None]}, "prompt"),
             (TEXT, {"prompt": [640], "echo": True}, "prompt"),
-            (CHAT, {"messages": [0] * 500}, "messages[0]"),
             (CHAT, {"messages": [{"role": "user", "content": [0] * 150_000}]}, "messages[0].content"),
             (TEXT, {"prompt": "a", "choice": [0] * 150_000}, "choice"),
-            ("/detokenize", {"tokens": [None] * 150_000}, "tokens"),
         ],
-        ids=["prompt", "echo", "messages", "content", "choice", "tokens"],
+        ids=["prompt", "echo", "content", "choice"],
     )
     def test_many_errors_are_reported_as_one(self, server: Hosted, path: str, body: dict[str, Any], param: str) -> None:
         _, found, _ = refusal(server, path, body)
@@ -112,22 +105,20 @@ class TestBodies:
         assert answer.json()["guided"]["ignored"] == [f"unknown-{number}" for number in range(MAX_IGNORED)]
 
     @pytest.mark.parametrize(
-        ("path", "fields", "param", "says"),
+        ("fields", "param", "says"),
         [
-            (CHAT, {"messages": [{"role": "user", "content": "a"}] * 600}, "messages", "600 messages; the context of"),
-            (TEXT, {"prompt": ["a"] * 257}, "prompt", "257 prompts with n = 1; the limit of one request is 256"),
-            (TEXT, {"prompt": [[1]] * 100, "best_of": 3}, "prompt", "100 prompts with best_of = 3"),
-            (TEXT, {"prompt": "a", "n": 300}, "n", "n is 300"),
-            (TEXT, {"prompt": "a", "stop": ["x"] * 65}, "stop", "65 strings; the limit is 64"),
-            (TEXT, {"prompt": "a", "stop": "x" * 1001}, "stop", "1001 characters; the limit is 1000"),
-            (TEXT, {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids", "1025 tokens; the limit is 1024"),
-            (TEXT, {"prompt": "a", "logit_bias": MANY}, "logit_bias", "1025 entries"),
-            (TEXT, {"prompt": ["a"] * 64, "n": 4, "logprobs": 20, "max_tokens": 100}, "logprobs", "200000"),
+            ({"prompt": ["a"] * 257}, "prompt", "257 prompts with n = 1; the limit of one request is 256"),
+            ({"prompt": [[1]] * 100, "best_of": 3}, "prompt", "100 prompts with best_of = 3"),
+            ({"n": 300}, "n", "n is 300"),
+            ({"stop": ["x"] * 65}, "stop", "65 strings; the limit is 64"),
+            ({"stop": "x" * 1001}, "stop", "1001 characters; the limit is 1000"),
+            ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "1025 tokens; the limit is 1024"),
+            ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias", "1025 entries"),
+            ({"prompt": ["a"] * 64, "n": 4, "logprobs": 20, "max_tokens": 100}, "logprobs", "200000"),
         ],
-        ids=["messages", "prompts", "best_of", "n", "stop", "long stop", "stop_token_ids", "logit_bias", "logprobs"],
     )
-    def test_a_limit_is_named(self, server: Hosted, path: str, fields: dict[str, Any], param: str, says: str) -> None:
-        code, found, message = refusal(server, path, {"max_tokens": 1, **fields})
+    def test_a_limit_is_named(self, server: Hosted, fields: dict[str, Any], param: str, says: str) -> None:
+        code, found, message = refusal(server, TEXT, {"prompt": "a", "max_tokens": 1, **fields})
         assert (code, found) == ("invalid_request", param)
         assert says in message
 
@@ -200,9 +191,9 @@ def status(answer: bytes) -> int:
 
 class TestConnections:
     def test_a_silent_one_ends(self, server: Hosted, dial: Dial) -> None:
-        before = server.metric("guided_connections_ended_total", reason="header_timeout")
+        before = server.metric("guided_connections_ended_total", reason="idle")
         assert rest(dial()) == b""
-        assert server.metric("guided_connections_ended_total", reason="header_timeout") == before + 1
+        assert server.metric("guided_connections_ended_total", reason="idle") == before + 1
 
     @pytest.mark.parametrize("sent", [b"G", GET, POST, POST + b'{"prompt"'], ids=["byte", "header", "none", "body"])
     def test_half_a_request_is_a_408(self, server: Hosted, dial: Dial, sent: bytes) -> None:
@@ -241,12 +232,6 @@ class TestConnections:
         assert is_ended(client, b"\r\n" * 2048 if begin.isspace() else b"a" * 4096)
         assert server.metric("guided_connections_ended_total", reason="header_too_large") == before + 1
 
-    @pytest.mark.parametrize("size", [7000, 9000])
-    def test_the_limit_holds_for_a_header_that_comes_at_once(self, dial: Dial, size: int) -> None:
-        client = dial()
-        client.sendall(GET + b"connection: close\r\na: " + b"a" * size + b"\r\n\r\n")
-        assert rest(client).startswith(b"HTTP/1.1 200" if size < 8192 else b"HTTP/1.1 431")
-
     @pytest.mark.parametrize("begin", [b"0\r\na: ", b"0\r\n", b"1;"], ids=["a trailer", "trailers", "an extension"])
     def test_what_follows_a_body_is_limited_as_a_header_is(self, dial: Dial, begin: bytes) -> None:
         client = dial()
@@ -276,25 +261,12 @@ class TestConnections:
         try:
             client = server.connect(choice=["a"], max_tokens=4, stream=True)
             wait_until(lambda: server.context.in_flight == 1)
-            time.sleep(1.2 * max(LIMITS.header_seconds, LIMITS.body_seconds, LIMITS.idle_seconds))
+            time.sleep(1.2 * max(LIMITS.header_seconds, BODY_SECONDS, LIMITS.idle_seconds))
         finally:
             server.pool.hold_compiles = False
             server.pool.finish_compiles()
         assert events_in(read_to_the_end(client))[-1] == "[DONE]"
         client.close()
-
-    def test_a_low_limit_on_open_files_is_a_limit_on_connections(self, model: LoadedModel) -> None:
-        """Without it the server could accept no connection once its file descriptors are used up."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, hard))
-        try:
-            with hosted(model) as server, ExitStack() as clients:
-                host, port = server.url.removeprefix("http://").split(":")
-                for _ in range(60):
-                    clients.enter_context(socket.create_connection((host, int(port))))
-                wait_until(lambda: server.metric("guided_connections_ended_total", reason="too_many_connections") > 20)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_sigterm_ends_a_server_with_threads_that_hang() -> None:

@@ -67,11 +67,6 @@ def test_compilation_that_hangs_is_not_ready_but_live(server: Hosted) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_masks_that_hang_are_not_ready(server: Hosted) -> None:
-    server.pool.delay = lambda sequence, position: 1_000_000
-    assert becomes_unready(server) == "a request of one token did not end within 2 s"
-
-
 def test_admission_that_hangs_is_not_ready(server: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every thread that admits requests is busy."""
     release = threading.Event()

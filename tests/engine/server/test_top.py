@@ -2,55 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 
-import pytest
-from hosting import Hosted, hosted
+from hosting import hosted
 from rich.console import Console
+from typer.testing import CliRunner
 
 from engine.model_loader import LoadedModel
-from engine.server.top import View
+from engine.server.cli import app
+from engine.server.commands.top import Reading, view
 
 
-@pytest.fixture
-def server(tiny_model: LoadedModel) -> Iterator[Hosted]:
-    with hosted(tiny_model) as running:
-        yield running
-
-
-def shown(view: View) -> str:
+def shown(url: str, before: Reading, now: Reading) -> list[str]:
     console = Console(width=160, no_color=True)
     with console.capture() as capture:
-        console.print(view.render())
-    return capture.get()
+        console.print(view(url, before, now))
+    return capture.get().splitlines()
 
 
-def test_a_server_at_work(server: Hosted) -> None:
-    view = View.of(server.url)
-    assert server.post(regex="[a-z]{5}", max_tokens=10).status_code == 200
-    assert server.post(regex="(", max_tokens=10).status_code == 400
-    view.update()
-    text = shown(view)
-    assert f"{server.url}" in text.splitlines()[0]
-    assert "ok" in text.splitlines()[0]
-    (line,) = [line for line in text.splitlines() if line.startswith("running")]
-    assert line.split()[:3] == ["running", "0", "tokens/s"]
-    assert float(line.split()[3]) > 0
-    assert "1 x invalid_constraint" in text
-    assert "ms a step" in text
-    assert "1 of 1 wanted" in text
-
-
-def test_rates_start_again_after_a_restart_of_the_server(server: Hosted) -> None:
-    assert server.post(max_tokens=10).status_code == 200
-    view = View.of(server.url)
-    view.before = view.now
-    view.now = type(view.now)(view.now.at + 1, view.now.health, dict.fromkeys(view.now.samples, 0.0))
-    (line,) = [line for line in shown(view).splitlines() if line.startswith("running")]
-    assert line.split()[2:4] == ["tokens/s", "0"]
+def test_a_server_at_work_and_after_its_restart(tiny_model: LoadedModel) -> None:
+    with hosted(tiny_model) as server:
+        before = Reading.of(server.url)
+        assert server.post(regex="[a-z]{5}", max_tokens=10).status_code == 200
+        assert server.post(regex="(", max_tokens=10).status_code == 400
+        now = Reading.of(server.url)
+        lines = shown(server.url, before, now)
+        assert lines[0].startswith(server.url)
+        assert "ok" in lines[0]
+        (cells,) = [line.split() for line in lines if line.startswith("running")]
+        assert cells[:3] == ["running", "0", "tokens/s"]
+        assert float(cells[3]) > 0
+        for text in ("1 x invalid_constraint", "ms a step", "1 up"):
+            assert any(text in line for line in lines)
+        restarted = replace(now, at=now.at + 1, samples=dict.fromkeys(now.samples, 0.0))
+        (cells,) = [line.split() for line in shown(server.url, now, restarted) if line.startswith("running")]
+        assert cells[2:4] == ["tokens/s", "0.0"]
 
 
 def test_a_server_that_is_gone() -> None:
-    view = View.of("http://127.0.0.1:1/")
-    view.update()
-    assert "http://127.0.0.1:1 does not answer" in shown(view)
+    result = CliRunner().invoke(app, ["top", "http://127.0.0.1:1/", "--once", "--interval", "0.1"])
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:1/ does not answer" in result.output
