@@ -17,7 +17,7 @@ from actors.steps.remote import RemoteSteps
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
-from guided.process_memory import FreeMemory
+from guided.process_memory import watch_free_memory
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -49,7 +49,7 @@ class MaskActor:
         self._worker = MaskWorker(vocabulary)
         self._is_serving = False
         self._remote: RemoteSteps | None = None
-        FreeMemory().watch()
+        watch_free_memory()
 
     def location(self) -> ActorLocation:
         """Return where this actor runs; also shows that it is alive."""
