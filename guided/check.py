@@ -28,7 +28,7 @@ from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest, bounded
 from guided.grammar import syntax
 from guided.limits import DEFAULT_LIMITS
-from guided.schema import string_pattern
+from guided.regex_parser import parse
 from guided.schema.canonical import canonical
 from guided.schema.keywords import types_of
 from guided.vocabulary import Vocabulary
@@ -203,7 +203,7 @@ def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled
             report.understood = _values_of(form.root)
             report.warning = _doubt(schema, form.root)
         case "regex":
-            report.compiled = regex.render(string_pattern.whole(constraint.source))
+            report.compiled = regex.render(parse(constraint.source))
 
 
 def _values_of(root: Any) -> str:

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided import regex
-from guided.backends.base import Backend, CompiledGrammar
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.llguidance_schema import LLGuidanceLowering
-from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import check_lark
+from guided.regex_parser import parse
 from guided.schema import string_pattern
 from guided.tags.llguidance import TagGrammar
 from guided.vocabulary import Vocabulary
@@ -101,7 +101,7 @@ class LLGuidanceBackend(Backend):
             case "json_object":
                 return _json_source(LLGuidanceLowering({"type": "object"}), constraint.whitespace), []
             case "regex":
-                return str(make.grammar_from_regex(regex.render(string_pattern.whole(constraint.source)))), []
+                return str(make.grammar_from_regex(regex.render(parse(constraint.source)))), []
             case "choice":
                 options = regex.choice(map(regex.literal, constraint.choices))
                 return str(make.grammar_from_regex(regex.render(options))), []

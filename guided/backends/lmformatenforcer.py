@@ -24,11 +24,9 @@ from lmformatenforcer.external.jsonschemaobject import JsonSchemaObject
 from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, TokenizerPrefixTree
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar
-from guided.backends.few_keywords import FewKeywords
-from guided.backends.matchers import TextMatcher
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.native import guard
-from guided.backends.schema_lowering import ArrayShape, any_of, refuse_strict
+from guided.backends.schema_lowering import ArrayShape, FewKeywords, any_of, refuse_strict
 from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, UnsupportedConstraint

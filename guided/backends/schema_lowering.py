@@ -16,7 +16,7 @@ from jsonschema_rs import Draft202012Validator
 from guided import regex
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.schema import string_pattern
+from guided.regex_parser import parse_search
 from guided.schema.canonical import canonical
 from guided.schema.keywords import ALL_TYPES, Schema, listed
 from guided.schema.validation import PATTERNS
@@ -228,7 +228,7 @@ class SchemaLowering(ABC):
     def parse_pattern(self, schema: dict[str, Any]) -> regex.Node:
         """Parse the `pattern` of `schema` into the strings with a match."""
         try:
-            return string_pattern.read(schema["pattern"])
+            return parse_search(schema["pattern"])
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, "pattern") from None
 
@@ -257,3 +257,36 @@ class SchemaLowering(ABC):
         """Return the names that `names`, the schema of `propertyNames`, lists; None if it lists none."""
         values = [] if names is False else listed(names)
         return None if values is None else [value for value in values if isinstance(value, str)]
+
+
+class FewKeywords(SchemaLowering):
+    """For a library that enforces few keywords: every output is checked. Objects with `properties` have no others."""
+
+    @abstractmethod
+    def name(self, text: str) -> str | None:
+        """Return the name of a property in the library's characters; None if it is not possible."""
+
+    def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "integer"}
+
+    def number(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "number"}
+
+    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
+        lowered = {"type": "array", **counts("minItems", shape.least, "maxItems", shape.most)}
+        if not shape.prefix and isinstance(shape.items, dict) and shape.items:
+            lowered["items"] = self.lower(shape.items)
+        return lowered
+
+    def object(self, schema: dict[str, Any]) -> dict[str, Any]:
+        required, rest = schema.get("required", []), schema.get("additionalProperties", True)
+        parts = {name: part for name, part in schema.get("properties", {}).items() if part is not False}
+        parts |= {name: rest for name in required if name not in parts and rest is not False}
+        names = {name: written for name in parts if (written := self.name(name)) is not None}
+        lowered: dict[str, Any] = {"type": "object"}
+        if names:
+            lowered["properties"] = {written: self.lower(parts[name]) for name, written in names.items()}
+            lowered["required"] = [names[name] for name in required if name in names]
+        elif isinstance(rest, dict) and rest:
+            lowered["additionalProperties"] = self.lower(rest)
+        return lowered

@@ -31,7 +31,7 @@ from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import syntax
-from guided.schema import string_pattern
+from guided.regex_parser import parse
 from guided.tags.xgrammar import TagFormat
 from guided.vocabulary import Vocabulary
 
@@ -113,7 +113,7 @@ class XGrammarBackend(Backend):
             case "json_object":
                 return self._schema_ebnf(XGrammarLowering({"type": "object"}), constraint.whitespace)
             case "regex":
-                return f"root ::= {ebnf(string_pattern.whole(constraint.source))}"
+                return f"root ::= {ebnf(parse(constraint.source))}"
             case "choice":
                 return f"root ::= {' | '.join(map(quoted, constraint.choices))}"
         if syntax(constraint.source) == "lark":

@@ -16,6 +16,7 @@ from typing import Any
 from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.regex_parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 from guided.schema.keywords import NUMBER_BOUNDS, Schema, divides_integers, integer_bounds, numbers_in
@@ -68,7 +69,7 @@ class XGrammarLowering(SchemaLowering):
     def _placeholder(self, schema: dict[str, Any], keyword: str, pattern: str, least: int, most: int | None) -> str:
         """Return the placeholder for `pattern`, the value of `keyword`, in the schema's text."""
         try:
-            node = string_pattern.fit(string_pattern.read(pattern), least, most)
+            node = string_pattern.fit(parse_search(pattern), least, most)
             try:  # escapes make masks slow: see `xgrammar._corrected`
                 text = string_pattern.in_json(node, escapes=False)
             except UnsupportedConstraint:
