@@ -30,6 +30,7 @@ from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import COMPOUND, Schema, listed
 from guided.schema.origin import Origin
+from guided.schema.pointer import unescape
 from guided.schema.validation import PATTERNS
 
 _FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
@@ -84,7 +85,7 @@ class CanonicalForm:
         for leave_out in ((), ("dependentRequired", "dependentSchemas", "dependencies")):
             for node in self._graph.nodes():
                 for keyword in node.schema.keys() & set(leave_out):
-                    self.left_out.append(node.place.pointer(keyword))
+                    self.left_out.append(node.pointer(keyword))
                     del node.schema[keyword]
             form = _canonicalize({**document, "$schema": Draft.of(document).uri}, self._draft)
             if form.satisfiability() == Satisfiability.NO:
@@ -291,7 +292,7 @@ def _with_named_root(form: Any) -> Any:
 def _at(document: Any, place: str) -> Any:
     """Return the value at a JSON pointer."""
     for token in place.split("/")[1:]:
-        name = token.replace("~1", "/").replace("~0", "~")
+        name = unescape(token)
         document = document[int(name) if isinstance(document, list) else name]
     return document
 
