@@ -29,7 +29,7 @@ from outlines_core.json_schema import build_regex_from_schema
 from guided import regex
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.native import guard
-from guided.backends.schema_lowering import ArrayShape, FewKeywords, refuse_strict
+from guided.backends.schema_lowering import ArrayShape, FewKeywords
 from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, UnsupportedConstraint, bounded
 from guided.regex_parser import parse
@@ -74,10 +74,7 @@ class OutlinesBackend(Backend):
         """Return the constraint as one regex."""
         match constraint.kind:
             case "json_schema" | "json_object":
-                refuse_strict(constraint, "outlines")
-                schema = json.loads(constraint.source or '{"type": "object"}')
-                lowered = _Lowering(schema, leave_out=constraint.leave_out).document()
-                return _json(lowered, constraint.whitespace)
+                return _json(_Lowering.of(constraint).document(), constraint.whitespace)
             case "regex":
                 pattern = regex.render(parse(constraint.source))
                 if re.fullmatch(pattern, ""):
@@ -110,7 +107,7 @@ class _Lowering(FewKeywords):
 
     library = "outlines"
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str]) -> None:
+    def __init__(self, schema: Schema, *, leave_out: Collection[str] = ()) -> None:
         super().__init__(schema, leave_out=leave_out)
         self._open: list[str] = []
         """The references that are being expanded."""
@@ -195,8 +192,6 @@ class OutlinesMatcher(TextMatcher):
         return self.is_accepting()
 
     def rollback_text(self, count: int) -> None:
-        if count > len(self._tokens):
-            raise BackendError(f"can't take back {count} of {len(self._tokens)} tokens")
         kept, self._tokens = self._tokens[:-count], []
         with _native:
             self._guide.reset()

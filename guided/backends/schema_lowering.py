@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from jsonschema_rs import Draft202012Validator
 
@@ -57,17 +57,6 @@ def counts(lower: str, least: int, upper: str, most: int | None) -> dict[str, in
     return {**({lower: least} if least else {}), **({} if most is None else {upper: most})}
 
 
-def refuse_strict(constraint: Constraint, library: str) -> None:
-    """Refuse `strict_schema` for a library with outputs that are always checked.
-
-    Raises:
-        UnsupportedConstraint: the constraint is strict.
-    """
-    if constraint.strict:
-        message = f"{library} enforces no schema completely: choose llguidance or xgrammar"
-        raise UnsupportedConstraint(message, param="json_schema", pointer="")
-
-
 class SchemaLowering(ABC):
     """Lowers one schema to the form of one library: the schema itself, or a superset without what it does not enforce.
 
@@ -86,11 +75,8 @@ class SchemaLowering(ABC):
 
     def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
         self.form = canonical(schema)
-        self.checked: dict[str, None] = dict.fromkeys(self.form.left_out)
+        self.checked: dict[str, None] = {}
         """JSON pointers of the keywords that are left out, in the schema as sent."""
-        if strict and self.checked:
-            place = next(iter(self.checked))
-            raise UnsupportedConstraint("these dependencies have too many cases", param="json_schema", pointer=place)
         self._leave_out = leave_out
         self._strict = strict
         self._referenced: list[dict[str, Any]] = []
@@ -261,6 +247,18 @@ class SchemaLowering(ABC):
 
 class FewKeywords(SchemaLowering):
     """For a library that enforces few keywords: every output is checked. Objects with `properties` have no others."""
+
+    @classmethod
+    def of(cls, constraint: Constraint) -> Self:
+        """Return the lowering of a `json_schema` or `json_object` constraint.
+
+        Raises:
+            UnsupportedConstraint: the constraint is strict.
+        """
+        if constraint.strict:
+            message = f"{cls.library} enforces no schema completely: choose llguidance or xgrammar"
+            raise UnsupportedConstraint(message, param="json_schema", pointer="")
+        return cls(json.loads(constraint.source or '{"type": "object"}'), leave_out=constraint.leave_out)
 
     @abstractmethod
     def name(self, text: str) -> str | None:

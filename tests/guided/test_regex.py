@@ -60,14 +60,6 @@ def test_lookaheads_at_the_beginning(sign: str, ahead: str, end: str, rest: str,
         assert bool(re.fullmatch(render(node), each)) == bool(re.fullmatch(pattern, each))
 
 
-@given(patterns, st.data())
-@settings(max_examples=60, deadline=None)
-def test_what_the_common_subset_generates_matches(pattern: str, data: st.DataObject) -> None:
-    text = data.draw(st.from_regex(re.compile(canonical(pattern)), fullmatch=True))
-    if not any(0xD800 <= ord(character) < 0xE000 for character in text):
-        assert re.fullmatch(pattern, text)
-
-
 @pytest.mark.parametrize("pattern", ["(?P<name>a)", "^a$", r"\Aa\Z", "(^a)$", "(?:^a$)", "(^|^)a", "(?m)^a$"])
 def test_anchors_at_the_ends_say_nothing(pattern: str) -> None:
     assert canonical(pattern) == "a"

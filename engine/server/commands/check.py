@@ -48,7 +48,7 @@ def check(
         for report in check_all(
             texts, vocabulary_of(tokenizer), kind=kind, backend=backend, samples=samples, seed=seed, seconds=seconds
         ):
-            good = good and report.accepted and not (strict and (report.not_enforced or report.warning))
+            good = good and report.accepted and not (strict and report.not_enforced)
             print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _lines(report, canonical), flush=True)
     raise typer.Exit(not good)
 
@@ -72,7 +72,6 @@ def _lines(report: Report, canonical: bool) -> str:
         lines = [f"{report.name}: refused ({report.kind}){where}: {report.error}"]
     if report.accepted:
         lines += [f"  allows: {report.understood}"] if report.understood else []
-        lines += [f"  WARNING: {report.warning}"] if report.warning else []
         lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
     for what in ("checked", "not_enforced"):
         if found := getattr(report, what):

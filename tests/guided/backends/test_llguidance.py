@@ -117,16 +117,6 @@ def test_whitespace_pattern(vocabulary: Vocabulary) -> None:
                 matcher.accept_tokens(vocabulary.encode(text))
 
 
-def test_a_release_that_repeats_whitespace_refuses_a_pattern(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llguidance_backend, "REPEATS_WHITESPACE", True)
-    backend = LLGuidanceBackend(vocabulary)
-    with pytest.raises(UnsupportedConstraint, match="any number of matches"):
-        backend.compile(Constraint.json_object(whitespace="[ ]{0,2}"))
-    backend.compile(Constraint.json_object(whitespace=""))
-
-
 def test_there_blanks_follow_commas_and_colons_and_are_bounded(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from byte_vocabulary import BYTES
 
-from guided.backends import Backends, candidates
+from guided.backends import Backends
 from guided.backends.lmformatenforcer import LMFormatEnforcerBackend
 from guided.bitmask import words
 from guided.constraint import Constraint
@@ -53,11 +53,6 @@ def test_enforced_or_checked(schema: Any, valid: list[str], invalid: list[str]) 
 def test_a_strict_schema_is_refused() -> None:
     with pytest.raises(UnsupportedConstraint, match="choose llguidance"):
         LMFormatEnforcerBackend(BYTES).compile(Constraint.json_schema({"type": "object"}, strict_schema=True))
-
-
-def test_other_backends_have_regexes() -> None:
-    with pytest.raises(UnsupportedConstraint, match="these do: llguidance, xgrammar, outlines"):
-        candidates("regex", "lm-format-enforcer")
 
 
 def test_an_error_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

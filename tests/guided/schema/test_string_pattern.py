@@ -103,12 +103,6 @@ def test_what_python_and_ecma_262_read_differently_is_refused() -> None:
         parse_search(pattern)
 
 
-@pytest.mark.parametrize(("pattern", "error"), [("(", InvalidConstraint), ("(?=a)", UnsupportedConstraint)])
-def test_malformed_and_unsupported_patterns(pattern: str, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        parse_search(pattern)
-
-
 @pytest.mark.parametrize(
     ("pattern", "least", "most"),
     [("^[a-z]+$", 2, 4), ("^[a-z]*$", 0, 3), ("^x[a-z]*y$", 3, 5), ("^[a-z]{3}$", 1, 9), ("^[ab]{2,}$", 0, 3)],
@@ -155,10 +149,3 @@ def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
 @given(st.from_regex(FORMATS["regex"]))
 def test_the_format_regex_matches_regular_expressions(text: str) -> None:
     re.compile(text)
-
-
-@settings(deadline=None)
-@given(st.sampled_from(SEARCHED), st.text('ab"\\\n é', max_size=5))
-def test_searching_is_matching_the_whole(pattern: str, text: str) -> None:
-    node = parse_search(pattern)
-    assert (re.fullmatch(regex.render(node), text) is not None) == found(pattern, text)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from contract_cases import Case, mask, stop, walk
 
 from guided.backends import BACKENDS
 from guided.backends.base import CompiledGrammar, Matcher
-from guided.bitmask import allowed_ids, words
 from guided.constraint import KINDS
 from guided.errors import TokenRejected
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 
 def test_adapters_have_their_registered_names(backend: str) -> None:
@@ -126,19 +123,3 @@ def test_random_walks_satisfy(grammar: CompiledGrammar, case: Case, vocabulary: 
             errors = "replace" if case.constraint.kind == "structural_tag" else "strict"
             assert case.satisfied(text.decode(errors=errors)), text
     assert ended
-
-
-def test_the_worker_lets_no_special_token_through(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
-    worker = MaskWorker(vocabulary)
-    worker.install("key", grammar)
-    tokens = vocabulary.encode(case.valid[0])
-    bitmask = np.full((1, words(vocabulary.padded_vocab_size)), -1, dtype=np.int32)
-    never = set(range(vocabulary.padded_vocab_size)) - set(vocabulary.permitted_token_ids)
-    worker.open(1, "key")
-    for position in range(len(tokens) + 1):
-        assert worker.fill(1, tokens[max(position - 1, 0) : position], bitmask[0]) is None
-        allowed = set(allowed_ids(bitmask[0]).tolist())
-        assert not allowed & never
-        matcher = grammar.matcher()
-        matcher.accept_tokens(tokens[:position])
-        assert (stop(vocabulary) in allowed) == matcher.is_accepting()
