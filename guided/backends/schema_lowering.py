@@ -138,22 +138,14 @@ class SchemaLowering(ABC):
             return self.finite(schema, "const" if "const" in schema else "enum", values)
         if "anyOf" in schema:
             return any_of([self.lower(part) for part in schema["anyOf"] if part is not False])
-        return any_of([self.of_type(kind, schema) for kind in self.types(schema)])
+        named = schema.get("type", ALL_TYPES)
+        return any_of([self._of_type(kind, schema) for kind in ([named] if isinstance(named, str) else named)])
 
-    def of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-        """Lower one of the types that `schema` allows."""
-        match kind:
-            case "string":
-                return self.string(schema)
-            case "integer":
-                return self.integer(schema)
-            case "number":
-                return self.number(schema)
-            case "array":
-                return self.array(schema, self._shape(schema))
-            case "object":
-                return self.object(schema)
-        return {"type": kind}
+    def _of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+        if kind == "array":
+            return self.array(schema, self._shape(schema))
+        typed = {"string": self.string, "integer": self.integer, "number": self.number, "object": self.object}
+        return typed[kind](schema) if kind in typed else {"type": kind}
 
     def any_value(self) -> dict[str, Any]:
         """Return the form of any JSON value."""
@@ -183,33 +175,19 @@ class SchemaLowering(ABC):
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type object."""
 
-    def types(self, schema: dict[str, Any]) -> list[str]:
-        """Return the types that `schema` allows."""
-        named = schema.get("type", ALL_TYPES)
-        return [named] if isinstance(named, str) else [*named]
-
     def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
         """Return the error for a keyword that the library would not enforce."""
         message = f"{self.library} can't enforce {keyword!r}{reason}"
-        refusal = UnsupportedConstraint(message, param="json_schema", pointer=self.pointer(schema, keyword))
-        refusal.keyword = keyword
+        refusal = UnsupportedConstraint(message)
+        self.at_keyword(refusal, schema, keyword)
         return refusal
-
-    def pointer(self, schema: Schema, keyword: str) -> str:
-        """Return where in the schema as sent a keyword probably comes from, as a JSON pointer."""
-        return next(self.form.pointers(schema, keyword))
-
-    def unsatisfiable(self, schema: Schema, reason: str) -> InvalidConstraint:
-        """Return the error for a subschema that no value satisfies: invalid only if it is the whole schema."""
-        kind = InvalidConstraint if schema is self.form.root else UnsupportedConstraint
-        return kind(reason, param="json_schema", pointer=self.pointer(schema, ""))
 
     def at_keyword(self, error: InvalidConstraint, schema: Schema, keyword: str) -> InvalidConstraint:
         """Return `error` with the pointer of `keyword`."""
-        located = type(error)(error.message, param="json_schema", pointer=self.pointer(schema, keyword))
-        if isinstance(located, UnsupportedConstraint):
-            located.keyword = keyword
-        return located
+        error.param, error.pointer = "json_schema", next(self.form.pointers(schema, keyword))
+        if isinstance(error, UnsupportedConstraint):
+            error.keyword = keyword
+        return error
 
     def parse_pattern(self, schema: dict[str, Any]) -> regex.Node:
         """Parse the `pattern` of `schema` into the strings with a match."""
@@ -238,11 +216,6 @@ class SchemaLowering(ABC):
         condition = {"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]}
         validator = Draft202012Validator(condition, validate_formats=True, pattern_options=PATTERNS, offline=True)
         return {name for name in names if validator.is_valid(name)}
-
-    def listed_names(self, names: Schema) -> list[str] | None:
-        """Return the names that `names`, the schema of `propertyNames`, lists; None if it lists none."""
-        values = [] if names is False else listed(names)
-        return None if values is None else [value for value in values if isinstance(value, str)]
 
 
 class FewKeywords(SchemaLowering):

@@ -95,8 +95,6 @@ class XGrammarLowering(SchemaLowering):
             if abs(schema.get(keyword, 0)) > _INT64:
                 raise self.refusal(schema, keyword, f" {bounded(schema[keyword], 40)}: it is beyond 64 bits")
         low, high = integer_bounds(schema)
-        if low is not None and high is not None and low > high:
-            raise self.unsatisfiable(schema, "no integer is within the bounds")
         bounds = {"minimum": low, "maximum": high}
         return {"type": "integer", **{keyword: bound for keyword, bound in bounds.items() if bound is not None}}
 
