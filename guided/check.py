@@ -194,7 +194,7 @@ def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled
     report.checked = list(compiled.grammar.checked)
     match constraint.kind:
         case "json_schema":
-            form = canonical(json.loads(constraint.source))
+            form = canonical(constraint.schema)
             whole = {"root": form.root, "definitions": form.definitions}
             report.compiled = json.dumps(whole, ensure_ascii=False, indent=2)
             report.understood = _values_of(form.root)

@@ -212,6 +212,11 @@ class Constraint:
         return parse(json.loads(self.source), _ANY_SIZE, "structural_tag")
 
     @property
+    def schema(self) -> Any:
+        """The schema of a `json_schema` or `json_object` constraint."""
+        return json.loads(self.source or '{"type": "object"}')
+
+    @property
     def choices(self) -> list[str]:
         """The options of a `choice` constraint."""
         options: list[str] = json.loads(self.source)

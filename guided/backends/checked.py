@@ -108,7 +108,7 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
         if any(f"{place}/".startswith(f"{content.pointer}/") for place in checked):
             try:
                 with _native:
-                    schema = json.loads(constraint.inner(content).source)
+                    schema = constraint.inner(content).schema
                     validators[content.pointer] = Validator(schema)
             except ValueError as error:
                 message = f"the schema can't be validated: {bounded(error)}"

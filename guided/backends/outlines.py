@@ -107,8 +107,8 @@ class _Lowering(FewKeywords):
 
     library = "outlines"
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = ()) -> None:
-        super().__init__(schema, leave_out=leave_out)
+    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
+        super().__init__(schema, leave_out=leave_out, strict=strict)
         self._open: list[str] = []
         """The references that are being expanded."""
 

@@ -81,6 +81,11 @@ class SchemaLowering(ABC):
         self._strict = strict
         self._referenced: list[dict[str, Any]] = []
 
+    @classmethod
+    def of(cls, constraint: Constraint) -> Self:
+        """Return the lowering of a `json_schema` or `json_object` constraint."""
+        return cls(constraint.schema, leave_out=constraint.leave_out, strict=constraint.strict)
+
     def document(self) -> dict[str, Any]:
         """Lower the whole schema, with the definitions that `reference` refers to."""
         root = self.lower(self.form.root)
@@ -221,17 +226,11 @@ class SchemaLowering(ABC):
 class FewKeywords(SchemaLowering):
     """For a library that enforces few keywords: every output is checked. Objects with `properties` have no others."""
 
-    @classmethod
-    def of(cls, constraint: Constraint) -> Self:
-        """Return the lowering of a `json_schema` or `json_object` constraint.
-
-        Raises:
-            UnsupportedConstraint: the constraint is strict.
-        """
-        if constraint.strict:
-            message = f"{cls.library} enforces no schema completely: choose llguidance or xgrammar"
+    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
+        if strict:
+            message = f"{self.library} enforces no schema completely: choose llguidance or xgrammar"
             raise UnsupportedConstraint(message, param="json_schema", pointer="")
-        return cls(json.loads(constraint.source or '{"type": "object"}'), leave_out=constraint.leave_out)
+        super().__init__(schema, leave_out=leave_out)
 
     @abstractmethod
     def name(self, text: str) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from fractions import Fraction
 from typing import Any
 
 from guided import regex
@@ -19,7 +20,7 @@ from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex_parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
-from guided.schema.keywords import NUMBER_BOUNDS, Schema, divides_integers, integer_bounds, numbers_in
+from guided.schema.keywords import NUMBER_BOUNDS, Schema, integer_bounds, numbers_in
 
 PATTERN = "^pattern{}$"
 
@@ -89,7 +90,7 @@ class XGrammarLowering(SchemaLowering):
         return {"type": "number", **bounds}
 
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        if not divides_integers(schema.get("multipleOf", 1)):
+        if (1 / Fraction(str(schema.get("multipleOf", 1)))).denominator > 1:  # not every integer is a multiple
             raise self.refusal(schema, "multipleOf")
         for keyword in NUMBER_BOUNDS:
             if abs(schema.get(keyword, 0)) > _INT64:
