@@ -68,7 +68,7 @@ class CanonicalForm:
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._draft = Draft.of(document).number
-        self._graph = SchemaGraph.build(document)
+        self._graph = SchemaGraph(document)
         self._library = self._form(document)
         self._origins: dict[int, tuple[Schema, Origin]] = {}
         """By `id` of a subschema; the reference to it prevents another use of the `id`."""

@@ -20,7 +20,7 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.drafts import Draft
 from guided.schema.formats import FORMATS
-from guided.schema.graph import Node, SchemaGraph
+from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, types_of
 from guided.schema.pointer import shortened
 
@@ -80,7 +80,7 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     """
     document: dict[str, Any] | bool = json.loads(json.dumps(schema))
     if isinstance(document, dict):
-        graph = SchemaGraph.build(document)
+        graph = SchemaGraph(document)
         partial = graph.partial_descriptions()
         for node in graph.nodes():
             silent = not node.schema.keys() & {"additionalProperties", "unevaluatedProperties"}
@@ -111,8 +111,8 @@ class _Checker:
         if document is True:
             return True
         self._draft = self._read_draft(document)
-        graph = SchemaGraph.build(document, self._check_subschema, self._param)
-        graph.refuse_endless_references(self._param)
+        graph = SchemaGraph(document, self._check_subschema, self._param)
+        graph.refuse_endless_references()
         self._check_alternatives(graph)
         notes += islice(_not_enforced(document, graph, self._draft), MAX_NOTES)
         for node in graph.nodes():
@@ -230,7 +230,7 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, draft: Draft) ->
         yield Note("", suggestion=f'no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?')
         return
     unknown_keywords = 0
-    for node in graph.reachable():
+    for node in closure([graph.root]):  # those that take part in validation
         for keyword, value in node.schema.items():
             if keyword == "format":
                 unknown = isinstance(value, str) and value not in FORMATS

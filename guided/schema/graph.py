@@ -54,8 +54,6 @@ class Node:
     """(keyword, subschema) applied to the same value: `allOf`, `$ref`, `then`, ..."""
     parts: list[Node] = field(default_factory=list)
     """Applied to a part of the value: a property's, an item's."""
-    boolean: dict[str, bool] = field(default_factory=dict)
-    """Keywords of references to true or false."""
 
     def pointer(self, *path: str | int) -> str:
         """Return the JSON pointer of this subschema, or of a place in it. Not stored, because keys may be long."""
@@ -67,9 +65,19 @@ class Node:
 
 
 class SchemaGraph:
-    """All subschemas of a document. `SchemaGraph.build` creates it."""
+    """All subschemas of a document.
 
-    def __init__(self, document: dict[str, Any], check: Callable[[Node], None], param: str) -> None:
+    Args:
+        check: called for each subschema before its contents are visited; raises if it is none.
+        param: the request field to name in errors.
+
+    Raises:
+        InvalidConstraint: a reference leads out of the document, or to nothing.
+    """
+
+    def __init__(
+        self, document: dict[str, Any], check: Callable[[Node], None] = lambda _: None, param: str = "json_schema"
+    ) -> None:
         self._document = document
         self._check = check
         self._param = param
@@ -79,29 +87,9 @@ class SchemaGraph:
         """The nodes with references that are not edges yet."""
         self._resolvers: dict[int, Any] = {}
         """Resolver of the references in a node, by `id` of the node."""
-
-    @classmethod
-    def build(
-        cls, document: dict[str, Any], check: Callable[[Node], None] = lambda _: None, param: str = "json_schema"
-    ) -> SchemaGraph:
-        """Build the graph of `document`.
-
-        Args:
-            check: called for each subschema before its contents are visited; raises if it is none.
-            param: the request field to name in errors.
-
-        Raises:
-            InvalidConstraint: a reference leads out of the document, or to nothing.
-        """
-        graph = cls(document, check, param)
-        graph._add(document, ())
-        graph._resolve()
-        return graph
-
-    @property
-    def root(self) -> Node:
-        """The whole document."""
-        return self._nodes[id(self._document)]
+        self._add(document, ())
+        self._resolve()
+        self.root = self._nodes[id(document)]
 
     def find(self, schema: Any) -> Node | None:
         """Return the node of a subschema of the document, which is found by identity; None if it has none."""
@@ -111,11 +99,7 @@ class SchemaGraph:
         """Iterate over every object subschema, including unused `$defs`."""
         return iter(self._nodes.values())
 
-    def reachable(self) -> Iterator[Node]:
-        """Iterate over the subschemas that take part in validation, the root first."""
-        return closure([self.root])
-
-    def refuse_endless_references(self, param: str) -> None:
+    def refuse_endless_references(self) -> None:
         """Refuse a schema that applies itself to the same value: validation would never end.
 
         Raises:
@@ -131,7 +115,7 @@ class SchemaGraph:
             raise InvalidConstraint(
                 "the schema refers to itself for the same value, which never ends: put a keyword such as "
                 "'properties' or 'items' in between",
-                param=param,
+                param=self._param,
                 pointer=first.pointer(),
             ) from None
 
@@ -232,8 +216,6 @@ class SchemaGraph:
                 self._resolvers[id(self._nodes[id(target)])] = found.resolver
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
-        else:
-            node.boolean[keyword] = bool(target)
 
     def _dangling(self, reference: str, where: str, resolver: Any, error: Exception) -> InvalidConstraint:
         quoted = bounded(reference, 120)
