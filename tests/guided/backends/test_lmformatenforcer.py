@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from byte_vocabulary import BYTES
 
-from guided.backends import Backends
+from guided.backends import Backends, candidates
 from guided.backends.lmformatenforcer import LMFormatEnforcerBackend
 from guided.bitmask import words
 from guided.constraint import Constraint
@@ -48,6 +48,13 @@ def test_enforced_or_checked(schema: Any, valid: list[str], invalid: list[str]) 
         if grammar.matcher().accepts([*output, *BYTES.stop_token_ids]) == len(output) + 1:
             found.append(text)
     assert found == valid
+
+
+def test_auto_does_not_take_it() -> None:
+    assert candidates("json_object") == ("llguidance", "xgrammar")
+    assert candidates("json_object", "lmfe") == ("lm-format-enforcer",)
+    with pytest.raises(UnsupportedConstraint, match="these do: llguidance, xgrammar, outlines"):
+        candidates("regex", "lm-format-enforcer")
 
 
 def test_a_strict_schema_is_refused() -> None:
