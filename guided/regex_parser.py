@@ -43,25 +43,27 @@ from guided.regex import (
 
 _sre: Any = importlib.import_module("re._parser")
 """Python's own parser. It is private, but its output has never changed; another parser could disagree with `re`."""
-_SPELLING = (
+_ESCAPE = (
     r"\\[ux]\{(?P<code>[0-9A-Fa-f]{1,6})\}"
     r"|\\u(?P<high>[dD][89ABab][0-9A-Fa-f]{2})\\u(?P<low>[dD][c-fC-F][0-9A-Fa-f]{2})"
     r"|\\(?P<sign>[pP])(?:\{(?P<property>\^?[\w:=. -]+)\}|(?P<letter>[A-Za-z]))"
     r"|\\c(?P<control>[A-Za-z])"
-    r"|(?P<group>\(\?<[^\W\d][\w$]*>)"
-    r"|(?P<reference>\\k<[^>]*>)"
+    r"|(?P<group>\(\?<[^\W\d][\w$]*+>)"
+    r"|(?P<reference>\\k<[\w$]*+>)"
     r"|\\.|\{,"
-    r"|\[(?P<sign_of_class>\^?)(?P<members>%s(?:[^\]\\]|\\.)*+)\]"
 )
-_TOKEN = re.compile(_SPELLING % r"\]?", re.DOTALL)
-_ECMA_TOKEN = re.compile(_SPELLING % "", re.DOTALL)
+_CLASS = r"|\[(?P<not>\^?)(?P<members>%s(?:[^\]\\]|\\.)*+)(?P<end>\]?)"
+_IN_CLASS = re.compile(_ESCAPE, re.DOTALL)
+_TOKEN = re.compile(_ESCAPE + _CLASS % r"\]?", re.DOTALL)
+_ECMA_TOKEN = re.compile(_ESCAPE + _CLASS % "", re.DOTALL)
 """In ECMA-262, a class may be empty; in `re`, a bracket at its beginning is a member."""
 _REFUSED_MEMBERS = {
-    r"\[[:.=]\^?\w+[:.=]$": "a POSIX class: write a class such as [a-z] or \\p{L}",
-    r"&&\[": "'&&' between classes, which only Rust reads as an intersection",
+    r"\[[:.=]\^?\w+[:.=]$": ("a POSIX class", "which dialects read differently: write one such as [a-z] or \\p{L}"),
+    r"&&\[": ("'&&' between classes", "which only Rust reads as an intersection"),
 }
 _ONLY_PYTHON = (r"\A", r"\Z", r"\a", r"\N", r"\U", "{,")
 """Syntax that has another meaning in ECMA-262."""
+_DIFFERS = "which is not the same in Python and in ECMA-262"
 _ECMA_LINES: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _ECMA_SPACES: Ranges = (
     *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
@@ -153,11 +155,10 @@ class _Reader:
         self._pattern = pattern
         self._param = param
         self.ecma = ecma
-        self._token = _ECMA_TOKEN if ecma else _TOKEN
 
     def parse(self) -> Any:
         """Return the lists of Python's parser."""
-        rewritten = self._token.sub(self._rewritten, self._pattern)
+        rewritten = (_ECMA_TOKEN if self.ecma else _TOKEN).sub(self._rewritten, self._pattern)
         if len(rewritten) > max(_MAX_LENGTH, 2 * len(self._pattern)):
             raise ConstraintTooLarge(f"{self._name} contains too many Unicode properties", param=self._param)
         try:
@@ -172,8 +173,21 @@ class _Reader:
         except ValueError as error:  # flags that exclude each other
             raise self._invalid(f"is malformed: {error}") from None
 
-    def _rewritten(self, found: re.Match[str], *, in_class: bool = False) -> str:
-        """Return a token in the syntax of `re`."""
+    def _rewritten(self, found: re.Match[str]) -> str:
+        """Return an escape, a group or a class in the syntax of `re`."""
+        if found["members"] is None:
+            return self._rewritten_escape(found, in_class=False)
+        for syntax, (what, why) in _REFUSED_MEMBERS.items():
+            if re.search(syntax, found["members"]):
+                raise self._unsupported(what, why)
+        if not found["members"] and found["end"]:  # in ECMA-262 only
+            if found["not"]:
+                return r"[\s\S]"
+            raise self._unsupported("'[]'", _DIFFERS)
+        members = _IN_CLASS.sub(lambda inner: self._rewritten_escape(inner, in_class=True), found["members"])
+        return f"[{found['not']}{members}{found['end']}"
+
+    def _rewritten_escape(self, found: re.Match[str], *, in_class: bool) -> str:
         text = found[0]
         if found["code"]:
             if (code := int(found["code"], 16)) > 0x10FFFF:
@@ -187,25 +201,13 @@ class _Reader:
             return members if in_class else f"[{members}]"
         if found["control"]:
             return f"\\x{ord(found['control']) & 31:02x}"
-        if found["members"] is not None:
-            return self._rewritten_class(found["sign_of_class"], found["members"])
         if found["reference"]:
             raise self._unsupported(f"a backreference ({bounded(text, 40)})")
         if self.ecma and text in _ONLY_PYTHON and not (in_class and text == "{,"):
-            raise self._unsupported(f"{text!r}, which is not the same in Python and in ECMA-262")
+            raise self._unsupported(repr(text), _DIFFERS)
         if text == r"\z" and not self.ecma and not in_class:
             return r"\Z"
         return "(" if found["group"] and not in_class else text
-
-    def _rewritten_class(self, sign: str, members: str) -> str:
-        for syntax, what in _REFUSED_MEMBERS.items():
-            if re.search(syntax, members):
-                raise self._unsupported(what)
-        if not members:
-            if sign:
-                return r"[\s\S]"
-            raise self._unsupported("'[]', which is not the same in Python and in ECMA-262")
-        return f"[{sign}{self._token.sub(lambda found: self._rewritten(found, in_class=True), members)}]"
 
     def _property(self, name: str, negated: bool) -> str:
         try:
@@ -288,9 +290,10 @@ class _Reader:
     def _invalid(self, what: str) -> InvalidConstraint:
         return InvalidConstraint(f"{self._name} {what}", param=self._param)
 
-    def _unsupported(self, what: str) -> UnsupportedConstraint:
-        message = f"{self._name} contains {what}, which a token mask can't enforce: rewrite it without"
-        return UnsupportedConstraint(message, param=self._param)
+    def _unsupported(
+        self, what: str, why: str = "which a token mask can't enforce: rewrite it without"
+    ) -> UnsupportedConstraint:
+        return UnsupportedConstraint(f"{self._name} contains {what}, {why}", param=self._param)
 
 
 def _fold(ranges: Ranges, flags: int) -> Ranges:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from contract_cases import Case, mask, stop, walk
 
 from guided.backends import BACKENDS
 from guided.backends.base import CompiledGrammar, Matcher
+from guided.bitmask import words
 from guided.constraint import KINDS
 from guided.errors import TokenRejected
 from guided.vocabulary import Vocabulary
@@ -60,6 +62,7 @@ def test_any_split_into_tokens_is_accepted(grammar: CompiledGrammar, case: Case,
 
 
 def test_accepting_exactly_where_satisfied(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
+    row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
     for text in case.valid:
         matcher = grammar.matcher()
         consumed = b""
@@ -67,6 +70,7 @@ def test_accepting_exactly_where_satisfied(grammar: CompiledGrammar, case: Case,
             if token is not None:
                 matcher.accept_tokens([token])
                 consumed += vocabulary.token_bytes[token]
+            assert matcher.fill_bitmask(row) == matcher.is_accepting()
             if matcher.is_accepting():
                 assert case.satisfied(consumed.decode()), consumed
             else:
