@@ -44,7 +44,7 @@ from actors.protocol import (
 from actors.server import StepServer
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
-from guided.process_memory import FreeMemory
+from guided.process_memory import watch_free_memory
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -92,7 +92,7 @@ class MaskActor:
         self._worker = MaskWorker(vocabulary)
         self._forced_tokens = forced_tokens
         self._remote: RemoteSteps | None = None
-        FreeMemory().watch()
+        watch_free_memory()
 
     def location(self) -> ActorLocation:
         """Return where this actor runs; also shows that it is alive."""

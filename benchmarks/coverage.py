@@ -32,7 +32,7 @@ refused: `guided check FILE` says what becomes of yours.
 output is validated before it may end. *refused*: 400, with the keyword's pointer. *narrower*: some valid values are
 never generated. The backends are llguidance and xgrammar, of which `auto` takes the first that does not refuse; each is
 named where they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
-(`guided/backends/few_keywords.py`), and check every output.
+(`guided/backends/schema_lowering.py`), and check every output.
 
 | keyword | sample | what becomes of it |
 |---|---|---|

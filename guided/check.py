@@ -25,10 +25,10 @@ from guided.compilation import Compiled, compile_constraint
 from guided.completing.budget import Budget, budget_of
 from guided.completing.search import shortest
 from guided.constraint import Constraint, ConstraintKind
-from guided.errors import GuidedError, InvalidRequest, bounded
+from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax
 from guided.limits import DEFAULT_LIMITS
-from guided.schema import string_pattern
+from guided.regex_parser import parse
 from guided.schema.canonical import canonical
 from guided.schema.keywords import types_of
 from guided.vocabulary import Vocabulary
@@ -60,8 +60,6 @@ class Report:
     """The backend that enforces it."""
     understood: str = ""
     """What the constraint allows, in a few words."""
-    warning: str = ""
-    """Why this is hardly what was meant."""
     error: str = ""
     pointer: str | None = None
     """Where in the schema the error is."""
@@ -196,14 +194,12 @@ def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled
     report.checked = list(compiled.grammar.checked)
     match constraint.kind:
         case "json_schema":
-            schema = json.loads(constraint.source)
-            form = canonical(schema)
+            form = canonical(constraint.schema)
             whole = {"root": form.root, "definitions": form.definitions}
             report.compiled = json.dumps(whole, ensure_ascii=False, indent=2)
             report.understood = _values_of(form.root)
-            report.warning = _doubt(schema, form.root)
         case "regex":
-            report.compiled = regex.render(string_pattern.whole(constraint.source))
+            report.compiled = regex.render(parse(constraint.source))
 
 
 def _values_of(root: Any) -> str:
@@ -213,17 +209,6 @@ def _values_of(root: Any) -> str:
     kinds = " or ".join(sorted(types_of(root)))
     properties = root.get("properties", {}) if isinstance(root, dict) else {}
     return f"{kinds} with {', '.join(properties)}" if properties else kinds
-
-
-def _doubt(schema: Any, root: Any) -> str:
-    """Say why a schema that allows any value is hardly meant. Empty: there is no doubt."""
-    if root not in (True, {}) or not isinstance(schema, dict) or not schema:
-        return ""
-    if "openapi" in schema or "swagger" in schema:
-        where = "#/components/schemas" if "openapi" in schema else "#/definitions"
-        return f"an OpenAPI document is no schema, and as one it allows any JSON: check one of {where}"
-    names = ", ".join(map(bounded, list(schema)[:5]))
-    return f"none of its keywords ({names}) restricts anything: is it an example instead of a schema?"
 
 
 def _sample(budget: Budget, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:

@@ -63,6 +63,8 @@ class Constraint:
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
     """JSON pointers to parts of a schema that are not enforced: unknown formats (annotations in JSON Schema), and
     probably misspelt keywords, with a remark in parentheses."""
+    limits: Limits = field(default=DEFAULT_LIMITS, compare=False, repr=False)
+    """The limits under which it was created."""
 
     @cached_property
     def key(self) -> str:
@@ -114,14 +116,14 @@ class Constraint:
         if notes:
             logger.debug("not enforced in %s: %s", param, ", ".join(map(str, notes)))
         spaces = _whitespace(whitespace, limits, param)
-        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(map(str, notes)))._checked(limits)
+        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(map(str, notes)), limits=limits)
 
     @classmethod
     def json_object(
         cls, *, whitespace: str | None = None, limits: Limits = DEFAULT_LIMITS, param: str = "json_object"
     ) -> Constraint:
         """The output is any JSON object."""
-        return cls("json_object", "", _whitespace(whitespace, limits, param))._checked(limits)
+        return cls("json_object", "", _whitespace(whitespace, limits, param), limits=limits)
 
     @classmethod
     def regex(cls, pattern: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "regex") -> Constraint:
@@ -130,7 +132,7 @@ class Constraint:
         if not pattern:
             raise InvalidConstraint("the regex is empty: only the empty output would match", param=param)
         limits.check_regex(pattern, param)
-        return cls("regex", pattern)._checked(limits)
+        return cls("regex", pattern, limits=limits)
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, limits: Limits = DEFAULT_LIMITS, param: str = "choice") -> Constraint:
@@ -150,7 +152,7 @@ class Constraint:
         for index, option in enumerate(choices):
             _check_text(option, "choice", limits, param, pointer=f"/{index}")
         _check_text(source, "choice", limits, param)
-        return cls("choice", source)._checked(limits)
+        return cls("choice", source, limits=limits)
 
     @classmethod
     def grammar(cls, text: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "grammar") -> Constraint:
@@ -159,7 +161,7 @@ class Constraint:
         if not text.strip():
             raise InvalidConstraint("the grammar is empty: give at least one rule", param=param)
         limits.check_grammar(text, param)
-        return cls("grammar", text)._checked(limits)
+        return cls("grammar", text, limits=limits)
 
     @classmethod
     def structural_tag(
@@ -186,7 +188,7 @@ class Constraint:
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
         spaces = _whitespace(whitespace, limits, param)
-        return cls("structural_tag", source, spaces, strict_schema, not_enforced=tuple(notes))._checked(limits)
+        return cls("structural_tag", source, spaces, strict_schema, not_enforced=tuple(notes), limits=limits)
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""
@@ -194,26 +196,25 @@ class Constraint:
         source = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return Constraint(content.kind, source, self.whitespace, self.strict, self.leave_out)
 
-    def _checked(self, limits: Limits) -> Constraint:
-        """Note that this constraint is within `limits`. (Not a field: it takes no part in equality and messages.)"""
-        object.__setattr__(self, "_limits", limits)
-        return self
-
     def check(self, limits: Limits) -> None:
         """Check this constraint against `limits`, unless it was created under them.
 
         Raises:
             ConstraintTooLarge: over one of them.
         """
-        if getattr(self, "_limits", None) == limits:
-            return
-        value = self.choices if self.kind == "choice" else self.source
-        Constraint.of_kind(self.kind, value, whitespace=self.whitespace, limits=limits, param=self.kind)
+        if self.limits != limits:
+            value = self.choices if self.kind == "choice" else self.source
+            Constraint.of_kind(self.kind, value, whitespace=self.whitespace, limits=limits, param=self.kind)
 
     @property
     def tag(self) -> Node:
         """The nodes of a `structural_tag` constraint."""
         return parse(json.loads(self.source), _ANY_SIZE, "structural_tag")
+
+    @property
+    def schema(self) -> Any:
+        """The schema of a `json_schema` or `json_object` constraint."""
+        return json.loads(self.source or '{"type": "object"}')
 
     @property
     def choices(self) -> list[str]:

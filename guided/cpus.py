@@ -17,20 +17,12 @@ def available_cpus(root: Path = _ROOT) -> int:
         root: where `/proc` and `/sys` are.
     """
     cpus: float = len(os.sched_getaffinity(0))
-    for directory in _control_groups(root):
+    mount, group = root / "sys/fs/cgroup", ""
+    with contextlib.suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        group = next((line[len("0::/") :] for line in lines if line.startswith("0::/")), "")
+    for directory in ((mount / group), *(mount / group).parents):  # in a container, its own group is usually the mount
         with contextlib.suppress(OSError, ValueError):  # no such file, or the quota is "max"
             quota, period = (directory / "cpu.max").read_text().split()
             cpus = min(cpus, int(quota) / int(period))
     return max(1, math.ceil(cpus))
-
-
-def _control_groups(root: Path) -> list[Path]:
-    """Return the directories of the control groups that this process is in, and of their parents, as far as they are
-    visible. In a container, the container's own group is usually the root."""
-    mount = root / "sys/fs/cgroup"
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                group = mount / line.removeprefix("0::").lstrip("/")
-                return [group, *(each for each in group.parents if each.is_relative_to(mount))]
-    return []

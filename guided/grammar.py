@@ -11,8 +11,9 @@ from typing import Literal
 
 from guided import regex
 from guided.errors import UnsupportedConstraint, bounded
-from guided.limits import GBNF_RULE
 
+_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_][\w-]*\s*::=", re.MULTILINE)
+"""A rule at the start of a line. A grammar without one is in Lark."""
 _LARK_TOKEN = re.compile(
     r"""(?P<skip>//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/)|(?P<special><[^<>\s]+>)""", re.DOTALL
 )
@@ -20,7 +21,7 @@ _LARK_TOKEN = re.compile(
 
 def syntax(text: str) -> Literal["lark", "gbnf"]:
     """Return the notation of `text`: only GBNF/EBNF has `name ::= …` at the start of a line."""
-    return "gbnf" if GBNF_RULE.search(text) else "lark"
+    return "gbnf" if _GBNF_RULE.search(text) else "lark"
 
 
 def check_lark(text: str) -> str:

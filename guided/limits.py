@@ -16,32 +16,20 @@ from typing import Any, ClassVar
 
 from guided.errors import ConstraintTooLarge, bounded
 
-# All scanners are possessive, and the end of the text closes everything: no backtracking.
-_REGEX_TOKEN = re.compile(
+# The scanners are possessive, and the end of the text closes everything: no backtracking.
+_IN_REGEX = (
     r"\\(?:[xuUpPN]\{[^{}]*+\}|.)"  # an escape
     r"|\[\^?\]?(?:[^\]\\]++|\\.)*+\]?"  # a character class: brackets, braces and parentheses are characters in it
-    r"|(?P<bracket>[()])"
-    r"|(?P<bar>\|)"
-    r"|\{(?P<least>[0-9]*+)(?:,(?P<most>[0-9]*+))?\}",
-    re.DOTALL,
+    r"|(?P<bracket>[()])|(?P<bar>\|)"
+    r"|\{\s*+(?P<least>[0-9]*+)\s*+(?:,\s*+(?P<most>[0-9]*+)\s*+)?\}"
 )
-_REPETITION = r"|\{\s*+(?P<least>[0-9]*+)\s*+(?:,\s*+(?P<most>[0-9]*+)\s*+)?\}"
-_EBNF_TOKEN = re.compile(
-    r"#[^\n]*+"
-    r'|"(?:[^"\\\n]++|\\.)*+"?'
-    r"|\[(?:[^\]\\\n]++|\\.)*+\]?"
-    r"|(?P<bracket>[()])|(?P<bar>\|)" + _REPETITION
-)
-_LARK_TOKEN = re.compile(
-    r"//[^\n]*+"
-    r'|"(?:[^"\\\n]++|\\.)*+"?'
-    r"|/(?P<regex>(?:[^/\\\n]++|\\.)++)/?"
-    r"|(?P<bracket>[()\[\]])|(?P<bar>\|)"
-    r"|~\s*+(?P<from>[0-9]++)(?:\s*+\.\.\s*+(?P<to>[0-9]++))?" + _REPETITION
-)
-GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_][\w-]*\s*::=", re.MULTILINE)
-"""A rule at the start of a line. A grammar without one is in Lark."""
-_LARK_RULE = re.compile(r"^[ \t]*+[?!]?[\w-]++(?:\.[0-9]++)?(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE)
+_IN_GRAMMAR = (
+    r'#[^\n]*+|//[^\n]*+|"(?:[^"\\\n]++|\\.)*+"?'  # comments and literals
+    r"|~\s*+(?P<from>[0-9]++)(?:\s*+\.\.\s*+(?P<to>[0-9]++))?|"
+) + _IN_REGEX
+_REGEX_TOKEN, _GRAMMAR_TOKEN = (re.compile(pattern, re.DOTALL) for pattern in (_IN_REGEX, _IN_GRAMMAR))
+_RULE = re.compile(r"^[ \t]*+[?!]?[\w.-]++[^\n:\"/]*+:", re.MULTILINE)
+"""A rule at the start of a line, of Lark or GBNF."""
 
 
 @dataclass(frozen=True)
@@ -116,20 +104,17 @@ class Limits:
         self._measure(_REGEX_TOKEN.finditer(pattern), param, pointer)
 
     def check_grammar(self, text: str, param: str) -> None:
-        """Refuse rules, repetition bounds, alternatives and bracket nesting over the limits.
-
-        The grammar is read as EBNF if `GBNF_RULE` matches, else as Lark.
+        """Refuse rules, repetition bounds, alternatives and bracket nesting of Lark or GBNF over the limits.
 
         Raises:
             ConstraintTooLarge: with `param`.
         """
-        ebnf = GBNF_RULE.search(text) is not None
-        rules = text.count("::=") if ebnf else sum(1 for _ in _LARK_RULE.finditer(text))
+        rules = sum(1 for _ in _RULE.finditer(text))
         if rules > self.max_grammar_rules:
             raise ConstraintTooLarge(
                 f"the grammar has {rules} rules; the limit is {self.max_grammar_rules}", param=param
             )
-        self._measure((_EBNF_TOKEN if ebnf else _LARK_TOKEN).finditer(text), param, None)
+        self._measure(_GRAMMAR_TOKEN.finditer(text), param, None)
 
     def too_many_alternatives(self, param: str, pointer: str | None) -> ConstraintTooLarge:
         """Return the error for more than `max_alternatives`."""
@@ -156,10 +141,8 @@ class Limits:
                 bars += 1
                 if bars >= self.max_alternatives:
                     raise self.too_many_alternatives(param, pointer)
-            elif kind == "regex":
-                self.check_regex(token["regex"], param, pointer)
             elif kind == "bracket":
-                if token["bracket"] in "([":
+                if token["bracket"] == "(":
                     repeated.append(1)
                     if len(repeated) - 1 > self.max_nesting:
                         raise ConstraintTooLarge(

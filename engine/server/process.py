@@ -35,7 +35,7 @@ from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.protocol import CHAT_EXAMPLE
 from engine.server.tracing import Tracing
-from guided.process_memory import FreeMemory
+from guided.process_memory import watch_free_memory
 
 _ANSWER_SECONDS = 3
 """After the grace period: time to send the last events of streams."""
@@ -74,7 +74,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
     # These objects stay. A garbage collection that visited them would hold all threads for tenths of a second.
     gc.collect()
     gc.freeze()
-    FreeMemory().watch()
+    watch_free_memory()
     sys.setswitchinterval(_SWITCH_SECONDS)
     return engine
 

@@ -8,7 +8,7 @@ torch: see `without_torch.py`.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import threading
 from dataclasses import dataclass
 from typing import cast
@@ -29,8 +29,8 @@ AUTO = "auto"
 class Adapter:
     """One entry of the registry."""
 
-    module: str
-    attribute: str
+    path: str
+    """Of the class of the adapter: `module:name`."""
     kinds: frozenset[ConstraintKind]
     """The constraint kinds that the backend supports."""
     aliases: tuple[str, ...] = ()
@@ -41,22 +41,20 @@ class Adapter:
 
     def load(self) -> type[Backend]:
         """Return the class of the adapter; imports its library."""
-        return cast("type[Backend]", getattr(importlib.import_module(self.module), self.attribute))
+        return cast("type[Backend]", pkgutil.resolve_name(self.path))
 
 
 BACKENDS: dict[str, Adapter] = {
-    "llguidance": Adapter("guided.backends.llguidance", "LLGuidanceBackend", frozenset(KINDS), ("guidance",)),
-    "xgrammar": Adapter("guided.backends.xgrammar", "XGrammarBackend", frozenset(KINDS)),
+    "llguidance": Adapter("guided.backends.llguidance:LLGuidanceBackend", frozenset(KINDS), ("guidance",)),
+    "xgrammar": Adapter("guided.backends.xgrammar:XGrammarBackend", frozenset(KINDS)),
     "outlines": Adapter(
-        "guided.backends.outlines",
-        "OutlinesBackend",
+        "guided.backends.outlines:OutlinesBackend",
         frozenset({"json_schema", "json_object", "regex", "choice"}),
         ("outlines_core", "outlines-core"),
         named_only=True,
     ),
     "lm-format-enforcer": Adapter(
-        "guided.backends.lmformatenforcer",
-        "LMFormatEnforcerBackend",
+        "guided.backends.lmformatenforcer:LMFormatEnforcerBackend",
         frozenset({"json_schema", "json_object", "choice"}),
         ("lmfe", "lmformatenforcer", "lm_format_enforcer"),
         named_only=True,

@@ -5,7 +5,6 @@ The same holds for the schemas of a structural tag: a content is validated where
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -108,8 +107,7 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
         if any(f"{place}/".startswith(f"{content.pointer}/") for place in checked):
             try:
                 with _native:
-                    schema = json.loads(constraint.inner(content).source)
-                    validators[content.pointer] = Validator(schema)
+                    validators[content.pointer] = Validator(constraint.inner(content).schema)
             except ValueError as error:
                 message = f"the schema can't be validated: {bounded(error)}"
                 raise InvalidConstraint(message, param=constraint.kind, pointer=content.pointer) from None

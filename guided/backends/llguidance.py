@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided import regex
-from guided.backends.base import Backend, CompiledGrammar
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.llguidance_schema import LLGuidanceLowering
-from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import check_lark
+from guided.regex_parser import parse
 from guided.schema import string_pattern
 from guided.tags.llguidance import TagGrammar
 from guided.vocabulary import Vocabulary
@@ -35,7 +35,7 @@ _native = guard("llguidance")
 
 _VERSION = metadata.version("llguidance")
 REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
-"""Whether llguidance allows several matches of `whitespace_pattern` in a row: 1.7.6 does, which vLLM 0.32 pins; 1.9.1
+"""Whether llguidance allows several matches of `whitespace_pattern` in a row: 1.7.6 does, which vLLM 0.33 pins; 1.9.1
 does not. The separators of items and keys are never repeated."""
 _ESCAPES = 'bfnrt"\\'
 """Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance allows
@@ -94,14 +94,11 @@ class LLGuidanceBackend(Backend):
         """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""
         make = llguidance.LLMatcher
         match constraint.kind:
-            case "json_schema":
-                document = json.loads(constraint.source)
-                lowering = LLGuidanceLowering(document, leave_out=constraint.leave_out, strict=constraint.strict)
+            case "json_schema" | "json_object":
+                lowering = LLGuidanceLowering.of(constraint)
                 return _json_source(lowering, constraint.whitespace), list(lowering.checked)
-            case "json_object":
-                return _json_source(LLGuidanceLowering({"type": "object"}), constraint.whitespace), []
             case "regex":
-                return str(make.grammar_from_regex(regex.render(string_pattern.whole(constraint.source)))), []
+                return str(make.grammar_from_regex(regex.render(parse(constraint.source)))), []
             case "choice":
                 options = regex.choice(map(regex.literal, constraint.choices))
                 return str(make.grammar_from_regex(regex.render(options))), []

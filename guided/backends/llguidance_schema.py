@@ -31,10 +31,11 @@ from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
+from guided.regex_parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
-from guided.schema.keywords import Schema, integer_bounds, numbers_in, types_of
-from guided.schema.string_language import complement_of, pattern_of, without
+from guided.schema.keywords import Schema, integer_bounds, listed, numbers_in, types_of
+from guided.schema.string_pattern import complement_of, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces by the RFCs.
@@ -194,9 +195,9 @@ class LLGuidanceLowering(SchemaLowering):
             return properties, {}, False
         if patterns:
             raise self.refusal(schema, "propertyNames", " next to 'patternProperties'")
-        listed = self.listed_names(names)
-        if listed is not None:
-            return {**dict.fromkeys(listed, rest), **properties}, {}, False
+        values = [] if names is False else listed(names)
+        if values is not None:
+            return {**{name: rest for name in values if isinstance(name, str)}, **properties}, {}, False
         try:
             return properties, {pattern_of(names): rest}, False
         except UnsupportedConstraint:
@@ -274,4 +275,4 @@ def _common_pattern(pattern: str) -> str:
             return Chars(ranges)
         raise UnsupportedConstraint("the pattern needs a control character")
 
-    return f"^(?:{regex.render(regex.map_chars(string_pattern.read(pattern), safe))})$"
+    return f"^(?:{regex.render(regex.map_chars(parse_search(pattern), safe))})$"

@@ -1,18 +1,15 @@
 """Adapter for lm-format-enforcer: character-level parsers in Python. The slow backend: a mask takes milliseconds.
 
-The library's parsers and its prefix tree of the tokens are used, but not its `TokenEnforcer`: that answers exceptions
-with end-of-sequence only, and stores every prefix for ever. A character of the library is one byte of UTF-8 here, so
-tokens may begin and end within a character.
-
-The library's JSON is a superset (integers have fractions, items are miscounted), so each document is validated before
-it may end, and a schema with `strict_schema` is refused. Patterns and formats are checked only.
+The library's `TokenEnforcer` is not used: it answers exceptions with end-of-sequence only, and stores every prefix for
+ever. A character of the library is one byte of UTF-8 here, so tokens may begin and end within a character. Its JSON is
+a superset (integers have fractions, items are miscounted), so each document is validated before it may end.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -24,15 +21,13 @@ from lmformatenforcer.external.jsonschemaobject import JsonSchemaObject
 from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, TokenizerPrefixTree
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar
-from guided.backends.few_keywords import FewKeywords
-from guided.backends.matchers import TextMatcher
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.native import guard
-from guided.backends.schema_lowering import ArrayShape, any_of, refuse_strict
+from guided.backends.schema_lowering import ArrayShape, FewKeywords, any_of
 from guided.bitmask import pack
 from guided.constraint import Constraint
-from guided.errors import BackendError, TokenRejected, UnsupportedConstraint
-from guided.schema.keywords import ALL_TYPES, is_number, types_of
+from guided.errors import TokenRejected, UnsupportedConstraint
+from guided.schema.keywords import ALL_TYPES, is_number
 from guided.vocabulary import Vocabulary, valid_utf8
 
 _SPACE = "\u0100"
@@ -45,7 +40,6 @@ _REST = frozenset(map(chr, range(0x80, 0xC0)))
 _BLANKS = frozenset(" \t\r\n")
 _FREE = re.compile(r'[^"\\\x00-\x1f]*"?')
 """Matches a token without escapes that may stand in a free string, or end it."""
-_NESTED = ("array", "object")
 _native = guard("lm-format-enforcer")
 
 
@@ -64,9 +58,7 @@ class LMFormatEnforcerBackend(Backend):
         if constraint.whitespace:
             message = "lm-format-enforcer has no whitespace pattern, only any whitespace and none"
             raise UnsupportedConstraint(message, param="whitespace_pattern")
-        refuse_strict(constraint, "lm-format-enforcer")
-        document = json.loads(constraint.source or '{"type": "object"}')
-        schema = _Lowering(document, leave_out=constraint.leave_out).document()
+        schema = _Lowering.of(constraint).document()
         definitions = schema.pop("$defs", {})
         with _native:
             # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
@@ -93,9 +85,9 @@ class _Lowering(FewKeywords):
         return {"anyOf": [{"type": kind} for kind in ALL_TYPES]}
 
     def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
-        nested = [part for part in self.form.alternatives(schema) if not types_of(part).isdisjoint(_NESTED)]
-        if len(nested) > 1 or any(types_of(part) >= {*_NESTED} for part in nested):
-            raise self.refusal(schema, "$ref", " with several alternatives")  # their items would share a stack
+        target = self.form.target(schema)
+        if not isinstance(target, dict) or not isinstance(target.get("type"), str):
+            raise self.refusal(schema, "$ref", " to several alternatives")  # their items would share a stack
         return super().reference(schema)
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +174,7 @@ class _Tokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
+        self._width = vocabulary.padded_vocab_size
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
         spelled = [(token, text.decode("latin-1"), False) for token, text in texts]
         self._root = TokenizerPrefixTree(spelled, False, vocabulary.vocab_size).root
@@ -193,20 +186,16 @@ class _Tokens:
         self._free.freeze()
         self._masks: dict[tuple[int, int], NDArray[np.int32]] = {}
 
-    def pack(self, tokens: Iterable[int]) -> NDArray[np.int32]:
-        """Return the mask of `tokens`."""
-        return pack(tokens, self.vocabulary.padded_vocab_size)
-
     def free(self, length: int, least: int, most: int) -> NDArray[np.int32]:
         """Return the mask within a free string of `length` characters, without its end and escapes."""
         longest = self._free.max_token_len
         key = min(longest, max(0, least - length)), min(longest, most - length)
         if key not in self._masks:
-            self._masks[key] = self.pack(self._free.lookup_allowed_tokens(*key).allowed_tokens)
+            self._masks[key] = pack(self._free.lookup_allowed_tokens(*key).allowed_tokens, self._width)
         return self._masks[key]
 
-    def following(self, state: CharacterLevelParser, first: str = "") -> list[int]:
-        """Return the tokens that may follow `state`; with `first`, only those that begin with one of its characters."""
+    def following(self, state: CharacterLevelParser, first: str = "") -> NDArray[np.int32]:
+        """Return the mask after `state`; with `first`, only of tokens that begin with one of its characters."""
         found: list[int] = []
         todo = [(self._root, state, first)]
         while todo:
@@ -217,7 +206,7 @@ class _Tokens:
                 found += child.tokens
                 if child.children:
                     todo.append((child, at.add_character(character), ""))
-        return found
+        return pack(found, self._width)
 
 
 class LMFormatEnforcerGrammar(CompiledGrammar):
@@ -258,14 +247,12 @@ class LMFormatEnforcerMatcher(TextMatcher):
         state, tokens = self._states[-1], self._tokens
         with _native:
             if (free := state.shortcut_key()) is not None:
-                row[:] = tokens.free(*free[1:]) | tokens.pack(tokens.following(state, '"\\'))
+                row[:] = tokens.free(*free[1:]) | tokens.following(state, '"\\')
             else:
-                row[:] = tokens.pack(tokens.following(state))
+                row[:] = tokens.following(state)
         return self.is_accepting()
 
     def rollback_text(self, count: int) -> None:
-        if count >= len(self._states):
-            raise BackendError(f"can't take back {count} of {len(self._states) - 1} tokens")
         del self._states[-count:]
 
     def fork(self) -> LMFormatEnforcerMatcher:

@@ -6,7 +6,7 @@ that may be killed.
 Properties of the library that the adapter compensates:
 
 - Its automata prefer the first alternative (`yes|yes please` allows `yes` only), unless the pattern ends with `$`. A
-  pattern that ends with `$` can't match the empty text, so the empty text is handled apart.
+  pattern that ends with `$` can't match the empty text, so a regex that does is refused.
 - It knows one end-of-sequence token only, so the adapter handles stop tokens.
 - A regex can't count levels. So `json_object` allows three: the object, and objects and arrays within values of it.
 - It reads a subschema by its first keyword of `properties`, `allOf`, `anyOf`, `oneOf`, `prefixItems`, `enum`, `const`,
@@ -17,6 +17,7 @@ Properties of the library that the adapter compensates:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -26,13 +27,12 @@ from numpy.typing import NDArray
 from outlines_core.json_schema import build_regex_from_schema
 
 from guided import regex
-from guided.backends.base import Backend, CompiledGrammar
-from guided.backends.few_keywords import FewKeywords
-from guided.backends.matchers import TextMatcher
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.native import guard
-from guided.backends.schema_lowering import ArrayShape, refuse_strict
+from guided.backends.schema_lowering import ArrayShape, FewKeywords
 from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, UnsupportedConstraint, bounded
+from guided.regex_parser import parse
 from guided.schema import string_pattern
 from guided.schema.keywords import Schema
 from guided.vocabulary import Vocabulary
@@ -55,40 +55,37 @@ class OutlinesBackend(Backend):
             self._tokens = outlines_core.Vocabulary(vocabulary.stop_token_ids[0], tokens)
 
     def compile(self, constraint: Constraint) -> OutlinesGrammar:
-        pattern, empty = self._pattern(constraint)
         try:
-            index = outlines_core.Index(f"(?:{pattern})$", self._tokens)
+            index = outlines_core.Index(f"(?:{self._pattern(constraint)})$", self._tokens)
         except ValueError as error:
             raise UnsupportedConstraint(
                 f"outlines refuses the {constraint.kind}: {bounded(error)}", param=constraint.kind
             ) from None
-        grammar = OutlinesGrammar(self._vocabulary, index, empty)
+        grammar = OutlinesGrammar(self._vocabulary, index)
         grammar.checked = ("",) if constraint.kind == "json_schema" else ()
         return grammar
 
     def load(self, constraint: Constraint, dumped: bytes) -> OutlinesGrammar:
         with _native:
-            index = outlines_core.Index.from_binary(dumped[1:])
-        return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01")
+            index = outlines_core.Index.from_binary(dumped)
+        return OutlinesGrammar(self._vocabulary, index)
 
-    def _pattern(self, constraint: Constraint) -> tuple[str, bool]:
-        """Return the constraint as one regex without the empty text, and whether it allows the empty text."""
+    def _pattern(self, constraint: Constraint) -> str:
+        """Return the constraint as one regex."""
         match constraint.kind:
             case "json_schema" | "json_object":
-                refuse_strict(constraint, "outlines")
-                schema = json.loads(constraint.source or '{"type": "object"}')
-                lowered = _Lowering(schema, leave_out=constraint.leave_out).document()
-                return _json(lowered, constraint.whitespace), False
+                return _json(_Lowering.of(constraint).document(), constraint.whitespace)
             case "regex":
-                node = regex.parse(constraint.source)
-                rest = regex.nonempty(node)
-                if rest is None:
+                pattern = regex.render(parse(constraint.source))
+                if re.fullmatch(pattern, ""):
                     raise UnsupportedConstraint(
-                        "outlines can't enforce a regex that only the empty text matches", param="regex"
+                        "outlines can't enforce a regex that the empty text matches: write it without, or choose "
+                        "another backend",
+                        param="regex",
                     )
-                return regex.render(rest), regex.nullable(node)
+                return pattern
             case "choice":
-                return regex.render(regex.choice(map(regex.literal, constraint.choices))), False
+                return regex.render(regex.choice(map(regex.literal, constraint.choices)))
         raise AssertionError(constraint.kind)
 
 
@@ -110,8 +107,8 @@ class _Lowering(FewKeywords):
 
     library = "outlines"
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str]) -> None:
-        super().__init__(schema, leave_out=leave_out)
+    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
+        super().__init__(schema, leave_out=leave_out, strict=strict)
         self._open: list[str] = []
         """The references that are being expanded."""
 
@@ -134,7 +131,10 @@ class _Lowering(FewKeywords):
         if schema.get("format") == "uuid":
             return {"type": "string", "format": "uuid"}
         if "pattern" in schema:
-            plain = regex.within(self.parse_pattern(schema), string_pattern.PLAIN)
+            try:
+                plain: regex.Node | None = string_pattern.in_json(self.parse_pattern(schema), escapes=False)
+            except UnsupportedConstraint:
+                plain = None
         else:
             plain = regex.repeat(_PLAIN, least, None if most is None else int(most)) if least or most else None
         return {"type": "string", **({} if plain is None else {"pattern": f"^(?:{regex.render(plain)})$"})}
@@ -150,22 +150,20 @@ class _Lowering(FewKeywords):
 
 
 class OutlinesGrammar(CompiledGrammar):
-    """An automaton over tokens. `accepts_empty`: the empty output is complete, which the automaton does not know."""
+    """An automaton over tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, index: Any, accepts_empty: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, index: Any) -> None:
         self.vocabulary = vocabulary
         self.index = index
-        self.accepts_empty = accepts_empty
-        with _native:
-            _, (binary,) = index.__reduce__()
-        self._dumped = bytes([accepts_empty]) + bytes(binary)
 
     def matcher(self) -> OutlinesMatcher:
         return OutlinesMatcher(self, [])
 
     def dump(self) -> bytes:
-        """Return one byte (whether the empty text matches), then the automaton in outlines' own serialisation."""
-        return self._dumped
+        """Return the automaton in outlines' own serialisation."""
+        with _native:
+            _, (binary,) = self.index.__reduce__()
+            return bytes(binary)
 
 
 class OutlinesMatcher(TextMatcher):
@@ -194,8 +192,6 @@ class OutlinesMatcher(TextMatcher):
         return self.is_accepting()
 
     def rollback_text(self, count: int) -> None:
-        if count > len(self._tokens):
-            raise BackendError(f"can't take back {count} of {len(self._tokens)} tokens")
         kept, self._tokens = self._tokens[:-count], []
         with _native:
             self._guide.reset()
@@ -206,4 +202,4 @@ class OutlinesMatcher(TextMatcher):
 
     def is_accepting(self) -> bool:
         with _native:
-            return bool(self._guide.is_finished()) or (self._grammar.accepts_empty and not self._tokens)
+            return bool(self._guide.is_finished())

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from jsonschema_rs import Draft202012Validator
 
 from guided import regex
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.schema import string_pattern
+from guided.regex_parser import parse_search
 from guided.schema.canonical import canonical
 from guided.schema.keywords import ALL_TYPES, Schema, listed
 from guided.schema.validation import PATTERNS
@@ -57,17 +57,6 @@ def counts(lower: str, least: int, upper: str, most: int | None) -> dict[str, in
     return {**({lower: least} if least else {}), **({} if most is None else {upper: most})}
 
 
-def refuse_strict(constraint: Constraint, library: str) -> None:
-    """Refuse `strict_schema` for a library with outputs that are always checked.
-
-    Raises:
-        UnsupportedConstraint: the constraint is strict.
-    """
-    if constraint.strict:
-        message = f"{library} enforces no schema completely: choose llguidance or xgrammar"
-        raise UnsupportedConstraint(message, param="json_schema", pointer="")
-
-
 class SchemaLowering(ABC):
     """Lowers one schema to the form of one library: the schema itself, or a superset without what it does not enforce.
 
@@ -86,14 +75,16 @@ class SchemaLowering(ABC):
 
     def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
         self.form = canonical(schema)
-        self.checked: dict[str, None] = dict.fromkeys(self.form.left_out)
+        self.checked: dict[str, None] = {}
         """JSON pointers of the keywords that are left out, in the schema as sent."""
-        if strict and self.checked:
-            place = next(iter(self.checked))
-            raise UnsupportedConstraint("these dependencies have too many cases", param="json_schema", pointer=place)
         self._leave_out = leave_out
         self._strict = strict
         self._referenced: list[dict[str, Any]] = []
+
+    @classmethod
+    def of(cls, constraint: Constraint) -> Self:
+        """Return the lowering of a `json_schema` or `json_object` constraint."""
+        return cls(constraint.schema, leave_out=constraint.leave_out, strict=constraint.strict)
 
     def document(self) -> dict[str, Any]:
         """Lower the whole schema, with the definitions that `reference` refers to."""
@@ -152,22 +143,14 @@ class SchemaLowering(ABC):
             return self.finite(schema, "const" if "const" in schema else "enum", values)
         if "anyOf" in schema:
             return any_of([self.lower(part) for part in schema["anyOf"] if part is not False])
-        return any_of([self.of_type(kind, schema) for kind in self.types(schema)])
+        named = schema.get("type", ALL_TYPES)
+        return any_of([self._of_type(kind, schema) for kind in ([named] if isinstance(named, str) else named)])
 
-    def of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-        """Lower one of the types that `schema` allows."""
-        match kind:
-            case "string":
-                return self.string(schema)
-            case "integer":
-                return self.integer(schema)
-            case "number":
-                return self.number(schema)
-            case "array":
-                return self.array(schema, self._shape(schema))
-            case "object":
-                return self.object(schema)
-        return {"type": kind}
+    def _of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+        if kind == "array":
+            return self.array(schema, self._shape(schema))
+        typed = {"string": self.string, "integer": self.integer, "number": self.number, "object": self.object}
+        return typed[kind](schema) if kind in typed else {"type": kind}
 
     def any_value(self) -> dict[str, Any]:
         """Return the form of any JSON value."""
@@ -197,38 +180,24 @@ class SchemaLowering(ABC):
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type object."""
 
-    def types(self, schema: dict[str, Any]) -> list[str]:
-        """Return the types that `schema` allows."""
-        named = schema.get("type", ALL_TYPES)
-        return [named] if isinstance(named, str) else [*named]
-
     def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
         """Return the error for a keyword that the library would not enforce."""
         message = f"{self.library} can't enforce {keyword!r}{reason}"
-        refusal = UnsupportedConstraint(message, param="json_schema", pointer=self.pointer(schema, keyword))
-        refusal.keyword = keyword
+        refusal = UnsupportedConstraint(message)
+        self.at_keyword(refusal, schema, keyword)
         return refusal
-
-    def pointer(self, schema: Schema, keyword: str) -> str:
-        """Return where in the schema as sent a keyword probably comes from, as a JSON pointer."""
-        return next(self.form.pointers(schema, keyword))
-
-    def unsatisfiable(self, schema: Schema, reason: str) -> InvalidConstraint:
-        """Return the error for a subschema that no value satisfies: invalid only if it is the whole schema."""
-        kind = InvalidConstraint if schema is self.form.root else UnsupportedConstraint
-        return kind(reason, param="json_schema", pointer=self.pointer(schema, ""))
 
     def at_keyword(self, error: InvalidConstraint, schema: Schema, keyword: str) -> InvalidConstraint:
         """Return `error` with the pointer of `keyword`."""
-        located = type(error)(error.message, param="json_schema", pointer=self.pointer(schema, keyword))
-        if isinstance(located, UnsupportedConstraint):
-            located.keyword = keyword
-        return located
+        error.param, error.pointer = "json_schema", next(self.form.pointers(schema, keyword))
+        if isinstance(error, UnsupportedConstraint):
+            error.keyword = keyword
+        return error
 
     def parse_pattern(self, schema: dict[str, Any]) -> regex.Node:
         """Parse the `pattern` of `schema` into the strings with a match."""
         try:
-            return string_pattern.read(schema["pattern"])
+            return parse_search(schema["pattern"])
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, "pattern") from None
 
@@ -253,7 +222,41 @@ class SchemaLowering(ABC):
         validator = Draft202012Validator(condition, validate_formats=True, pattern_options=PATTERNS, offline=True)
         return {name for name in names if validator.is_valid(name)}
 
-    def listed_names(self, names: Schema) -> list[str] | None:
-        """Return the names that `names`, the schema of `propertyNames`, lists; None if it lists none."""
-        values = [] if names is False else listed(names)
-        return None if values is None else [value for value in values if isinstance(value, str)]
+
+class FewKeywords(SchemaLowering):
+    """For a library that enforces few keywords: every output is checked. Objects with `properties` have no others."""
+
+    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
+        if strict:
+            message = f"{self.library} enforces no schema completely: choose llguidance or xgrammar"
+            raise UnsupportedConstraint(message, param="json_schema", pointer="")
+        super().__init__(schema, leave_out=leave_out)
+
+    @abstractmethod
+    def name(self, text: str) -> str | None:
+        """Return the name of a property in the library's characters; None if it is not possible."""
+
+    def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "integer"}
+
+    def number(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "number"}
+
+    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
+        lowered = {"type": "array", **counts("minItems", shape.least, "maxItems", shape.most)}
+        if not shape.prefix and isinstance(shape.items, dict) and shape.items:
+            lowered["items"] = self.lower(shape.items)
+        return lowered
+
+    def object(self, schema: dict[str, Any]) -> dict[str, Any]:
+        required, rest = schema.get("required", []), schema.get("additionalProperties", True)
+        parts = {name: part for name, part in schema.get("properties", {}).items() if part is not False}
+        parts |= {name: rest for name in required if name not in parts and rest is not False}
+        names = {name: written for name in parts if (written := self.name(name)) is not None}
+        lowered: dict[str, Any] = {"type": "object"}
+        if names:
+            lowered["properties"] = {written: self.lower(parts[name]) for name, written in names.items()}
+            lowered["required"] = [names[name] for name in required if name in names]
+        elif isinstance(rest, dict) and rest:
+            lowered["additionalProperties"] = self.lower(rest)
+        return lowered

@@ -31,7 +31,7 @@ from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import syntax
-from guided.schema import string_pattern
+from guided.regex_parser import parse
 from guided.tags.xgrammar import TagFormat
 from guided.vocabulary import Vocabulary
 
@@ -93,9 +93,8 @@ class XGrammarBackend(Backend):
 
     def _grammar(self, constraint: Constraint) -> tuple[Any, tuple[str, ...]]:
         """Return a constraint as a text in xgrammar's notation, and the pointers of the keywords that are left out."""
-        if constraint.kind == "json_schema":
-            schema = json.loads(constraint.source)
-            lowering = XGrammarLowering(schema, leave_out=constraint.leave_out, strict=constraint.strict)
+        if constraint.kind in ("json_schema", "json_object"):
+            lowering = XGrammarLowering.of(constraint)
             return self._schema_ebnf(lowering, constraint.whitespace), tuple(lowering.checked)
         if constraint.kind == "structural_tag":
             tag = TagFormat(constraint, self._tokens.special_names, self._content)
@@ -110,10 +109,8 @@ class XGrammarBackend(Backend):
     def _source(self, constraint: Constraint) -> Any:
         """Return a constraint without schemas as an `xgrammar.Grammar`, or as a text in xgrammar's notation."""
         match constraint.kind:
-            case "json_object":
-                return self._schema_ebnf(XGrammarLowering({"type": "object"}), constraint.whitespace)
             case "regex":
-                return f"root ::= {ebnf(string_pattern.whole(constraint.source))}"
+                return f"root ::= {ebnf(parse(constraint.source))}"
             case "choice":
                 return f"root ::= {' | '.join(map(quoted, constraint.choices))}"
         if syntax(constraint.source) == "lark":

@@ -7,6 +7,7 @@ import re
 from guided import regex
 from guided.errors import InvalidConstraint, bounded
 from guided.regex import Chars, Choice, Node, Ranges, Repeat, Sequence, across_surrogates
+from guided.regex_parser import parse
 
 
 def quoted(text: str) -> str:
@@ -69,7 +70,7 @@ def gbnf(text: str) -> str:
         if found["chars"] == ".":
             return ebnf(Chars(regex.UNIVERSE)) + (found["repeated"] or "")
         try:
-            node = regex.parse(found["chars"], param="grammar")
+            node = parse(found["chars"], param="grammar")
         except InvalidConstraint:
             what = (
                 f"the character class {bounded(found['chars'], 60)} of the grammar is malformed, empty or out of order"

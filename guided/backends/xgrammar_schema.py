@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from fractions import Fraction
 from typing import Any
 
 from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.regex_parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
-from guided.schema.keywords import NUMBER_BOUNDS, Schema, divides_integers, integer_bounds, numbers_in
+from guided.schema.keywords import NUMBER_BOUNDS, Schema, integer_bounds, numbers_in
 
 PATTERN = "^pattern{}$"
 
@@ -68,7 +70,7 @@ class XGrammarLowering(SchemaLowering):
     def _placeholder(self, schema: dict[str, Any], keyword: str, pattern: str, least: int, most: int | None) -> str:
         """Return the placeholder for `pattern`, the value of `keyword`, in the schema's text."""
         try:
-            node = string_pattern.fit(string_pattern.read(pattern), least, most)
+            node = string_pattern.fit(parse_search(pattern), least, most)
             try:  # escapes make masks slow: see `xgrammar._corrected`
                 text = string_pattern.in_json(node, escapes=False)
             except UnsupportedConstraint:
@@ -88,14 +90,12 @@ class XGrammarLowering(SchemaLowering):
         return {"type": "number", **bounds}
 
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        if not divides_integers(schema.get("multipleOf", 1)):
+        if (1 / Fraction(str(schema.get("multipleOf", 1)))).denominator > 1:  # not every integer is a multiple
             raise self.refusal(schema, "multipleOf")
         for keyword in NUMBER_BOUNDS:
             if abs(schema.get(keyword, 0)) > _INT64:
                 raise self.refusal(schema, keyword, f" {bounded(schema[keyword], 40)}: it is beyond 64 bits")
         low, high = integer_bounds(schema)
-        if low is not None and high is not None and low > high:
-            raise self.unsatisfiable(schema, "no integer is within the bounds")
         bounds = {"minimum": low, "maximum": high}
         return {"type": "integer", **{keyword: bound for keyword, bound in bounds.items() if bound is not None}}
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from guided import regex
 from guided.constraint import Constraint
 from guided.errors import GuidedError
+from guided.regex_parser import parse
 
 _MARGIN = 24
 """Tokens that a JSON value can need beyond the estimate: an escape, the rest of a number, closing brackets."""
@@ -106,7 +107,7 @@ def _worst(pattern: str) -> int:
 @lru_cache(maxsize=4)
 def _parsed(pattern: str) -> regex.Node | None:
     try:
-        return regex.parse(pattern)
+        return parse(pattern, lookaheads=False)
     except GuidedError:  # refused when it is compiled
         return None
 

@@ -30,6 +30,7 @@ from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import COMPOUND, Schema, listed
 from guided.schema.origin import Origin
+from guided.schema.pointer import unescape
 from guided.schema.validation import PATTERNS
 
 _FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
@@ -67,9 +68,7 @@ class CanonicalForm:
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._draft = Draft.of(document).number
-        self._graph = SchemaGraph.build(document)
-        self.left_out: list[str] = []
-        """JSON pointers of the keywords that the form leaves out, because it would be too large with them."""
+        self._graph = SchemaGraph(document)
         self._library = self._form(document)
         self._origins: dict[int, tuple[Schema, Origin]] = {}
         """By `id` of a subschema; the reference to it prevents another use of the `id`."""
@@ -79,20 +78,14 @@ class CanonicalForm:
         self.root = self._read(self._library, Origin.of(self._graph, [self._graph.root]))
 
     def _form(self, document: dict[str, Any]) -> Any:
-        """Return the library's form of the document: of all of it, or without the dependencies if these multiply."""
-        limit = _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document))
-        for leave_out in ((), ("dependentRequired", "dependentSchemas", "dependencies")):
-            for node in self._graph.nodes():
-                for keyword in node.schema.keys() & set(leave_out):
-                    self.left_out.append(node.place.pointer(keyword))
-                    del node.schema[keyword]
-            form = _canonicalize({**document, "$schema": Draft.of(document).uri}, self._draft)
-            if form.satisfiability() == Satisfiability.NO:
-                raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
-            schema = form.to_json_schema()
-            if len(json.dumps(schema, default=str)) <= limit:
-                return _with_named_root(schema)
-        raise ConstraintTooLarge("the alternatives of the schema multiply: it has too many", param="json_schema")
+        """Return the library's form of the document."""
+        form = _canonicalize({**document, "$schema": Draft.of(document).uri}, self._draft)
+        if form.satisfiability() == Satisfiability.NO:
+            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
+        schema = form.to_json_schema()
+        if len(json.dumps(schema, default=str)) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
+            raise ConstraintTooLarge("the alternatives of the schema multiply: it has too many", param="json_schema")
+        return _with_named_root(schema)
 
     def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
         """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
@@ -102,22 +95,6 @@ class CanonicalForm:
     def target(self, schema: dict[str, Any]) -> Schema:
         """Return the target of a `$ref`."""
         return self.definitions[schema["$ref"].removeprefix("#/$defs/")]
-
-    def alternatives(self, schema: Schema) -> list[Schema]:
-        """Return the alternatives of a subschema, without `$ref` and `anyOf`."""
-        found: list[Schema] = []
-        todo, seen = [schema], set()
-        while todo:
-            part = todo.pop()
-            if isinstance(part, dict) and "$ref" in part:
-                if part["$ref"] not in seen:
-                    seen.add(part["$ref"])
-                    todo.append(self.target(part))
-            elif isinstance(part, dict) and "anyOf" in part:
-                todo.extend(part["anyOf"])
-            else:
-                found.append(part)
-        return found
 
     def copied(self, schema: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
         """Return `changed`, which comes from where `schema` does."""
@@ -291,7 +268,7 @@ def _with_named_root(form: Any) -> Any:
 def _at(document: Any, place: str) -> Any:
     """Return the value at a JSON pointer."""
     for token in place.split("/")[1:]:
-        name = token.replace("~1", "/").replace("~0", "~")
+        name = unescape(token)
         document = document[int(name) if isinstance(document, list) else name]
     return document
 

@@ -20,9 +20,9 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.drafts import Draft
 from guided.schema.formats import FORMATS
-from guided.schema.graph import Position, SchemaGraph
+from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, types_of
-from guided.schema.pointer import Place, shortened
+from guided.schema.pointer import shortened
 
 _BOUNDS = (
     ("minLength", "maxLength"),
@@ -80,7 +80,7 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     """
     document: dict[str, Any] | bool = json.loads(json.dumps(schema))
     if isinstance(document, dict):
-        graph = SchemaGraph.build(document)
+        graph = SchemaGraph(document)
         partial = graph.partial_descriptions()
         for node in graph.nodes():
             silent = not node.schema.keys() & {"additionalProperties", "unevaluatedProperties"}
@@ -104,15 +104,15 @@ class _Checker:
 
     def parse(self, schema: Mapping[str, Any] | bool | str, notes: list[Note]) -> dict[str, Any] | bool:
         document = self._read(schema)
-        self._check_kind(document, "a JSON schema", Place())
+        if not isinstance(document, dict | bool):
+            raise self._invalid(f"a JSON schema is an object or a boolean, not {_TYPE_NAMES[type(document)]}", "")
         if document is False:
             raise self._invalid("the schema is false: no value satisfies it", "")
         if document is True:
             return True
-        assert isinstance(document, dict)
         self._draft = self._read_draft(document)
-        graph = SchemaGraph.build(document, self._check_subschema, self._param)
-        graph.refuse_endless_references(self._param)
+        graph = SchemaGraph(document, self._check_subschema, self._param)
+        graph.refuse_endless_references()
         self._check_alternatives(graph)
         notes += islice(_not_enforced(document, graph, self._draft), MAX_NOTES)
         for node in graph.nodes():
@@ -133,11 +133,6 @@ class _Checker:
         if schema.get("nullable") is True and kinds is not None:
             listed = [kinds] if isinstance(kinds, str) else kinds
             schema["type"] = listed if "null" in listed else [*listed, "null"]
-
-    def _check_kind(self, schema: Any, what: str, place: Place) -> None:
-        if not isinstance(schema, dict | bool):
-            found = _TYPE_NAMES.get(type(schema), "an unknown value")
-            raise self._invalid(f"{what} is an object or a boolean, not {found}", place.pointer())
 
     def _read(self, schema: Mapping[str, Any] | bool | str) -> Any:
         """Return a schema, or its JSON text, as new objects."""
@@ -171,20 +166,20 @@ class _Checker:
         except JsonError as error:
             raise self._invalid(f"the JSON schema is not valid JSON: {error}") from None
 
-    def _check_subschema(self, position: Position) -> None:
+    def _check_subschema(self, node: Node) -> None:
         """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
-        schema, place, is_outermost = position
+        schema = node.schema
         if isinstance(schema, bool):
             return
-        self._check_kind(schema, "a schema", place)
-        if is_outermost and (fault := self._draft.fault(schema)):
-            raise self._invalid(fault[0], place.pointer() + fault[1])
-        self._check_sizes(schema, place)
-        self._check_patterns(schema, place)
-        if not place.negated:  # under `not`, a schema that no value satisfies is useful
-            self._check_satisfiable(schema, place)
+        if not isinstance(schema, dict):
+            raise self._invalid(f"a schema is an object or a boolean, not {_TYPE_NAMES[type(schema)]}", node.pointer())
+        if node.parent is None and (fault := self._draft.fault(schema)):
+            raise self._invalid(fault[0], node.pointer(*fault[1]))
+        self._check_sizes(schema, node)
+        self._check_patterns(schema, node)
+        self._check_satisfiable(schema, node)
 
-    def _check_patterns(self, schema: dict[str, Any], place: Place) -> None:
+    def _check_patterns(self, schema: dict[str, Any], node: Node) -> None:
         found: list[tuple[str, ...]] = [("pattern",)] if isinstance(schema.get("pattern"), str) else []
         named = schema.get("patternProperties")
         found += [("patternProperties", pattern) for pattern in named] if isinstance(named, dict) else []
@@ -192,20 +187,20 @@ class _Checker:
             try:
                 self._limits.check_regex(schema["pattern"] if len(keywords) == 1 else keywords[1], self._param)
             except ConstraintTooLarge as error:
-                error.pointer = place.pointer(*keywords)
+                error.pointer = node.pointer(*keywords)
                 raise
 
-    def _check_sizes(self, schema: dict[str, Any], place: Place) -> None:
+    def _check_sizes(self, schema: dict[str, Any], node: Node) -> None:
         options, limit = schema.get("enum"), self._limits.max_enum
         if isinstance(options, list) and len(options) > limit:
-            raise self._too_large(f"'enum' has {len(options)} values; the limit is {limit}", place.pointer("enum"))
+            raise self._too_large(f"'enum' has {len(options)} values; the limit is {limit}", node.pointer("enum"))
         # A lower bound must be generated, at least one token each. Upper bounds are often just a large number (65,535,
         # a million) and are left to the library.
         limit = self._limits.max_repetition
         for keyword in ("minLength", "minItems", "minProperties", "minContains"):
             value = schema.get(keyword)
             if isinstance(value, int | float) and value > limit:
-                raise self._too_large(f"{keyword!r} is {value}; the limit is {limit}", place.pointer(keyword))
+                raise self._too_large(f"{keyword!r} is {value}; the limit is {limit}", node.pointer(keyword))
 
     def _check_alternatives(self, graph: SchemaGraph) -> None:
         count = 0
@@ -214,22 +209,18 @@ class _Checker:
                 options = node.schema.get(keyword)
                 count += len(options) if isinstance(options, list) else 0
                 if count > self._limits.max_alternatives:
-                    raise self._limits.too_many_alternatives(self._param, f"{node.pointer}/{keyword}")
+                    raise self._limits.too_many_alternatives(self._param, node.pointer(keyword))
 
-    def _check_satisfiable(self, schema: dict[str, Any], place: Place) -> None:
+    def _check_satisfiable(self, schema: dict[str, Any], node: Node) -> None:
         """Find contradictions between neighbouring keywords. The library finds others."""
-        for keyword in ("enum", "type"):
-            if schema.get(keyword) == []:
-                raise self._invalid(f"{keyword!r} is empty: no value satisfies it", place.pointer(keyword))
+        found = [(keyword, f"{keyword!r} is empty: no value satisfies it") for keyword in ("enum", "type")]
+        found = [(keyword, message) for keyword, message in found if schema.get(keyword) == []]
         for low, high in _BOUNDS:
             least, most = schema.get(low), schema.get(high)
             if is_number(least) and is_number(most) and least > most:
-                message = f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"
-                raise self._invalid(message, place.pointer(low))
-        parts = schema.get("allOf")
-        if isinstance(parts, list) and any(part is False for part in parts):
-            where = place.pointer("allOf", parts.index(False))
-            raise self._invalid("'allOf' contains false: no value satisfies it", where)
+                found.append((low, f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"))
+        if found and "/not/" not in f"{node.pointer()}/":  # under `not`, such a schema is useful
+            raise self._invalid(found[0][1], node.pointer(found[0][0]))
 
 
 def _not_enforced(document: dict[str, Any], graph: SchemaGraph, draft: Draft) -> Iterator[Note]:
@@ -239,20 +230,20 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, draft: Draft) ->
         yield Note("", suggestion=f'no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?')
         return
     unknown_keywords = 0
-    for node in graph.reachable():
+    for node in closure([graph.root]):  # those that take part in validation
         for keyword, value in node.schema.items():
             if keyword == "format":
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
-                    yield Note(shortened(node.place.pointer(keyword)), format=value)
+                    yield Note(shortened(node.pointer(keyword)), format=value)
             elif draft.knows(keyword):
                 continue
             elif keyword in _LATER:
-                yield Note(shortened(node.place.pointer(keyword)), suggestion="not in the draft that $schema names")
+                yield Note(shortened(node.pointer(keyword)), suggestion="not in the draft that $schema names")
             else:
                 unknown_keywords += 1
                 if unknown_keywords <= _MAX_UNKNOWN and (meant := _meant(keyword)):
-                    yield Note(shortened(node.place.pointer(keyword)), suggestion=f"did you mean {meant!r}?")
+                    yield Note(shortened(node.pointer(keyword)), suggestion=f"did you mean {meant!r}?")
 
 
 _LATER = ("prefixItems", "minContains", "maxContains")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import referencing.exceptions
@@ -18,7 +18,7 @@ from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
 from guided.schema.drafts import Draft
-from guided.schema.pointer import Place, escape
+from guided.schema.pointer import pointer, unescape
 
 _SAME_ONE = ("if", "then", "else", "not")
 _SAME_MANY = ("allOf", "anyOf", "oneOf")
@@ -40,39 +40,44 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
 
 
-class Position(NamedTuple):
-    """A value in the place of a schema (not checked yet), and where it is."""
-
-    schema: Any
-    place: Place
-    is_outermost: bool
-    """It is the document, or where a reference leads that is no known position of a schema."""
-
-
 @dataclass(slots=True, eq=False)
 class Node:
-    """One object subschema."""
+    """One subschema."""
 
-    schema: dict[str, Any]
-    place: Place
+    schema: Any
+    """An object. While it is checked, any value in the place of a schema."""
     parent: Node | None
+    """None: it is the document, or where a reference leads that is no known position of a schema."""
+    path: tuple[str | int, ...]
+    """Keys and indices below `parent`."""
     same: list[tuple[str, Node]] = field(default_factory=list)
     """(keyword, subschema) applied to the same value: `allOf`, `$ref`, `then`, ..."""
     parts: list[Node] = field(default_factory=list)
     """Applied to a part of the value: a property's, an item's."""
-    boolean: dict[str, bool] = field(default_factory=dict)
-    """Keywords of references to true or false."""
 
-    @property
-    def pointer(self) -> str:
-        """JSON pointer of the subschema."""
-        return self.place.pointer()
+    def pointer(self, *path: str | int) -> str:
+        """Return the JSON pointer of this subschema, or of a place in it. Not stored, because keys may be long."""
+        parts, node = [pointer(path)], self
+        while node.parent is not None:
+            parts.append(pointer(node.path))
+            node = node.parent
+        return "".join(reversed([*parts, pointer(node.path)]))
 
 
 class SchemaGraph:
-    """All subschemas of a document. `SchemaGraph.build` creates it."""
+    """All subschemas of a document.
 
-    def __init__(self, document: dict[str, Any], check: Callable[[Position], None], param: str) -> None:
+    Args:
+        check: called for each subschema before its contents are visited; raises if it is none.
+        param: the request field to name in errors.
+
+    Raises:
+        InvalidConstraint: a reference leads out of the document, or to nothing.
+    """
+
+    def __init__(
+        self, document: dict[str, Any], check: Callable[[Node], None] = lambda _: None, param: str = "json_schema"
+    ) -> None:
         self._document = document
         self._check = check
         self._param = param
@@ -82,29 +87,9 @@ class SchemaGraph:
         """The nodes with references that are not edges yet."""
         self._resolvers: dict[int, Any] = {}
         """Resolver of the references in a node, by `id` of the node."""
-
-    @classmethod
-    def build(
-        cls, document: dict[str, Any], check: Callable[[Position], None] = lambda _: None, param: str = "json_schema"
-    ) -> SchemaGraph:
-        """Build the graph of `document`.
-
-        Args:
-            check: called for each position before its contents are visited; raises if it is not a schema.
-            param: the request field to name in errors.
-
-        Raises:
-            InvalidConstraint: a reference leads out of the document, or to nothing.
-        """
-        graph = cls(document, check, param)
-        graph._add(document, Place())
-        graph._resolve()
-        return graph
-
-    @property
-    def root(self) -> Node:
-        """The whole document."""
-        return self._nodes[id(self._document)]
+        self._add(document, ())
+        self._resolve()
+        self.root = self._nodes[id(document)]
 
     def find(self, schema: Any) -> Node | None:
         """Return the node of a subschema of the document, which is found by identity; None if it has none."""
@@ -114,11 +99,7 @@ class SchemaGraph:
         """Iterate over every object subschema, including unused `$defs`."""
         return iter(self._nodes.values())
 
-    def reachable(self) -> Iterator[Node]:
-        """Iterate over the subschemas that take part in validation, the root first."""
-        return closure([self.root])
-
-    def refuse_endless_references(self, param: str) -> None:
+    def refuse_endless_references(self) -> None:
         """Refuse a schema that applies itself to the same value: validation would never end.
 
         Raises:
@@ -134,8 +115,8 @@ class SchemaGraph:
             raise InvalidConstraint(
                 "the schema refers to itself for the same value, which never ends: put a keyword such as "
                 "'properties' or 'items' in between",
-                param=param,
-                pointer=first.pointer,
+                param=self._param,
+                pointer=first.pointer(),
             ) from None
 
     def partial_descriptions(self) -> set[int]:
@@ -179,24 +160,25 @@ class SchemaGraph:
                 todo += appliers.get(id(node), [])
         return found
 
-    def _add(self, schema: Any, place: Place) -> None:
+    def _add(self, schema: Any, path: tuple[str | int, ...]) -> None:
         """Add a subschema and everything inside it."""
         parent: Node | None
-        todo: list[tuple[Any, Place, Node | None, str, bool]] = [(schema, place, None, "", False)]
+        todo: list[tuple[Any, tuple[str | int, ...], Node | None, bool]] = [(schema, path, None, False)]
         while todo:
-            schema, place, parent, keyword, same = todo.pop()
+            schema, path, parent, same = todo.pop()
             node = self._nodes.get(id(schema)) if isinstance(schema, dict) else None
             if node is None:
-                self._check(Position(schema, place, parent is None))
+                node = Node(schema, parent, path)
+                self._check(node)
                 if not isinstance(schema, dict):
                     continue
-                node = self._nodes[id(schema)] = Node(schema, place, parent)
+                self._nodes[id(schema)] = node
                 self._unresolved.append(node)
                 inside = list(_children(schema))
-                todo.extend((child, Place(place, at), node, name, same) for name, at, child, same in reversed(inside))
+                todo.extend((child, below, node, same) for below, child, same in reversed(inside))
             if parent is not None and same:
-                parent.same.append((keyword, node))
-            elif parent is not None and keyword not in _KEPT_NAMED:
+                parent.same.append((str(path[0]), node))
+            elif parent is not None and path[0] not in _KEPT_NAMED:
                 parent.parts.append(node)
 
     def _resolve(self) -> None:
@@ -225,17 +207,15 @@ class SchemaGraph:
         try:
             found = resolver.lookup(reference)
         except _LOOKUP_ERRORS as error:
-            raise self._dangling(reference, node.place.pointer(keyword), resolver, error) from None
+            raise self._dangling(reference, node.pointer(keyword), resolver, error) from None
         target = found.contents
         if id(target) not in self._nodes:
             # JSON pointers such as "#/components/schemas/X" may lead anywhere in the document.
-            self._add(target, Place(None, unquote(reference.partition("#")[2]).removeprefix("/")))
+            self._add(target, tuple(map(unescape, unquote(reference.partition("#")[2]).split("/")[1:])))
             if isinstance(target, dict):
                 self._resolvers[id(self._nodes[id(target)])] = found.resolver
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
-        else:
-            node.boolean[keyword] = bool(target)
 
     def _dangling(self, reference: str, where: str, resolver: Any, error: Exception) -> InvalidConstraint:
         quoted = bounded(reference, 120)
@@ -272,17 +252,16 @@ def closure(start: list[Node]) -> Iterator[Node]:
             todo.extend(reversed([*(child for _, child in node.same), *node.parts]))
 
 
-def _children(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield (keyword, pointer below `schema`, subschema, applies to the same value) of each subschema, in order."""
+def _children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any, bool]]:
+    """Yield (path below `schema`, subschema, applies to the same value) of each subschema, in order."""
     for keyword, value in schema.items():
-        name = escape(keyword)
         if isinstance(value, dict):
             if keyword in _SAME_ONE or keyword in _PART_ONE:
-                yield keyword, name, value, keyword not in _PART_ONE
+                yield (keyword,), value, keyword not in _PART_ONE
             elif keyword in _SAME_NAMED or keyword in _PART_NAMED or keyword in _KEPT_NAMED:
                 for key, child in value.items():
                     if keyword != "dependencies" or isinstance(child, dict | bool):
-                        yield keyword, f"{name}/{escape(key)}", child, keyword in _SAME_NAMED
+                        yield (keyword, key), child, keyword in _SAME_NAMED
         elif isinstance(value, list) and (keyword in _SAME_MANY or keyword in _PART_MANY):
             for index, child in enumerate(value):
-                yield keyword, f"{name}/{index}", child, keyword in _SAME_MANY
+                yield (keyword, index), child, keyword in _SAME_MANY

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 from math import ceil, floor
 from typing import Any, TypeGuard
 
@@ -41,11 +40,6 @@ def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
     elif "exclusiveMaximum" in schema:
         high = ceil(schema["exclusiveMaximum"]) - 1
     return low, high
-
-
-def divides_integers(multiple: int | float) -> bool:
-    """Whether every integer is a multiple of `multiple`."""
-    return (1 / Fraction(str(multiple))).denominator == 1
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

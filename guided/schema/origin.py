@@ -10,7 +10,6 @@ from typing import Any
 
 from guided.schema.graph import REFERENCES, Node, SchemaGraph
 from guided.schema.keywords import listed
-from guided.schema.pointer import escape
 
 _ALWAYS = (*REFERENCES, "allOf")
 """Keywords of which every subschema applies to the same value. The others are alternatives or conditions."""
@@ -48,8 +47,8 @@ class Origin:
     def pointers(self, keyword: str) -> Iterator[str]:
         """Yield where `keyword` may come from: the JSON pointers of such keywords, or of the subschema."""
         names = (keyword, *_SOURCES.get(keyword, ()))
-        found = [f"{node.pointer}/{escape(name)}" for node in self.nodes for name in names if name in node.schema]
-        yield from found or [node.pointer for node in self.nodes[:1]] or [""]
+        found = [node.pointer(name) for node in self.nodes for name in names if name in node.schema]
+        yield from found or [node.pointer() for node in self.nodes[:1]] or [""]
 
     def names(self) -> list[str]:
         """Return the names of properties, in their order."""

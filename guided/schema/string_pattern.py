@@ -1,34 +1,28 @@
-"""`pattern` of JSON Schema as the text that a grammar library must generate between the quotes of a JSON string.
+"""The strings of a JSON Schema as patterns: those that a subschema allows, or does not, and their JSON text.
 
-A pattern describes the string, a grammar its JSON text, where `"`, `\\` and control characters are escaped. So the
-pattern is parsed (`regex.parse_search`: it may match anywhere) and its characters are written as in JSON.
+A pattern describes the string, a grammar its JSON text between quotes, where `"`, `\\` and control characters are
+escaped. So a pattern is parsed, and its characters are written as in JSON.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
-from guided import regex
+from guided import automaton, regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import Chars, Choice, Node, Repeat, Sequence
-from guided.schema import automaton
+from guided.regex import UNIVERSE, Chars, Choice, Node, Repeat, Sequence
+from guided.regex_parser import parse, parse_search
+from guided.schema.formats import FORMATS, NECESSARY
+from guided.schema.keywords import Schema, listed, types_of
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+_ANY = regex.repeat(Chars(UNIVERSE), 0, None)
 _BLANKS = regex.ranges_of([(0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)])
 PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
 """Characters that are not escaped in JSON strings (without DEL, which some libraries escape)."""
-
-
-@lru_cache(maxsize=256)
-def read(pattern: str) -> Node:
-    """Return all strings that contain a match of `pattern`. Raises as `regex.parse` does."""
-    return regex.parse_search(pattern, automaton.restricted, param="json_schema")
-
-
-def whole(pattern: str) -> Node:
-    """Return the texts that match the regex `pattern` as a whole. Raises as `regex.parse` does."""
-    return regex.parse(pattern, automaton.restricted)
 
 
 @lru_cache(maxsize=16)
@@ -36,7 +30,7 @@ def whitespace(pattern: str) -> str:
     """Return a regex for the whitespace between JSON tokens, without what JSON does not allow there. Empty for none.
 
     Raises:
-        InvalidConstraint: nothing is left of a part of the pattern, or as `regex.parse` does.
+        InvalidConstraint: nothing is left of a part of the pattern, or as `parse` does.
     """
 
     def blank(chars: Chars) -> Chars:
@@ -46,17 +40,17 @@ def whitespace(pattern: str) -> str:
             raise InvalidConstraint(message, param="whitespace_pattern")
         return Chars(ranges)
 
-    return regex.render(regex.map_chars(regex.parse(pattern, param="whitespace_pattern"), blank))
+    return regex.render(regex.map_chars(parse(pattern, param="whitespace_pattern"), blank))
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether `text` contains a match of `pattern`. Raises as `read` does."""
+    """Return whether `text` contains a match of `pattern`. Raises as `parse_search` does."""
     return _compiled(pattern).fullmatch(text) is not None
 
 
 @lru_cache(maxsize=256)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(regex.render(read(pattern)))
+    return re.compile(regex.render(parse_search(pattern)))
 
 
 def in_json(node: Node, *, escapes: bool) -> Node:
@@ -125,3 +119,58 @@ def fit(node: Node, least: int, most: int | None) -> Node:
             items[loose[0]] = regex.repeat(item.item, max(item.low, least - fixed), longest)
             return regex.sequence(items)
     raise UnsupportedConstraint("a pattern together with minLength or maxLength that it doesn't imply")
+
+
+def pattern_of(schema: Schema) -> str:
+    """Return a pattern for the strings that satisfy `schema`.
+
+    Raises:
+        UnsupportedConstraint: `schema` has keywords other than those for strings.
+        InvalidConstraint: a pattern is malformed.
+    """
+    return _whole(_strings(schema))
+
+
+def complement_of(schema: Schema) -> str:
+    """Return a pattern for the strings that do not satisfy `schema`. Raises as `pattern_of` does."""
+    try:
+        return _whole(_complement(_strings(schema, exact=True)))
+    except RecursionError:
+        raise UnsupportedConstraint("the pattern is too deep to be negated") from None
+
+
+def without(pattern: str, names: Iterable[str]) -> str:
+    """Return a pattern for the strings that contain a match of `pattern` and are not in `names`. Raises as above."""
+    listed = automaton.of(regex.choice(map(regex.literal, names)))
+    return _whole(automaton.texts(automaton.of(parse_search(pattern)).difference(listed)))
+
+
+def _whole(node: Node) -> str:
+    return f"^(?:{regex.render(node)})$"
+
+
+def _strings(schema: Schema, *, exact: bool = False) -> Node:
+    """Return the strings that satisfy `schema`. `exact`: all of them (our patterns of a `format` match fewer)."""
+    if schema is True or schema == {}:
+        return _ANY
+    if isinstance(schema, dict) and "string" in types_of(schema):
+        literals = [regex.literal(value) for value in listed(schema) or () if isinstance(value, str)]
+        if literals:
+            return regex.choice(literals)
+        if schema.keys() == {"anyOf"}:
+            return regex.choice(_strings(part, exact=exact) for part in schema["anyOf"])
+        formats = NECESSARY if exact else FORMATS
+        if schema.keys() <= {"type", "pattern", "minLength", "maxLength", "format"}:
+            pattern = schema.get("pattern", formats.get(schema.get("format", "")))
+            if not {"pattern", "format"} <= schema.keys() and ("format" not in schema or pattern is not None):
+                node = _ANY if pattern is None else parse_search(pattern)
+                most: Any = schema.get("maxLength")
+                return fit(node, int(schema.get("minLength", 0)), None if most is None else int(most))
+        if schema.keys() <= {"type", "not"}:
+            return _complement(_strings(schema["not"], exact=True))
+    raise UnsupportedConstraint("these strings can't be described by one pattern")
+
+
+def _complement(node: Node) -> Node:
+    """Return all other strings."""
+    return automaton.texts(automaton.of(node).everythingbut())

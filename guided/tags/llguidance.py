@@ -16,7 +16,7 @@ from guided import regex
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, UnsupportedConstraint, bounded
 from guided.grammar import slashed
-from guided.schema import string_pattern
+from guided.regex_parser import parse as parse_regex
 from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, ends, located
 
 _MAX_PARTS = 20_000
@@ -206,7 +206,7 @@ class TagGrammar:
             with located(content, "structural_tag"):
                 match inner.kind:
                     case "regex":
-                        node: regex.Node | None = string_pattern.whole(inner.source)
+                        node: regex.Node | None = parse_regex(inner.source)
                     case "choice":
                         node = regex.choice(map(regex.literal, inner.choices))
                     case _:

@@ -61,14 +61,7 @@ class TestCanonical:
 class TestRefusals:
     @pytest.mark.parametrize(
         ("pattern", "message"),
-        [
-            ("", "empty"),
-            ("a\x00b", "NUL"),
-            ("\ud800", "not valid Unicode"),
-            (None, "must be a string, not NoneType"),
-            ("a{10001}", "limit of 10000"),
-            ("(" * 65, "nested deeper than 64"),
-        ],
+        [("", "empty"), ("a\x00b", "NUL"), ("\ud800", "not valid Unicode"), (None, "must be a string, not NoneType")],
     )
     def test_regexes(self, pattern: Any, message: str) -> None:
         with pytest.raises(InvalidConstraint, match=message) as caught:

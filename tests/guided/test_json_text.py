@@ -94,23 +94,3 @@ def test_what_is_not_json(text: str | bytes, message: str) -> None:
 def test_large_texts_are_refused_without_parsing(piece: str) -> None:
     with pytest.raises(JsonError):
         read("[" + piece * 1_000_000, max_values=1000)
-
-
-@given(st.text(st.sampled_from('[]{},:1"\\ a')))
-def test_any_text_is_read_as_by_python_or_refused(text: str) -> None:
-    try:
-        expected = json.loads(text)
-    except ValueError:
-        with pytest.raises(JsonError):
-            read(text)
-    else:
-        if "occurs twice" not in (fault_of(text) or ""):
-            assert read(text) == expected
-
-
-def fault_of(text: str) -> str | None:
-    try:
-        read(text)
-    except JsonError as error:
-        return str(error)
-    return None

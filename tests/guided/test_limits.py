@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge
@@ -25,6 +21,7 @@ SMALL = Limits(max_nesting=3, max_repetition=100, max_grammar_rules=3)
         "[((((]",
         "(a)(b)(c)(d)",
         "[]((((]",
+        "[]a{101}",  # "]" first in a class is a character: all of it is one class
         "(a{100}b){1}",
     ],
 )
@@ -38,13 +35,9 @@ def test_regexes_within_the_limits(pattern: str) -> None:
         ("a{101}", "beyond the limit of 100"),
         ("a{99999999999999999999999999}", "limit of 100"),
         ("(a{11}){10}", "nested repetitions"),
-        ("[]a{101}", None),  # "]" first in a class is a character: all of it is one class, and no repetition
     ],
 )
-def test_regexes_over_the_limits(pattern: str, what: str | None) -> None:
-    if what is None:
-        SMALL.check_regex(pattern, "regex")
-        return
+def test_regexes_over_the_limits(pattern: str, what: str) -> None:
     with pytest.raises(ConstraintTooLarge, match=what) as caught:
         SMALL.check_regex(pattern, "structured_outputs.regex", "/pattern")
     assert (caught.value.param, caught.value.pointer) == ("structured_outputs.regex", "/pattern")
@@ -140,11 +133,3 @@ def test_limits_that_nothing_can_keep_are_refused() -> None:
         Limits(max_enum=0)
     with pytest.raises(ValueError, match="seconds is 0; it must be more than 0"):
         CompileLimits(seconds=0)
-
-
-@settings(deadline=None)
-@given(st.text("()[]{}\\\"'/#^-,0123456789abx~.:=\n ", max_size=200))
-def test_nothing_but_a_refusal_comes_out(text: str) -> None:
-    for check in (SMALL.check_regex, SMALL.check_grammar):
-        with contextlib.suppress(ConstraintTooLarge):
-            check(text, "regex")

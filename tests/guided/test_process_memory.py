@@ -11,10 +11,10 @@ def test_freed_memory_is_given_back() -> None:
     script = f"""
 import time
 from pathlib import Path
-from guided.process_memory import FreeMemory
+from guided.process_memory import watch_free_memory
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-FreeMemory().watch()
+watch_free_memory()
 held = [bytearray(1000) for _ in range({pieces})]
 time.sleep(2)  # it is looked at while it is in use
 last = held[-1]  # keeps the top of the heap in use

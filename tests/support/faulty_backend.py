@@ -46,7 +46,7 @@ from guided.vocabulary import Vocabulary
 
 NAME = "faulty"
 KINDS: frozenset[ConstraintKind] = frozenset({"regex", "grammar"})
-ADAPTER = Adapter("faulty_backend", "FaultyBackend", KINDS)
+ADAPTER = Adapter("faulty_backend:FaultyBackend", KINDS)
 PATHS = (str(Path(__file__).parent / "startup"), str(Path(__file__).parent))
 
 

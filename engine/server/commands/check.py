@@ -30,7 +30,7 @@ def check(
     seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     canonical: Annotated[bool, typer.Option("--canonical", help="Print the constraint as it is compiled.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="A warning, or what is not enforced, is an error.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="What is not enforced is an error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each file.")] = False,
 ) -> None:
     """Check JSON schemas, regexes and grammars without a model: accepted or refused, by which backend, and why.
@@ -48,7 +48,7 @@ def check(
         for report in check_all(
             texts, vocabulary_of(tokenizer), kind=kind, backend=backend, samples=samples, seed=seed, seconds=seconds
         ):
-            good = good and report.accepted and not (strict and (report.not_enforced or report.warning))
+            good = good and report.accepted and not (strict and report.not_enforced)
             print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _lines(report, canonical), flush=True)
     raise typer.Exit(not good)
 
@@ -72,11 +72,10 @@ def _lines(report: Report, canonical: bool) -> str:
         lines = [f"{report.name}: refused ({report.kind}){where}: {report.error}"]
     if report.accepted:
         lines += [f"  allows: {report.understood}"] if report.understood else []
-        lines += [f"  WARNING: {report.warning}"] if report.warning else []
         lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
-    for what in ("checked", "not_enforced"):
-        if found := getattr(report, what):
-            lines.append(f"  {what.replace('_', ' ')}: {', '.join(found)}")
+    if report.checked:
+        lines.append(f"  checked: {', '.join(report.checked)}")
+    lines += [f"  WARNING: not enforced: {each.strip()}" for each in report.not_enforced]
     if report.least_tokens is not None:
         lines.append(f"  shortest output: {report.least_tokens} tokens")
     if canonical and report.compiled:

@@ -6,9 +6,11 @@ import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from byte_vocabulary import BYTES, tokens
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from numpy.typing import NDArray
 from sentencepiece import SentencePieceProcessor
@@ -23,8 +25,8 @@ from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstrain
 from guided.vocabulary import Vocabulary
 
 
-def generate(matcher: Matcher, row: NDArray[np.int32], tokens: Sequence[int]) -> None:
-    for token in tokens:
+def generate(matcher: Matcher, row: NDArray[np.int32], output: Sequence[int]) -> None:
+    for token in output:
         matcher.fill_bitmask(row)
         matcher.accept_tokens([token])
 
@@ -117,20 +119,10 @@ def test_whitespace_pattern(vocabulary: Vocabulary) -> None:
                 matcher.accept_tokens(vocabulary.encode(text))
 
 
-def test_a_release_that_repeats_whitespace_refuses_a_pattern(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_repeats_whitespace_bounds_it(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_backend, "REPEATS_WHITESPACE", True)
-    backend = LLGuidanceBackend(vocabulary)
     with pytest.raises(UnsupportedConstraint, match="any number of matches"):
-        backend.compile(Constraint.json_object(whitespace="[ ]{0,2}"))
-    backend.compile(Constraint.json_object(whitespace=""))
-
-
-def test_there_blanks_follow_commas_and_colons_and_are_bounded(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llguidance_backend, "REPEATS_WHITESPACE", True)
+        LLGuidanceBackend(vocabulary).compile(Constraint.json_object(whitespace="[ ]{0,2}"))
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "patternProperties": {"^x": {"type": "null"}}}
     grammars = [
         LLGuidanceBackend(vocabulary).compile(constraint)
@@ -176,3 +168,46 @@ def test_masks_on_forced_text_allow_what_the_tokenizer_writes(mistral_data: Path
         alone += len(allowed) == 1
         matcher.accept_tokens([token])
     assert alone > len(tokens) // 2
+
+
+def accepts(schema: Any, value: Any) -> bool:
+    matcher = LLGuidanceBackend(BYTES).compile(Constraint.json_schema(schema, strict_schema=True)).matcher()
+    try:
+        matcher.accept_tokens(tokens(json.dumps(value, ensure_ascii=False)))
+    except TokenRejected:
+        return False
+    return matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "not": {"enum": ["a", "abc"]}}, ["", "ab", "abcd", "b", "aé"], ["a", "abc"]),
+        ({"type": "string", "not": {"pattern": "^(ab)*$"}}, ["a", "aba", "\n"], ["", "ab", "abab"]),
+        ({"minProperties": 1, "properties": {"a": {}, "b": {}}, "type": "object"}, [{"a": 1}, {"c": 1}], [{}]),
+        (
+            {"type": "object", "propertyNames": {"pattern": "^[a-c]+$", "maxLength": 3}},
+            [{}, {"abc": 1}],
+            [{"abca": 1}, {"d": 1}],
+        ),
+        (
+            {
+                "properties": {"a": {"type": "array"}},
+                "patternProperties": {".*": {"$ref": "#/$defs/t"}},
+                "type": "object",
+            }
+            | {"$defs": {"t": {"type": ["array", "null"], "items": {"$ref": "#/$defs/t"}}}},
+            [{"a": [None]}, {"b": None}],
+            [{"a": None}, {"a": [1]}, {"b": 1}],
+        ),
+        (
+            {"$defs": {"t": {"type": "object", "additionalProperties": {"$ref": "#/$defs/t", "minProperties": 1}}}}
+            | {"$ref": "#/$defs/t"},
+            [{}],
+            [{"a": {}}],
+        ),
+    ],
+)
+def test_rewritten_for_llguidance(schema: Any, good: list[Any], bad: list[Any]) -> None:
+    assert [accepts(schema, value) for value in good] == [True] * len(good)
+    assert [accepts(schema, value) for value in bad] == [False] * len(bad)

@@ -50,14 +50,16 @@ def test_enforced_or_checked(schema: Any, valid: list[str], invalid: list[str]) 
     assert found == valid
 
 
+def test_auto_does_not_take_it() -> None:
+    assert candidates("json_object") == ("llguidance", "xgrammar")
+    assert candidates("json_object", "lmfe") == ("lm-format-enforcer",)
+    with pytest.raises(UnsupportedConstraint, match="these do: llguidance, xgrammar, outlines"):
+        candidates("regex", "lm-format-enforcer")
+
+
 def test_a_strict_schema_is_refused() -> None:
     with pytest.raises(UnsupportedConstraint, match="choose llguidance"):
         LMFormatEnforcerBackend(BYTES).compile(Constraint.json_schema({"type": "object"}, strict_schema=True))
-
-
-def test_other_backends_have_regexes() -> None:
-    with pytest.raises(UnsupportedConstraint, match="these do: llguidance, xgrammar, outlines"):
-        candidates("regex", "lm-format-enforcer")
 
 
 def test_an_error_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ import outlines_core
 import pytest
 from byte_vocabulary import BYTES, STOP, tokens
 
-from guided.backends import Backends, candidates
+from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
 from guided.backends.outlines import OutlinesBackend
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
-from guided.errors import BackendError, InvalidConstraint, UnsupportedConstraint
+from guided.errors import UnsupportedConstraint
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_enforced_or_checked(schema: Any, valid: list[str], invalid: list[str]) 
     [
         ("yes|yes please", ["yes", "yes please"], ["", "yes "]),
         ("(a|ab)(c|bcd)", ["ac", "abc", "abcd", "abbcd"], ["ab"]),
-        ("a*?b??", ["", "a", "aab"], ["ba"]),
+        ("a+?b??", ["a", "aab"], ["", "ba"]),
         ("a+é?", ["aé", "aa"], ["é"]),
     ],
 )
@@ -79,14 +79,14 @@ def test_regexes_match_as_a_whole(backend: OutlinesBackend, pattern: str, valid:
         assert [text for text in (*valid, *invalid) if fits(grammar, text)] == valid
 
 
-def test_only_the_empty_text(backend: OutlinesBackend) -> None:
+def test_a_regex_that_the_empty_text_matches_is_refused(backend: OutlinesBackend) -> None:
     with pytest.raises(UnsupportedConstraint, match="empty"):
-        backend.compile(Constraint.regex("^$"))
+        backend.compile(Constraint.regex("a*"))
 
 
 def test_a_guide_writes_what_the_index_lists() -> None:
     grammar = OutlinesBackend(BYTES).compile(Constraint.regex("(ab|ac|bc){2,5}[a-z]*"))
-    index = outlines_core.Index.from_binary(grammar.dump()[1:])
+    index = outlines_core.Index.from_binary(grammar.dump())
     row = np.zeros(words(BYTES.padded_vocab_size), dtype=np.int32)
     matcher, state = grammar.matcher(), index.get_initial_state()
     for token in tokens("abacbcbcxyzz"):
@@ -94,20 +94,3 @@ def test_a_guide_writes_what_the_index_lists() -> None:
         assert set(allowed_ids(row).tolist()) - {STOP} == set(index.get_allowed_tokens(state)) - {STOP}
         matcher.accept_tokens([token])
         state = index.get_next_state(state, token)
-    with pytest.raises(BackendError):
-        matcher.rollback(13)
-
-
-def test_nothing_matches(backend: OutlinesBackend) -> None:
-    with pytest.raises(InvalidConstraint, match="no value"):
-        backend.compile(Constraint("json_schema", '{"type": "string", "enum": [1]}'))
-
-
-def test_it_must_be_named() -> None:
-    assert candidates("json_object") == ("llguidance", "xgrammar")
-    assert candidates("json_object", "outlines_core") == ("outlines",)
-
-
-def test_a_strict_schema_is_refused(backend: OutlinesBackend) -> None:
-    with pytest.raises(UnsupportedConstraint, match="choose llguidance"):
-        backend.compile(Constraint.json_schema({"type": "object"}, strict_schema=True))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.regex_parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS, NECESSARY
 
@@ -43,7 +44,7 @@ def found(pattern: str, text: str) -> bool:
 @settings(deadline=None)
 @given(st.sampled_from(SEARCHED), st.text('ab"\\\n\té', max_size=5))
 def test_json_text_of_exactly_the_strings_that_match(pattern: str, text: str) -> None:
-    node = string_pattern.in_json(string_pattern.read(pattern), escapes=True)
+    node = string_pattern.in_json(parse_search(pattern), escapes=True)
     written = json.dumps(text, ensure_ascii=False)[1:-1]
     assert (re.fullmatch(regex.render(node), written) is not None) == found(pattern, text)
 
@@ -61,7 +62,7 @@ def test_lookaheads_after_the_beginning(pattern: str) -> None:
 def test_what_has_to_be_escaped_and_may_not_be_is_refused() -> None:
     for pattern in ('^"$', r"^\\$", "^a\n"):
         with pytest.raises(UnsupportedConstraint, match="escaped"):
-            string_pattern.in_json(string_pattern.read(pattern), escapes=False)
+            string_pattern.in_json(parse_search(pattern), escapes=False)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +98,9 @@ def test_whitespace_is_that_of_json() -> None:
 def test_what_python_and_ecma_262_read_differently_is_refused() -> None:
     for pattern in (r"\Aa", r"a\Z", r"\a", r"[\a]", r"\N{DIGIT ONE}", r"\U0001f600", "[]a]", "a{,2}"):
         with pytest.raises(UnsupportedConstraint, match="ECMA-262"):
-            string_pattern.read(pattern)
+            parse_search(pattern)
     for pattern in (r"\\A", r"\[]", r"[a\]{,2}]", r"[[]", r"a\{,2}"):
-        string_pattern.read(pattern)
-
-
-@pytest.mark.parametrize(("pattern", "error"), [("(", InvalidConstraint), ("(?=a)", UnsupportedConstraint)])
-def test_malformed_and_unsupported_patterns(pattern: str, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        string_pattern.read(pattern)
+        parse_search(pattern)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +108,7 @@ def test_malformed_and_unsupported_patterns(pattern: str, error: type[Exception]
     [("^[a-z]+$", 2, 4), ("^[a-z]*$", 0, 3), ("^x[a-z]*y$", 3, 5), ("^[a-z]{3}$", 1, 9), ("^[ab]{2,}$", 0, 3)],
 )
 def test_lengths_are_fitted_in(pattern: str, least: int, most: int) -> None:
-    fitted = re.compile(regex.render(string_pattern.fit(string_pattern.read(pattern), least, most)))
+    fitted = re.compile(regex.render(string_pattern.fit(parse_search(pattern), least, most)))
     for length in range(12):
         for text in ("a" * length, "x" + "a" * (length - 2) + "y"):
             matches = re.search(pattern, text) is not None and least <= len(text) <= most
@@ -147,30 +142,10 @@ def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
     for pattern in (FORMATS[name], NECESSARY.get(name, "")):
         assert all(re.search(pattern, text) for text in valid)
     assert not any(re.search(FORMATS[name], text) for text in invalid)
-    string_pattern.in_json(string_pattern.read(FORMATS[name]), escapes=False)
-
-
-_NODES = ["a", "a*", "(a|b*)c?", "(a?b?){2}", "(a*)+", "a{0,2}b{0,2}", "", "(|a)(|b)", "(a|ab)(c|bcd)?"]
-
-
-@settings(deadline=None)
-@given(st.sampled_from(_NODES), st.text("abcd", max_size=5))
-def test_less_the_empty_text(pattern: str, text: str) -> None:
-    node = regex.parse(pattern)
-    rest = regex.nonempty(node)
-    assert regex.nullable(node) == (re.fullmatch(pattern, "") is not None)
-    matches = rest is not None and re.fullmatch(regex.render(rest), text) is not None
-    assert matches == (text != "" and re.fullmatch(pattern, text) is not None)
+    string_pattern.in_json(parse_search(FORMATS[name]), escapes=False)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.from_regex(FORMATS["regex"]))
 def test_the_format_regex_matches_regular_expressions(text: str) -> None:
     re.compile(text)
-
-
-@settings(deadline=None)
-@given(st.sampled_from(SEARCHED), st.text('ab"\\\n é', max_size=5))
-def test_searching_is_matching_the_whole(pattern: str, text: str) -> None:
-    node = string_pattern.read(pattern)
-    assert (re.fullmatch(regex.render(node), text) is not None) == found(pattern, text)

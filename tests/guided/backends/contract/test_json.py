@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 from typing import Any
 
 import numpy as np
 import pytest
-from contract_cases import PERSON, is_json, stop, walk
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from contract_cases import PERSON, is_json, stop
 
 from guided.backends import BACKENDS, Backends
 from guided.bitmask import allowed_ids, words
@@ -143,44 +140,3 @@ def test_what_cannot_be_enforced_is_refused(backends: Backends, backend: str, co
         with contextlib.suppress(TokenRejected):
             matcher.accept_tokens(backends.vocabulary.encode('{"a":"x"}'))
             assert not matcher.is_accepting()
-
-
-SCHEMAS = st.recursive(
-    st.sampled_from(
-        [
-            {"type": "integer"},
-            {"type": "boolean"},
-            {"type": "null"},
-            {"type": "number"},
-            {"type": "string"},
-            {"type": "string", "maxLength": 3},
-            {"type": "string", "minLength": 2},
-            {"type": "string", "enum": ["red", "green"]},
-            {"type": "string", "pattern": "^[a-c]+$"},
-        ]
-    ),
-    lambda inner: st.one_of(
-        inner.map(lambda item: {"type": "array", "items": item, "minItems": 1, "maxItems": 2}),
-        st.lists(inner, min_size=1, max_size=3).map(
-            lambda parts: {
-                "type": "object",
-                "properties": {f"p{index}": part for index, part in enumerate(parts)},
-                "required": [f"p{index}" for index in range(len(parts))],
-                "additionalProperties": False,
-            }
-        ),
-        st.lists(inner, min_size=2, max_size=2).map(lambda parts: {"anyOf": parts}),
-    ),
-    max_leaves=4,
-)
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(schema=SCHEMAS, seed=st.integers(0, 1000))
-def test_random_schemas(backends: Backends, backend: str, vocabulary: Vocabulary, schema: Any, seed: int) -> None:
-    try:
-        grammar = backends[backend].compile(Constraint.json_schema(schema))
-    except UnsupportedConstraint:
-        return
-    text = walk(grammar.matcher(), vocabulary, random.Random(seed), 60)
-    assert text is None or is_json(text.decode(), schema), text

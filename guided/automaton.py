@@ -10,10 +10,12 @@ from interegular.fsm import anything_else
 
 from guided import regex
 from guided.errors import UnsupportedConstraint
-from guided.regex import EMPTY, Chars, Node
+from guided.regex import EMPTY, Chars, Choice, Node, Repeat, Sequence
 
 _MAX_STATES = 150
 _MAX_NODES = 20_000
+_MAX_MEMBERS = 30_000
+"""Number of code points above which a class is too large to enumerate its members."""
 
 
 def restricted(node: Node, conditions: Iterable[tuple[bool, Node]]) -> Node:
@@ -30,9 +32,20 @@ def of(node: Node) -> Any:
     Raises:
         UnsupportedConstraint: a class has so many characters that the automaton would take seconds.
     """
-    if regex.has_large_class(node):
+    if _has_large_class(node):
         raise UnsupportedConstraint("a class has too many characters to be combined with another pattern")
     return interegular.parse_pattern(regex.render(node)).to_fsm().reduce()
+
+
+def _has_large_class(node: Node) -> bool:
+    """Whether a class of `node` is neither small nor nearly everything, as `\\w` is."""
+    match node:
+        case Chars(ranges):
+            return min(regex.count(ranges), regex.count(regex.complement(ranges))) > _MAX_MEMBERS
+        case Sequence(inner) | Choice(inner):
+            return any(map(_has_large_class, inner))
+        case Repeat(item):
+            return _has_large_class(item)
 
 
 def texts(machine: Any) -> Node:

@@ -1,0 +1,338 @@
+"""The parser of regular expressions: a pattern becomes a tree of `guided.regex`.
+
+Python's own parser reads the pattern, so its meaning is that of `re`, or in a JSON Schema that of ECMA-262. These
+spellings are rewritten for it:
+
+    \\p{L} \\p{Letter} \\P{Script=Greek} \\pL    a class of code points
+    \\u{41} \\x{41} \\ud83d\\ude00              one code point
+    \\cJ                                      a control character
+    (?<name>...)                             a group
+    \\z                                       the end (in a regex, not in a schema's pattern)
+    [^]                                      any character (in a schema's pattern)
+
+Anything that no token mask can follow, or that the dialects read differently, is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from itertools import takewhile
+from typing import Any
+
+import regex as unicode_regex
+
+from guided import automaton
+from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.regex import (
+    EMPTY,
+    UNIVERSE,
+    Chars,
+    Node,
+    Ranges,
+    choice,
+    complement,
+    ranges_of,
+    render_range,
+    repeat,
+    sequence,
+)
+
+_sre: Any = importlib.import_module("re._parser")
+"""Python's own parser. It is private, but its output has never changed; another parser could disagree with `re`."""
+_ESCAPE = (
+    r"\\[ux]\{(?P<code>[0-9A-Fa-f]{1,6})\}"
+    r"|\\u(?P<high>[dD][89ABab][0-9A-Fa-f]{2})\\u(?P<low>[dD][c-fC-F][0-9A-Fa-f]{2})"
+    r"|\\(?P<sign>[pP])(?:\{(?P<property>\^?[\w:=. -]+)\}|(?P<letter>[A-Za-z]))"
+    r"|\\c(?P<control>[A-Za-z])"
+    r"|(?P<group>\(\?<[^\W\d][\w$]*+>)"
+    r"|(?P<reference>\\k<[\w$]*+>)"
+    r"|\\.|\{,"
+)
+_CLASS = r"|\[(?P<not>\^?)(?P<members>%s(?:[^\]\\]|\\.)*+)(?P<end>\]?)"
+_IN_CLASS = re.compile(_ESCAPE, re.DOTALL)
+_TOKEN = re.compile(_ESCAPE + _CLASS % r"\]?", re.DOTALL)
+_ECMA_TOKEN = re.compile(_ESCAPE + _CLASS % "", re.DOTALL)
+"""In ECMA-262, a class may be empty; in `re`, a bracket at its beginning is a member."""
+_REFUSED_MEMBERS = {
+    r"\[[:.=]\^?\w+[:.=]$": ("a POSIX class", "which dialects read differently: write one such as [a-z] or \\p{L}"),
+    r"&&\[": ("'&&' between classes", "which only Rust reads as an intersection"),
+}
+_ONLY_PYTHON = (r"\A", r"\Z", r"\a", r"\N", r"\U", "{,")
+"""Syntax that has another meaning in ECMA-262."""
+_DIFFERS = "which is not the same in Python and in ECMA-262"
+_ECMA_LINES: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+_ECMA_SPACES: Ranges = (
+    *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
+    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+)
+_MAX_LENGTH = 300_000
+"""Maximum length of a rewritten pattern: `\\p{L}` takes 13,000."""
+
+
+def parse(pattern: str, *, param: str = "regex", lookaheads: bool = True) -> Node:
+    """Parse `pattern` into a tree, with the meaning of `re.fullmatch(pattern, ...)` on valid Unicode.
+
+    Args:
+        lookaheads: apply lookaheads at the beginning, which may take long. False: they are refused.
+
+    Raises:
+        InvalidConstraint: not a regular expression, or no text matches it.
+        UnsupportedConstraint: other lookaround, backreferences, possessive groups, anchors in the middle, ...
+    """
+    reader = _Reader(pattern, param)
+    parsed = reader.parse()
+    if lookaheads and re.search(r"\(\?[=!]", pattern) and r"\Z" not in pattern:
+        return _search(parsed, parsed.state.flags, reader, whole=True)
+    return reader.sequence(parsed, parsed.state.flags, start=True, end=True)
+
+
+@lru_cache(maxsize=256)
+def parse_search(pattern: str) -> Node:
+    """Return all strings that contain a match of `pattern` of a JSON Schema: read as ECMA-262 reads it.
+
+    Raises as `parse` does.
+    """
+    reader = _Reader(pattern, "json_schema", ecma=True)
+    parsed = reader.parse()
+    return _search(parsed, parsed.state.flags, reader)
+
+
+def _search(parsed: Any, flags: int, reader: _Reader, *, whole: bool = False) -> Node:
+    """Return all texts that contain a match, or with `whole`, that are one."""
+    items = list(parsed)
+    if items and str(items[-1][0]) == "BRANCH":  # the parser has moved the common prefix of all alternatives before it
+        options = items[-1][1][1]
+        return choice(_search([*items[:-1], *option], flags, reader, whole=whole) for option in options)
+    if whole and not _anchored(items, 0, "AT_BEGINNING"):
+        items = [*_sre.parse("^"), *items]
+    if ahead := _lookaheads(items):
+        parts = [(str(operation) == "ASSERT_NOT", inner) for operation, (_, inner) in ahead]
+        conditions = [(negated, _search([items[0], *inner], flags, reader)) for negated, inner in parts]
+        rest = [items[0], *items[1 + len(ahead) :]]
+        return automaton.restricted(_search(rest, flags, reader, whole=whole), conditions)
+    start, end = _anchored(items, 0, "AT_BEGINNING"), whole or _anchored(items, -1, "AT_END")
+    node = reader.sequence(items, flags, start=start, end=end)
+    anything = repeat(Chars(UNIVERSE), 0, None)
+    after = anything
+    if end:  # outside of ECMA-262, `$` also matches before a line break at the end
+        after = EMPTY if whole or reader.ecma else repeat(Chars(((10, 10),)), 0, 1)
+    return sequence([EMPTY if start else anything, node, after])
+
+
+def _lookaheads(items: list[Any]) -> list[Any]:
+    """Return the lookaheads that follow an anchor at the beginning."""
+    if not (items and str(items[0][0]) == "AT" and _anchored(items[:1], 0, "AT_BEGINNING")):
+        return []
+    return list(takewhile(lambda item: str(item[0]) in ("ASSERT", "ASSERT_NOT") and item[1][0] == 1, items[1:]))
+
+
+def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
+    """Whether every alternative of `parsed` has `anchor` in its first (0) or last (-1) position."""
+    items = list(parsed)
+    if not items:
+        return False
+    operation, argument = str(items[edge][0]), items[edge][1]
+    if operation == "AT":
+        return str(argument) in (anchor, f"{anchor}_STRING")
+    if operation == "BRANCH":
+        return all(_anchored(option, edge, anchor) for option in argument[1])
+    return operation == "SUBPATTERN" and _anchored(argument[3], edge, anchor)
+
+
+class _Reader:
+    """Reads one pattern: rewrites it for Python's parser, and turns the parser's lists of operations into nodes.
+
+    Args:
+        ecma: give classes, escapes and anchors their meaning in ECMA-262 (JSON Schema), not that in `re`.
+    """
+
+    def __init__(self, pattern: str, param: str, *, ecma: bool = False) -> None:
+        self._name = f"the regex {bounded(pattern, 120)!r}"
+        self._pattern = pattern
+        self._param = param
+        self.ecma = ecma
+
+    def parse(self) -> Any:
+        """Return the lists of Python's parser."""
+        rewritten = (_ECMA_TOKEN if self.ecma else _TOKEN).sub(self._rewritten, self._pattern)
+        if len(rewritten) > max(_MAX_LENGTH, 2 * len(self._pattern)):
+            raise ConstraintTooLarge(f"{self._name} contains too many Unicode properties", param=self._param)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "possible nested set": the meaning is that of `re`
+                return _sre.parse(rewritten)
+        except re.error as error:
+            why = error if rewritten == self._pattern else error.msg  # without the position in `rewritten`
+            raise self._invalid(f"is malformed: {why}") from None
+        except (OverflowError, RecursionError) as error:
+            raise self._invalid(f"is too large: {error}") from None
+        except ValueError as error:  # flags that exclude each other
+            raise self._invalid(f"is malformed: {error}") from None
+
+    def _rewritten(self, found: re.Match[str]) -> str:
+        """Return an escape, a group or a class in the syntax of `re`."""
+        if found["members"] is None:
+            return self._rewritten_escape(found, in_class=False)
+        for syntax, (what, why) in _REFUSED_MEMBERS.items():
+            if re.search(syntax, found["members"]):
+                raise self._unsupported(what, why)
+        if not found["members"] and found["end"]:  # in ECMA-262 only
+            if found["not"]:
+                return r"[\s\S]"
+            raise self._unsupported("'[]'", _DIFFERS)
+        members = _IN_CLASS.sub(lambda inner: self._rewritten_escape(inner, in_class=True), found["members"])
+        return f"[{found['not']}{members}{found['end']}"
+
+    def _rewritten_escape(self, found: re.Match[str], *, in_class: bool) -> str:
+        text = found[0]
+        if found["code"]:
+            if (code := int(found["code"], 16)) > 0x10FFFF:
+                raise self._invalid(f"contains the code point {code:#x}")
+            return f"\\U{code:08x}"
+        if found["high"]:
+            high, low = int(found["high"], 16), int(found["low"], 16)
+            return f"\\U{0x10000 + ((high & 0x3FF) << 10) + (low & 0x3FF):08x}"
+        if found["sign"]:
+            members = self._property(found["property"] or found["letter"], found["sign"] == "P")
+            return members if in_class else f"[{members}]"
+        if found["control"]:
+            return f"\\x{ord(found['control']) & 31:02x}"
+        if found["reference"]:
+            raise self._unsupported(f"a backreference ({bounded(text, 40)})")
+        if self.ecma and text in _ONLY_PYTHON and not (in_class and text == "{,"):
+            raise self._unsupported(repr(text), _DIFFERS)
+        if text == r"\z" and not self.ecma and not in_class:
+            return r"\Z"
+        return "(" if found["group"] and not in_class else text
+
+    def _property(self, name: str, negated: bool) -> str:
+        try:
+            return _members_of_property(name.strip(), negated)
+        except unicode_regex.error:
+            raise self._invalid(f"contains \\p{{{bounded(name, 60)}}}, which is no Unicode property") from None
+
+    def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
+        """Return the node for a list of operations.
+
+        Args:
+            start, end: no text can precede or follow, so anchors have no effect there and are dropped.
+        """
+        items = list(parsed)
+        nodes: list[Node] = []
+        for index, (operation, argument) in enumerate(items):
+            first = start and all(node == EMPTY for node in nodes)
+            last = end and all(str(later) == "AT" for later, _ in items[index + 1 :])
+            nodes.append(self._item(str(operation), argument, flags, start=first, end=last))
+        return sequence(nodes)
+
+    def _item(self, operation: str, argument: Any, flags: int, *, start: bool, end: bool) -> Node:
+        match operation:
+            case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
+                return self._chars(operation, argument, flags)
+            case "AT":
+                return self._anchor(str(argument), start=start, end=end)
+            case "BRANCH":
+                return choice(self.sequence(option, flags, start=start, end=end) for option in argument[1])
+            case "SUBPATTERN":
+                _group, added, removed, inner = argument
+                return self.sequence(inner, (flags | added) & ~removed, start=start, end=end)
+            case "MAX_REPEAT" | "MIN_REPEAT":  # greedy and lazy match the same texts
+                low, high, inner = argument
+                once = high == 1
+                node = self.sequence(inner, flags, start=start and once, end=end and once)
+                return repeat(node, int(low), None if high is _sre.MAXREPEAT else int(high))
+        names = {
+            "ASSERT": "lookaround",
+            "ASSERT_NOT": "negative lookaround",
+            "GROUPREF": "a backreference",
+            "GROUPREF_EXISTS": "a conditional group",
+            "ATOMIC_GROUP": "an atomic group",
+            "POSSESSIVE_REPEAT": "a possessive quantifier",
+        }
+        raise self._unsupported(names.get(operation, operation))
+
+    def _anchor(self, where: str, *, start: bool, end: bool) -> Node:
+        if not where.startswith(("AT_BEGINNING", "AT_END")):
+            raise self._unsupported("a word boundary")
+        if not (start if where.startswith("AT_BEGINNING") else end):
+            raise self._unsupported("an anchor in the middle")
+        return EMPTY
+
+    def _chars(self, operation: str, argument: Any, flags: int) -> Node:
+        if operation == "ANY":
+            return Chars(UNIVERSE if flags & re.DOTALL else complement(_ECMA_LINES if self.ecma else ((10, 10),)))
+        members = argument if operation == "IN" else [("LITERAL", argument)]
+        found: list[tuple[int, int]] = []
+        negated = operation == "NOT_LITERAL"
+        for kind, value in members:
+            match str(kind):
+                case "NEGATE":
+                    negated = True
+                case "LITERAL":
+                    found.append((value, value))
+                case "RANGE":
+                    found.append((value[0], value[1]))
+                case "CATEGORY":
+                    found.extend(_category(str(value), bool(flags & re.ASCII) or self.ecma, self.ecma))
+        ranges = ranges_of(found)
+        if flags & re.IGNORECASE:
+            ranges = _fold(ranges, flags)
+        if negated:
+            ranges = complement(ranges)
+        if not ranges:
+            raise self._invalid("contains an empty character class")
+        return Chars(ranges)
+
+    def _invalid(self, what: str) -> InvalidConstraint:
+        return InvalidConstraint(f"{self._name} {what}", param=self._param)
+
+    def _unsupported(
+        self, what: str, why: str = "which a token mask can't enforce: rewrite it without"
+    ) -> UnsupportedConstraint:
+        return UnsupportedConstraint(f"{self._name} contains {what}, {why}", param=self._param)
+
+
+def _fold(ranges: Ranges, flags: int) -> Ranges:
+    """Add the characters that are equal under IGNORECASE."""
+    members = "".join(render_range(low, high) for low, high in ranges)
+    equal = re.findall(f"[{members}]", _cased(), flags & (re.IGNORECASE | re.ASCII)) if members else ()
+    return ranges_of([*ranges, *((ord(character), ord(character)) for character in equal)])
+
+
+@cache
+def _category(name: str, ascii_only: bool, ecma: bool) -> Ranges:
+    """Return `\\d`, `\\w`, `\\s` or a complement, exactly as in this Python's `re` or in ECMA-262."""
+    if "_NOT_" in name:
+        return complement(_category(name.replace("_NOT_", "_"), ascii_only, ecma))
+    if ecma and name == "CATEGORY_SPACE":
+        return _ECMA_SPACES
+    letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[name]
+    return _runs(re.finditer(f"{letter}+", _every_character(), re.ASCII if ascii_only else 0))
+
+
+@lru_cache(maxsize=64)
+def _members_of_property(name: str, negated: bool) -> str:
+    """Return the code points with a property, as the inside of a class; surrogates if there are none."""
+    matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
+    runs = _runs(matching.finditer(_every_character()))
+    return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) or "\ud800-\udfff"
+
+
+def _runs(matches: Iterable[Any]) -> Ranges:
+    """Return the code points of runs in `_every_character`."""
+    return ranges_of((ord(match[0][0]), ord(match[0][-1])) for match in matches)
+
+
+@cache
+def _every_character() -> str:
+    return "".join(chr(code) for low, high in UNIVERSE for code in range(low, high + 1))
+
+
+@cache
+def _cased() -> str:
+    """Return the characters that have another case."""
+    return "".join(each for each in _every_character() if each.lower() != each or each.upper() != each)
