@@ -21,8 +21,6 @@ from actors.processes import CALL_SECONDS
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import LOCAL, NodePlacement, RayPoolOptions
 
-_STORE_BYTES = 80 << 20
-"""Size of Ray's object store, Ray's own minimum. A vocabulary or a grammar is there on its way to an actor only."""
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -182,11 +180,12 @@ def _local() -> tuple[dict[str, Any], dict[str, str | None], str]:
     token = os.path.join(directory, "token")
     with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
+    # Size of Ray's object store, Ray's own minimum. A vocabulary or a grammar is there on its way to an actor only.
     options = {
         # "local" even if RAY_ADDRESS is set: a cluster is only joined if it was named.
         "address": "local",
         "include_dashboard": False,
-        "object_store_memory": _STORE_BYTES,
+        "object_store_memory": 80 << 20,
         # The actors take no CPUs, and Ray would keep an idle process for every CPU.
         "num_cpus": 0,
         "num_gpus": 0,

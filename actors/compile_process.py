@@ -48,9 +48,6 @@ _TRANSFER_TIMEOUT = struct.pack("ll", 5, 0)
 """struct timeval: 5 s. A process that takes or sends nothing for longer in the middle of a message is frozen."""
 _NUMBER = struct.Struct("<q")
 """An answer of the fork server: the pid of a compile process, or a negative errno. The first says that it is warm."""
-_PR_SET_PDEATHSIG = 1
-_NICENESS = 10
-"""A compilation takes seconds of a core: the engine and the masks have precedence."""
 _WARM_UP = (
     Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
     Constraint.regex(r"\d\w\s"),  # Unicode classes take half a second, once per process
@@ -230,7 +227,7 @@ class CompileProcess:
 
 def _die_with(parent: int) -> None:
     """Have this process killed when the thread that started it ends. Exit now if it has ended already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(0)
 
@@ -267,7 +264,7 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
     """Compile one request after the other until the other end of the socket `jobs` is closed."""
     _die_with(fork_server)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.nice(_NICENESS)
+    os.nice(10)  # a compilation takes seconds of a core: the engine and the masks have precedence
     enter_session()
     connection, decode = Connection(jobs), Decoder(CompileRequest).decode
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -35,10 +35,6 @@ from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import BackendStatus, Grammar
 from guided.vocabulary import Vocabulary
 
-_RESERVE = 0.1
-"""Share of the time limit kept for each backend that may still be tried: most reject, or finish, in far less."""
-_MAX_GROWTH_BYTES = 64 << 20
-"""A process that has grown by more than this is replaced after its constraint."""
 _log = logging.getLogger(__name__)
 
 
@@ -163,7 +159,8 @@ class Compiler:
             process = self._take()
             if process is None:
                 raise _closed()
-            share = 1 - _RESERVE * (len(task.backends) - index - 1)
+            # A tenth of the time limit is kept for each backend that may still be tried: most need far less.
+            share = 1 - 0.1 * (len(task.backends) - index - 1)
             began = time.monotonic()
             request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
             result = self._run(process, request, began + self._limits.seconds * share - spent)
@@ -194,7 +191,8 @@ class Compiler:
         is_reusable = False
         try:
             result = process.compile(request, deadline, self._limits.memory_bytes)
-            is_reusable = process.growth <= _MAX_GROWTH_BYTES
+            # A process that has grown by more than this is replaced after its constraint.
+            is_reusable = process.growth <= 64 << 20
             return result if result.error is None else from_wire(result.error)
         except GuidedError as error:
             if self._closing.is_set():

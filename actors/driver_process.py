@@ -40,8 +40,6 @@ _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
 """The runtime environment of an actor that may be on another node."""
 _RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory", "node:", "ray.io/")
 """Beginnings of the names of resources and labels that Ray sets itself."""
-_LEAST_CPUS = 0.001
-"""Ray (2.60) places actors that take nothing anywhere, whatever their strategy or labels."""
 
 
 def main() -> None:
@@ -180,7 +178,8 @@ def _ray_options(placement: NodePlacement, cpus: float, index: int) -> dict[str,
         return {**options, "scheduling_strategy": strategy}
     if placement.kind == "resource":
         return {**options, "resources": {placement.name: placement.amount}}
-    options["num_cpus"] = cpus or _LEAST_CPUS
+    # Ray (2.60) places actors that reserve nothing anywhere, whatever their strategy or labels.
+    options["num_cpus"] = cpus or 0.001
     return {**options, "label_selector": {placement.name: placement.value}} if placement.kind == "label" else options
 
 

@@ -19,14 +19,7 @@ STOP_SECONDS = 15.0
 """Time limit for whatever ends, before it is killed or given up."""
 RETRY_SECONDS = 2.0
 """Pause before another attempt to start or reach what could not be started or reached."""
-_DEFAULT_BYTES = 2 << 30
-"""Memory limit of a mask actor. With all backends loaded for 131,072 tokens it takes 0.55 GiB."""
-_SLACK_BYTES = 1 << 30
-"""Address space that is never resident: stacks of some sixty threads, memory that allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-_SESSION_NICENESS = 5
-"""A third of the weight of the engine's session, so that masks make progress while the engine takes all CPUs."""
-_AUTOGROUP_ATTEMPTS = 5
 
 
 def enter_session() -> None:
@@ -40,9 +33,10 @@ def enter_session() -> None:
         os.setsid()
     except PermissionError:
         return
-    for _ in range(_AUTOGROUP_ATTEMPTS):
+    for _ in range(5):
         try:
-            Path("/proc/self/autogroup").write_text(str(_SESSION_NICENESS))
+            # A third of the weight of the engine's session: masks make progress while the engine takes all CPUs.
+            Path("/proc/self/autogroup").write_text("5")
         except BlockingIOError:  # allowed once per 0.1 s, on the whole machine
             time.sleep(0.1)
         except OSError:  # a kernel without them
@@ -80,7 +74,8 @@ def package_version() -> str:
 def memory_limit(wanted: int | None) -> int:
     """Return an actor's memory limit in bytes: `wanted`, at most the machine's memory. None: 2 GiB, at most half."""
     machine = machine_bytes()
-    return min(wanted, machine) if wanted is not None else min(_DEFAULT_BYTES, machine // 2)
+    # Memory limit of a mask actor. With all backends loaded for 131,072 tokens it takes 0.55 GiB.
+    return min(wanted, machine) if wanted is not None else min(2 << 30, machine // 2)
 
 
 def machine_bytes() -> int:
@@ -98,7 +93,8 @@ def limit_memory(limit: int) -> None:
     On the engine's node, the supervisor ends an actor that takes more than `limit` bytes. This holds elsewhere too.
     """
     _, ceiling = resource.getrlimit(resource.RLIMIT_DATA)
-    allowed = limit + _SLACK_BYTES
+    # Address space that is never resident: stacks of some sixty threads, memory that allocators keep.
+    allowed = limit + (1 << 30)
     resource.setrlimit(
         resource.RLIMIT_DATA, (allowed if ceiling == resource.RLIM_INFINITY else min(allowed, ceiling), ceiling)
     )

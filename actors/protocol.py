@@ -59,7 +59,6 @@ SLOW_SECONDS = 0.001
 """If the last mask of a row took longer than this, the next one is expected to be slow."""
 _LENGTH = struct.Struct("!i")
 """What a `Connection` sends before each message."""
-_CHUNK = 1 << 18
 _NONCE_BYTES = 32
 _MARK_OFFSET = 64
 _MARK = np.dtype([("since", "f8", THREADS), ("busy", "i4", THREADS), ("filled", "i8"), ("wake", "i4")])
@@ -135,7 +134,7 @@ class Channel:
                     del self._received[:end]
                     return message
             try:
-                chunk = self._stream.recv(_CHUNK)
+                chunk = self._stream.recv(1 << 18)
             except OSError:  # nothing has arrived, or the connection is lost
                 return None
             if not chunk:

@@ -28,9 +28,6 @@ logger = logging.getLogger(__name__)
 PoolChoice = Literal["inline", "ray"]
 PoolOptions = RayPoolOptions | Mapping[str, Any] | None
 
-_SMALL_MODEL = 50_000_000
-"""Number of parameters below which a second CPU thread costs more than it gains."""
-
 
 class BaseLLM:
     """An engine with its model and its mask pool. `LLM` and `AsyncLLM` derive from it.
@@ -131,4 +128,5 @@ def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOp
 
 def _default_threads(model: LoadedModel) -> int | None:
     """Return the number of torch's threads for a small model. None: torch's own default."""
-    return 1 if sum(parameter.numel() for parameter in model.body.parameters()) < _SMALL_MODEL else None
+    # With fewer parameters, a second CPU thread costs more than it gains.
+    return 1 if sum(parameter.numel() for parameter in model.body.parameters()) < 50_000_000 else None

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from engine.sequence import StepSeconds
 from guided.post_processor import ApplyReport
 
-_MEAN_WEIGHT = 0.02
-
 
 @dataclass
 class EngineStats:
@@ -63,7 +61,7 @@ class EngineStats:
     def note_step(self, seconds: float, waited: float) -> None:
         """Add a step that waited `waited` of its seconds for masks."""
         self.step_seconds += seconds
-        weight = max(1 / self.steps, _MEAN_WEIGHT)
+        weight = max(1 / self.steps, 0.02)
         self.mean_step += weight * (seconds - waited - self.mean_step)
 
     @contextlib.contextmanager

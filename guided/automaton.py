@@ -12,11 +12,6 @@ from guided import regex
 from guided.errors import UnsupportedConstraint
 from guided.regex import EMPTY, Chars, Choice, Node, Repeat, Sequence
 
-_MAX_STATES = 150
-_MAX_NODES = 20_000
-_MAX_MEMBERS = 30_000
-"""Number of code points above which a class is too large to enumerate its members."""
-
 
 def restricted(node: Node, conditions: Iterable[tuple[bool, Node]]) -> Node:
     """Return the matches of `node` that match each condition, or where its first element is True, do not match it."""
@@ -41,7 +36,8 @@ def _has_large_class(node: Node) -> bool:
     """Whether a class of `node` is neither small nor nearly everything, as `\\w` is."""
     match node:
         case Chars(ranges):
-            return min(regex.count(ranges), regex.count(regex.complement(ranges))) > _MAX_MEMBERS
+            # Number of code points above which a class is too large to enumerate its members.
+            return min(regex.count(ranges), regex.count(regex.complement(ranges))) > 30_000
         case Sequence(inner) | Choice(inner):
             return any(map(_has_large_class, inner))
         case Repeat(item):
@@ -51,7 +47,7 @@ def _has_large_class(node: Node) -> bool:
 def texts(machine: Any) -> Node:
     """Return the texts that an automaton accepts. Raises `UnsupportedConstraint` if it is too large."""
     machine = machine.reduce()
-    if len(machine.states) > _MAX_STATES:
+    if len(machine.states) > 150:
         raise UnsupportedConstraint("the pattern has too many states")
     listed = regex.ranges_of((ord(symbol), ord(symbol)) for symbol in machine.alphabet if symbol is not anything_else)
     ranges = {
@@ -93,7 +89,7 @@ def _without_states(edges: dict[Any, dict[Any, Node]], start: Any) -> Node:
                 targets[target] = regex.choice([targets[target], path]) if target in targets else path
                 passed = ((source, state), (state, state), (state, target), (source, target))
                 sizes[source, target] = sum(sizes.get(edge, 0) for edge in passed)
-                if sizes[source, target] > _MAX_NODES:
+                if sizes[source, target] > 20_000:
                     raise UnsupportedConstraint("the pattern is too large once it is combined with others")
     if "end" not in edges["start"]:
         raise UnsupportedConstraint("no string is left")

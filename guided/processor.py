@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 FIRST_MASK_SECONDS = 0.1
 """Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
-_POLL_SECONDS = 0.0005
-"""Interval between looks for the first mask, after the deadline."""
 
 
 @dataclass(slots=True)
@@ -189,7 +187,7 @@ class GuidedProcessor(LogitPostProcessor):
             seconds: `StepMasks.seconds` so far.
         """
         while not self._pool.decided() and time.perf_counter() < until:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.0005)  # interval between looks for the first mask, after the deadline
         self._pool.submit(sequences)
         step = self._pool.collect(0.0)
         step.seconds += seconds

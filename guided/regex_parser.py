@@ -69,8 +69,6 @@ _ECMA_SPACES: Ranges = (
     *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
     *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
-_MAX_LENGTH = 300_000
-"""Maximum length of a rewritten pattern: `\\p{L}` takes 13,000."""
 
 
 def parse(pattern: str, *, param: str = "regex", lookaheads: bool = True) -> Node:
@@ -159,7 +157,8 @@ class _Reader:
     def parse(self) -> Any:
         """Return the lists of Python's parser."""
         rewritten = (_ECMA_TOKEN if self.ecma else _TOKEN).sub(self._rewritten, self._pattern)
-        if len(rewritten) > max(_MAX_LENGTH, 2 * len(self._pattern)):
+        # Maximum length of a rewritten pattern: `\p{L}` takes 13,000.
+        if len(rewritten) > max(300_000, 2 * len(self._pattern)):
             raise ConstraintTooLarge(f"{self._name} contains too many Unicode properties", param=self._param)
         try:
             with warnings.catch_warnings():

@@ -28,8 +28,6 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 # Limits of a body. Its nesting is limited to less than Python's stack, and to more than a schema's, which has an error
 # of its own. Parsing members (keys, objects and arrays) holds the GIL: the limit takes a tenth of a second.
 _BODY_LIMITS = {"max_values": 200_000, "max_nesting": 256, "max_members": 25_000}
-_MAX_OUTPUTS = 256
-"""Maximum number of outputs of a request: prompts times `n`."""
 
 
 class BodyRoute(APIRoute):
@@ -104,7 +102,8 @@ def parse(
 def _check_outputs(data: Mapping[str, Any], context: ServerContext) -> None:
     """Check the number of outputs."""
     count = num_prompts(data.get("prompt"))
-    limit = min(_MAX_OUTPUTS, context.settings.max_requests)
+    # Maximum number of outputs of a request: prompts times `n`.
+    limit = min(256, context.settings.max_requests)
     for name in ("n", "best_of"):
         times = data.get(name)
         times = times if isinstance(times, int) and times > 1 else 1

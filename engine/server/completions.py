@@ -23,9 +23,6 @@ from engine.server.sampling import sampling_params
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
-OPENAI_MAX_TOKENS = 16
-"""OpenAI's default for this endpoint. A request with a constraint does not get it: most answers would be cut off."""
-
 
 @router.post("/v1/completions", response_model=None, responses=RESPONSES)
 def create_completion(body: CompletionRequest, request: Request, context: Context) -> Prepared:
@@ -37,7 +34,8 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     wanted = requested_constraint(body, context.settings.backend, context.limits)
     length, max_tokens = context.engine.max_model_len, body.max_tokens
     if max_tokens is None and wanted.constraint is None:
-        max_tokens = OPENAI_MAX_TOKENS
+        # OpenAI's default. A request with a constraint does not get it: most answers would be cut off.
+        max_tokens = 16
     choices = num_prompts(body.prompt) * (body.n or 1)
     context.check_logprobs(choices, choices * (max_tokens or length), body.logprobs, "logprobs")
     special, limit = body.add_special_tokens, context.text_limit

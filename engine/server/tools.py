@@ -20,8 +20,6 @@ from guided.tools.formats import Calls, Function, ReasoningFormat, ToolFormat, a
 from guided.tools.parser import OutputParser
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_TAIL = 32
-"""Number of tokens at the end of a prompt that can show a thinking phase."""
 
 Thinking = Literal["open", "possible", "no"]
 
@@ -187,7 +185,8 @@ def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: Ser
     """Return whether the prompt ends within a thinking phase, or after one, or before one."""
     if reasoning is None:
         return "no"
-    tail = b"".join(map(context.texts.bytes_of, prompt[-_TAIL:])).decode("utf-8", "replace").rstrip()
+    # A thinking phase shows in the last tokens of a prompt.
+    tail = b"".join(map(context.texts.bytes_of, prompt[-32:])).decode("utf-8", "replace").rstrip()
     if tail.endswith(reasoning.begin):
         return "open"
     return "no" if tail.endswith(reasoning.end) else "possible"

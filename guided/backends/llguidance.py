@@ -37,13 +37,7 @@ _VERSION = metadata.version("llguidance")
 REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
 """Whether llguidance allows several matches of `whitespace_pattern` in a row: 1.7.6 does, which vLLM 0.33 pins; 1.9.1
 does not. The separators of items and keys are never repeated."""
-_ESCAPES = 'bfnrt"\\'
-"""Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance allows
-escapes in additional keys, so `{"\\u0061": ...}` would evade the schema of `a`."""
 
-_MAX_ITEMS = 50_000
-"""Maximum number of parser items at one position (`max_items_in_row`). llguidance's default admits only 498 optional
-properties of an object. Grammars keep the default, because they may be so ambiguous that a mask takes seconds."""
 _LEXER_FUEL = 2_000_000
 """Maximum number of expressions that the lexer makes for one token. With llguidance's default, a tenth of it,
 `^(\\S+\\s+){0,99}\\S+$` up to 5,000 characters compiles, and fails at its second token."""
@@ -81,8 +75,11 @@ class LLGuidanceBackend(Backend):
     def _grammar(self, constraint: Constraint, source: str, special: frozenset[int]) -> CompiledGrammar:
         limits = None
         if constraint.kind != "grammar":
+            # Maximum number of parser items at one position (`max_items_in_row`). llguidance's default admits only
+            # 498 optional properties of an object. Grammars keep the default, because they may be so ambiguous that a
+            # mask takes seconds.
             limits = llguidance.LLParserLimits(
-                max_items_in_row=_MAX_ITEMS, initial_lexer_fuel=2 * _LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL
+                max_items_in_row=50_000, initial_lexer_fuel=2 * _LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL
             )
         with _native:
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
@@ -233,7 +230,9 @@ def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:
     # An unknown option is an error, so only those of version 1.7 are set here.
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
     if lowering.names_properties:
-        options["json_allowed_escapes"] = _ESCAPES
+        # Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance
+        # allows escapes in additional keys, so `{"\u0061": ...}` would evade the schema of `a`.
+        options["json_allowed_escapes"] = 'bfnrt"\\'
     options |= _spaced(whitespace)
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 

@@ -43,18 +43,8 @@ _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
 Its `email` does not limit the length of a label, nor its `hostname` the length of the whole."""
 _EXACT = 2**53
 """All smaller integers are exact as doubles."""
-_LEAST_EXPONENT = -22
-"""Least decimal exponent that is read exactly: the power of ten is exact as a double."""
-_LARGEST_MULTIPLE = 5_000
-"""Largest scaled `multipleOf`. Larger ones exhaust the lexer's states next to a bound."""
-_MOST_DIGITS = 9
-"""Maximum number of decimals of `multipleOf`."""
-_MAX_COUNTED = 40
-"""Maximum number of alternatives for `minProperties`."""
 _CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
 """Characters that llguidance writes as `\\u0000` only."""
-_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
-"""Matches one of these characters in a JSON text."""
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 
@@ -88,7 +78,7 @@ class LLGuidanceLowering(SchemaLowering):
         for value in numbers_in(values):
             if not _is_exact(value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it has too many digits")
-        if _CONTROL.search(json.dumps(values, ensure_ascii=False)):
+        if re.search(r"(?<!\\)(?:\\\\)*\\u00|\x7f", json.dumps(values, ensure_ascii=False)):
             raise self.refusal(schema, keyword, " with a control character")
         return {"enum": values}
 
@@ -141,9 +131,11 @@ class LLGuidanceLowering(SchemaLowering):
         if "multipleOf" not in schema:
             return bounds
         exact = Fraction(str(schema["multipleOf"]))
-        scaled = exact * next((10**n for n in range(_MOST_DIGITS + 1) if 10**n % exact.denominator == 0), 1)
+        # At most 9 decimals.
+        scaled = exact * next((10**n for n in range(10) if 10**n % exact.denominator == 0), 1)
         has_fewer_decimals = exact.denominator > 1 and gcd(scaled.numerator, 10) > 1  # of 0.25, it allows only 0.50
-        if scaled.denominator > 1 or scaled > _LARGEST_MULTIPLE or has_fewer_decimals or self._merges:
+        # Larger multiples exhaust the lexer's states next to a bound.
+        if scaled.denominator > 1 or scaled > 5_000 or has_fewer_decimals or self._merges:
             raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
         return {**bounds, "multipleOf": schema["multipleOf"]}
 
@@ -236,7 +228,7 @@ class LLGuidanceLowering(SchemaLowering):
         bounds = counts("minProperties", least, "maxProperties", most)
         if not optional:
             return lowered | bounds
-        if most is not None or len(optional) > _MAX_COUNTED:
+        if most is not None or len(optional) > 40:  # maximum number of alternatives for `minProperties`
             keyword = "minProperties" if most is None else "maxProperties"
             raise self.refusal(schema, keyword, f" with {len(optional)} optional properties")
         options = []
@@ -257,7 +249,8 @@ def _is_exact(value: float) -> bool:
     if isinstance(value, int):
         return abs(value) <= _EXACT
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
-    is_short = int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= -_LEAST_EXPONENT
+    # Up to 10**22 a power of ten is exact as a double.
+    is_short = int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= 22
     return is_short and abs(value) < _EXACT
 
 

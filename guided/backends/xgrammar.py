@@ -139,7 +139,7 @@ class XGrammarBackend(Backend):
         grammar = _corrected(str(xgrammar.Grammar.from_json_schema(text, **style)), schema)
         if whitespace is None:
             # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
-            grammar = grammar.replace(_ANY_WHITESPACE, "usual_whitespace") + _USUAL_WHITESPACE
+            grammar = grammar.replace(r"[ \n\r\t]*", "usual_whitespace") + _USUAL_WHITESPACE
         return grammar
 
 
@@ -171,7 +171,6 @@ def _rules_without_text(grammar: str) -> list[str]:
     return [name for name in bodies if name not in with_text]
 
 
-_ANY_WHITESPACE = r"[ \n\r\t]*"
 _USUAL_WHITESPACE = '\nusual_whitespace ::= "" | " " | "\\r"? "\\n" [ \\t]{0,40}\n'
 """`guided.constraint.USUAL_WHITESPACE`."""
 

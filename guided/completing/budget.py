@@ -20,10 +20,6 @@ _MARGIN = 24
 _MAX_JUMP = 1 << 20
 _MAX_HINT = 10_000
 """Maximum length of a hint, in characters."""
-_MAX_SCHEMAS = 300
-"""Maximum number of subschemas that are read for a hint."""
-_MAX_SOURCE = 32 << 10
-"""Maximum length of a constraint that is estimated, in characters."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value maps names to schemas."""
 _VALUES = ("const", "enum", "default", "example", "examples")
@@ -56,7 +52,8 @@ def budget_of(constraint: Constraint, tokens: int) -> Budget:
     They are made in the server's process. So a large constraint, or one that cannot be read, has no estimates: the
     worker then looks for a completion before each token.
     """
-    if constraint.kind == "choice" or len(constraint.source) <= _MAX_SOURCE:
+    # Longer constraints are not estimated.
+    if constraint.kind == "choice" or len(constraint.source) <= 32 << 10:
         with contextlib.suppress(
             GuidedError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
         ):
@@ -199,7 +196,7 @@ class _Instances:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._left = _MAX_SCHEMAS
+        self._left = 300  # maximum number of subschemas that are read for a hint
 
     def of(self, schema: Any) -> Any:
         """Return a value that may be a short instance of `schema`."""

@@ -26,27 +26,11 @@ from guided.completing.budget import Budget
 from guided.errors import GuidedError, InvalidRequest
 from guided.vocabulary import Vocabulary, valid_utf8
 
-_FIRST_STEPS = 1000
-"""Maximum number of tokens that the search for a sequence's first completion tries."""
-_LATER_STEPS = 160
-"""Maximum number of tokens that the search for the completion after one output token tries."""
-_MASK_STEPS = 120
-"""Maximum number of tokens that the searches for one mask try, for all candidates together."""
-_CANDIDATES = 40
-"""Maximum number of tokens that are tried as the next one. A restricted mask forbids all others."""
-_SHARED = 4
-"""Maximum number of completions found for one candidate that are then tried for the following candidates."""
-_SKIPS = 6
-"""Maximum number of bytes at the beginning of the known completion that a new token may make superfluous."""
-_JOINTS = (b",", b'",')
-"""Texts that may be missing between a new token and the known completion."""
 _PATIENCE = (64, 2)
 """Number of uses of a byte after which other bytes are preferred: in the first attempt, and in all later ones."""
 _CLOSING = b"}])>\"'"
 _STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
 """Bytes to try first where structure is expected, in this order."""
-_TEXT = b'" -0aA'
-"""Bytes to try first within text, in this order."""
 _MARK = ord("~")
 """A byte that is hardly ever allowed outside text. Where it is allowed, the position counts as text."""
 
@@ -92,7 +76,8 @@ class Completions:
         self._singles = _single_bytes(vocabulary)
         self._words, self._bits = self._singles // 32, self._singles % 32
         spelled = [vocabulary.token_bytes[token][0] for token in self._singles.tolist()]
-        self._ranks = tuple(np.array([_rank(order, byte) for byte in spelled]) for order in (_STRUCTURE, _TEXT))
+        # Bytes to try first within text, in this order.
+        self._ranks = tuple(np.array([_rank(order, byte) for byte in spelled]) for order in (_STRUCTURE, b'" -0aA'))
         self._closing = np.array([byte in _CLOSING for byte in spelled], np.bool_)
         self._mark = spelled.index(_MARK) if _MARK in spelled else -1
 
@@ -111,7 +96,8 @@ class Completions:
         if matcher.is_accepting():
             return Completion(b"", ())
         hinted = self.checked(matcher, hint.encode()) if hint else None
-        return hinted or self.find(matcher, Steps(_FIRST_STEPS))
+        # Maximum number of tokens that the search for a sequence's first completion tries.
+        return hinted or self.find(matcher, Steps(1000))
 
     def find(self, matcher: Matcher, steps: Steps) -> Completion | None:
         """Search for a short completion of `matcher`'s state, which does not change."""
@@ -211,7 +197,8 @@ class BudgetedSequence:
             if not (matcher.is_terminated() or matcher.is_accepting()):
                 found = None if known is None else self._completions.inherited(matcher, known, token)
                 if found is None or len(found.tokens) >= left:
-                    searched = self._completions.find(matcher, Steps(_LATER_STEPS))
+                    # Maximum number of tokens that the search for the completion after one output token tries.
+                    searched = self._completions.find(matcher, Steps(160))
                     found = min(filter(None, (found, searched)), key=lambda each: len(each.tokens), default=None)
             self._known.append(found)
 
@@ -255,7 +242,8 @@ class BudgetedSequence:
             if len(list(self._fitting(matcher, samples, known, left, Steps(0)))) == len(samples):
                 kept |= self._completions.plain & row
         candidates = self._candidates(row & ~kept, known)
-        fitting = list(self._fitting(matcher, candidates, known, left, Steps(_MASK_STEPS)))
+        # Maximum number of tokens that the searches for one mask try, for all candidates together.
+        fitting = list(self._fitting(matcher, candidates, known, left, Steps(120)))
         if not (fitting or kept.any() or matcher.is_accepting()):
             fitting = list(known.tokens[:1])  # no completion fits any more: end as soon as possible
         kept |= pack(fitting, len(row) * 32) & row
@@ -266,7 +254,8 @@ class BudgetedSequence:
     def _candidates(self, row: NDArray[np.int32], known: Completion) -> list[int]:
         """Return the tokens to try: that of the known completion, then the shortest."""
         ids = allowed_ids(row)
-        order = np.argsort(self._completions.lengths[ids], kind="stable")[:_CANDIDATES]
+        # Maximum number of tokens that are tried as the next one. A restricted mask forbids all others.
+        order = np.argsort(self._completions.lengths[ids], kind="stable")[:40]
         return list(dict.fromkeys([*known.tokens[:1], *ids[order].tolist()]))
 
     def _fitting(
@@ -290,7 +279,8 @@ class BudgetedSequence:
             found = found or next(filter(None, (completions.checked(trial, text) for text in texts)), None)
             if found is None and steps.left > 0:
                 found = completions.find(trial, steps)
-                texts += [] if found is None or len(texts) >= _SHARED else [found.text]
+                # A few of the completions found are tried for the following candidates.
+                texts += [] if found is None or len(texts) >= 4 else [found.text]
             if found is not None and len(found.tokens) < left:
                 yield token
 
@@ -320,7 +310,8 @@ def _rests(known: bytes, new: bytes) -> Iterator[bytes]:
     if known.startswith(new):
         yield known[len(new) :]
         return
-    for skipped in range(min(_SKIPS, len(known)) + 1):
+    # Maximum number of bytes at the beginning of the known completion that a new token may make superfluous.
+    for skipped in range(min(6, len(known)) + 1):
         yield known[skipped:]
-    for joint in _JOINTS:
+    for joint in (b",", b'",'):  # texts that may be missing between a new token and the known completion
         yield joint + known

@@ -36,8 +36,6 @@ _FLOOR = -1e4
 a beam, it ranks before `generate()`'s empty beams (-1e9)."""
 _POLL_SECONDS = 0.001
 """Interval in which rows are tried again while no worker is up."""
-_FAILED_SCORE = -1e30
-"""Score of the stop token of a failed row: its only token, and as a beam behind all others."""
 
 _ids = count(1 << 40)  # shared by all processors: they may use one pool, together with an engine that counts from 0
 
@@ -278,7 +276,8 @@ class GuidedLogitsProcessor:
             rows = torch.tensor(ended, device=masked.device).unsqueeze(1)
             stop = torch.tensor(self._stop, device=masked.device)
             kept = scores[rows, stop].clamp_(min=_FLOOR)
-            kept[failed] = max(_FAILED_SCORE, torch.finfo(masked.dtype).min)
+            # Score of the stop token of a failed row: its only token, and as a beam behind all others.
+            kept[failed] = max(-1e30, torch.finfo(masked.dtype).min)
             masked[ended] = -torch.inf
             masked[rows, stop] = kept
 

@@ -37,7 +37,6 @@ _FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _ROOT = "guided-root"
 """Name of the definition for the whole schema."""
-_MAX_DEFINITIONS = 1_000
 _MAX_CHARACTERS = 300_000
 _MAX_GROWTH = 20
 """Maximum size of the form as JSON text: `_MAX_CHARACTERS` and `_MAX_GROWTH` times the schema's size."""
@@ -167,7 +166,7 @@ class CanonicalForm:
         """Return a recursive reference and what stands next to it as a definition, which the library can merge."""
         key = json.dumps(schema)
         name = self._names.get(key)
-        if name is None and len(self._names) < _MAX_DEFINITIONS:
+        if name is None and len(self._names) < 1_000:
             body = _body(self._combined({**schema, "allOf": [self._unfolded(part) for part in schema["allOf"]]}))
             if isinstance(body, bool) or "allOf" not in body:
                 name = self._names[key] = f"d{len(self._names)}"
