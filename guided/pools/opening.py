@@ -20,6 +20,8 @@ from guided.pools.protocol import Grammar, MaskPool
 from guided.vocabulary import Vocabulary
 
 DEFAULT_POOL = "ray"
+_RETRY_SECONDS = 30.0
+"""Seconds after a failed attempt to open a pool until the next one. Until then, requests fail immediately."""
 _log = logging.getLogger(__name__)
 
 
@@ -77,8 +79,7 @@ class LazyPool:
             closed: Future[MaskPool] = Future()
             closed.set_exception(PoolUnavailable("the pool is shut down"))
             return closed
-        # Seconds after a failed attempt to open a pool until the next one. Until then, requests fail immediately.
-        if self._opening is None or time.monotonic() - self._failed_at > 30.0:
+        if self._opening is None or time.monotonic() - self._failed_at > _RETRY_SECONDS:
             self._opening, self._failed_at = Future(), math.inf
             try:
                 threading.Thread(target=self._run, args=(self._opening,), name="open-pool", daemon=True).start()
