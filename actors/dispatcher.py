@@ -87,6 +87,8 @@ class Dispatcher:
         """Sequences with a late mask, until a later step collects it or they are freed."""
         self._changed: set[SequenceState] = set()
         """Sequences that were edited, moved or failed since the last step."""
+        self._holding: set[SequenceState] = set()
+        """Sequences of a backend that holds the interpreter lock while it computes a mask."""
         self._lost: dict[int, GuidedError] = {}
         """Errors for `failures`, by sequence id."""
         self._deaths: Counter[str] = Counter()
@@ -173,7 +175,10 @@ class Dispatcher:
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         """See `MaskPool.open`."""
-        self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar)
+        state = self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar)
+        adapter = BACKENDS.get(grammar.backend)
+        if adapter is not None and adapter.holds_interpreter_lock:
+            self._holding.add(state)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         """See `MaskPool.free`."""
@@ -183,6 +188,7 @@ class Dispatcher:
             if state is not None:
                 self._late.discard(state)
                 self._changed.discard(state)
+                self._holding.discard(state)
                 if state.worker is not None:
                     state.worker.free(state)
                 state.error = state.error or BackendError("the sequence was freed before its mask was collected")
@@ -281,8 +287,8 @@ class Dispatcher:
                 return
             # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
             # its sequences go to the last worker, and others avoid that worker as long as there are such sequences.
-            last, holds = self.workers[-1], _holds_lock(state)
-            apart = holds or any(map(_holds_lock, last.sequences.values()))
+            last, holds = self.workers[-1], state in self._holding
+            apart = bool(self._holding)
             worker = min(able, key=lambda each: (apart and (each is last) != holds, len(each.sequences)))
         worker.open(state, parent)
 
@@ -358,12 +364,6 @@ def unload(workers: Collection[WorkerConnection], keys: Collection[str]) -> None
     """Have workers drop grammars that are not used any more."""
     for worker in workers:
         worker.unload(keys)
-
-
-def _holds_lock(state: SequenceState) -> bool:
-    """Return whether a sequence's backend holds the interpreter lock while it computes a mask."""
-    adapter = BACKENDS.get(state.grammar.backend)
-    return adapter is not None and adapter.holds_interpreter_lock
 
 
 def _error_of(state: SequenceState, error: GuidedError, marked: Sequence[SequenceState]) -> GuidedError:

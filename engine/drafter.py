@@ -1,7 +1,7 @@
 """Speculative decoding with an n-gram drafter (prompt lookup): what followed the newest tokens may follow again.
 
 A step computes a sequence's newest token and its drafts together. Each draft adds a row to the step, with a `Sequence`
-of its own whose output ends with the drafts so far. A draft is accepted if the row before it samples the same token.
+of its own: its output ends with the drafts so far. A draft is accepted if the row before it samples the same token.
 Outputs are those of decoding one by one: each position has its own mask and its own random number.
 """
 

@@ -21,9 +21,9 @@ _MAX_JUMP = 1 << 20
 _MAX_HINT = 10_000
 """Maximum length of a hint, in characters."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value maps names to schemas."""
+"""Keywords with a map of names to schemas as their value."""
 _VALUES = ("const", "enum", "default", "example", "examples")
-"""Keywords whose value is no schema."""
+"""Keywords with a value that is no schema."""
 _UNREADABLE = (GuidedError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
