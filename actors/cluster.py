@@ -6,6 +6,7 @@ actor that is started connects again: to a new local cluster, or to the same clu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -16,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from actors.driver import Driver, RemoteActor
+from actors.driver import Driver, Session
 from actors.processes import CALL_SECONDS
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import LOCAL, NodePlacement, RayPoolOptions
@@ -105,23 +106,21 @@ class Cluster:
         Raises:
             PoolUnavailable: it has not; says what there is, and which options lower what the pool takes.
         """
-        try:
-            self._connected().ask("check_room", *self._reserved(options), options.actors).result(CALL_SECONDS)
-        except TimeoutError:
-            raise PoolUnavailable(f"Ray did not describe its nodes within {CALL_SECONDS:g} s") from None
+        with contextlib.closing(self.session(threading.Event())) as session:
+            session.ask("describe its nodes", "check_room", *self.reserved(options), options.actors)
 
-    def start_actor(self, index: int, options: RayPoolOptions, *arguments: Any) -> RemoteActor:
-        """Start mask actor `index` of a pool. Connects again if the connection is lost.
+    def session(self, stopping: threading.Event) -> Session:
+        """Return a new connection to the driver. Connects to Ray again if that connection is lost.
 
         Args:
-            arguments: of `MaskActor`.
+            stopping: see `Driver.session`.
 
         Raises:
             PoolUnavailable: Ray cannot be reached or started now.
         """
-        return RemoteActor(self._connected(), *self._reserved(options), index, arguments)
+        return self._connected().session(stopping)
 
-    def _reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float]:
+    def reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float]:
         """Return where an actor may run, and the CPUs that Ray reserves for it there."""
         placement = NodePlacement.parse(options.placement)
         if self._address is None:  # one node, which has no CPUs

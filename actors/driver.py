@@ -3,14 +3,14 @@
 Ray (2.60) may end its driver without a message when the raylet is lost: when the raylet, one of its agents or the head
 of the cluster ends. So the driver is a process of its own, and the engine's process never loads Ray.
 
-The engine sends (number, name, arguments): a method of `driver_process.Requests`. The driver sends (number, result,
-error). Both are pickled, over a socket pair that only these two processes have.
+Each actor has a connection of its own to the driver's process, a `Session`. The engine sends the name of a method of
+`driver_process.Session` and its arguments, and the driver sends the result, or the error. Both are pickled, over a
+socket pair that only these two processes have.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import shutil
@@ -18,13 +18,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from actors.processes import CALL_SECONDS, START_SECONDS, STOP_SECONDS
-from actors.protocol import SegmentName
+from actors.processes import CALL_SECONDS, START_SECONDS, STOP_SECONDS, TICK_SECONDS
 from guided.errors import PoolUnavailable
 
 _STDERR = 2
@@ -34,9 +34,8 @@ exec 3<&0
 (read -r _ <&3
  for pause in 0 1 3 5; do sleep "$pause"; [ -e "$1" ] || exit; rm -rf -- "$1"; done) &
 """
-_actor_numbers = itertools.count()
-_log = logging.getLogger(__name__)
 _ENDED = "the process that was connected to Ray ended"
+_log = logging.getLogger(__name__)
 
 
 class Driver:
@@ -51,7 +50,7 @@ class Driver:
     def __init__(
         self, options: dict[str, Any], environment: Mapping[str, str | None], directory: str | None = None
     ) -> None:
-        ours, theirs = socket.socketpair()
+        self._control, theirs = socket.socketpair()
         path = [os.environ.get("PYTHONPATH"), *sys.path]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **environment}
         alive, held = os.pipe()
@@ -68,17 +67,15 @@ class Driver:
         if directory is not None:
             _remove_at_the_end(directory, alive)
         os.close(alive)
-        self._connection: Connection[Any, Any] = Connection(ours.detach())
         self._directory = directory
         # Ray adds the directory of this program to the path of its workers.
         self._connect = options, directory is not None, sys.argv[0]
-        self._reader = threading.Thread(target=self._receive, name="ray-driver", daemon=True)
-        self._lock = threading.Lock()
-        """For sending."""
-        self._numbers = itertools.count(1)
-        self._futures: dict[int, Future[Any]] = {}
-        self.head: str | None = None
-        """The address of Ray's head. None: it is not connected yet, or has ended. Calls fail."""
+        self._head: str | None = None
+
+    @property
+    def head(self) -> str | None:
+        """The address of Ray's head. None: it is not connected yet, or has ended."""
+        return self._head if self._process.poll() is None else None
 
     def connect(self) -> None:
         """Wait until the driver has connected to Ray.
@@ -86,97 +83,103 @@ class Driver:
         Raises:
             PoolUnavailable: it cannot; says why.
         """
+        connection = self._connection()
         try:
-            self._connection.send(self._connect)
-            if not self._connection.poll(CALL_SECONDS):
+            connection.send(self._connect)
+            if not connection.poll(CALL_SECONDS):
                 text = "waiting for Ray's GCS server and this node's raylet for %g s already, and for %g s at most"
                 _log.warning(text, CALL_SECONDS, START_SECONDS)
-                if not self._connection.poll(START_SECONDS - CALL_SECONDS):
+                if not connection.poll(START_SECONDS - CALL_SECONDS):
                     text = f"Ray's GCS server and this node's raylet did not answer within {START_SECONDS:g} s"
                     raise PoolUnavailable(text)
-            _, self.head, error = self._connection.recv()
+            self._head, error = connection.recv()
         except (EOFError, OSError):
             raise PoolUnavailable(_ENDED) from None
         if error is not None:
             raise error
-        self._reader.start()
+
+    def session(self, stopping: threading.Event) -> Session:
+        """Return a new connection to the driver. Does not wait.
+
+        Args:
+            stopping: once it is set, no answer is waited for.
+
+        Raises:
+            PoolUnavailable: the driver has ended.
+        """
+        return Session(self._connection(), stopping)
+
+    def _connection(self) -> Connection[Any, Any]:
+        ours, theirs = Pipe()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"c"], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise PoolUnavailable(_ENDED) from None
+        return ours
 
     def close(self) -> None:
-        """End the process, which ends the actors, and Ray itself if the driver has started it. Calls fail.
+        """End the process, which ends the actors, and Ray itself if the driver has started it.
 
         From any thread, also while another one waits in `connect`. Idempotent.
         """
         if self.head is not None:
-            self.ask("close")
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_WR)
             try:
                 self._process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 _log.error("Ray did not end by itself: its processes are killed")
         self._process.kill()
         self._process.wait()
-        if self._reader.ident is not None:
-            self._reader.join()
+        self._control.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def ask(self, name: str, *arguments: Any) -> Future[Any]:
-        """Send a request. Returns the future of its result."""
-        number = next(self._numbers)
-        future: Future[Any] = Future()
-        with self._lock:
-            if self.head is not None:
-                self._futures[number] = future
-                with contextlib.suppress(OSError):  # the driver has ended: `_receive` fails the futures
-                    self._connection.send((number, name, arguments))
-                return future
-        future.set_exception(PoolUnavailable(_ENDED))
-        return future
 
-    def _receive(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                number, result, error = self._connection.recv()
-                future = self._futures.pop(number)
-                if error is None:
-                    future.set_result(result)
-                else:
-                    future.set_exception(error)
-        with self._lock:
-            self.head = None
-        for future in self._futures.values():
-            future.set_exception(PoolUnavailable(_ENDED))
-        self._connection.close()
-
-
-class RemoteActor:
-    """A `MaskActor` of a driver. Its calls fail with `PoolUnavailable` when it dies, or the driver ends.
+class Session:
+    """A connection to the driver, and the actor that was created through it, if any. Used by one thread.
 
     Args:
-        arguments: of `driver_process.Requests.create`, after the number.
+        stopping: see `Driver.session`.
     """
 
-    def __init__(self, driver: Driver, *arguments: Any) -> None:
-        self._driver = driver
-        self._number = next(_actor_numbers)
-        self.location: Future[Any] = driver.ask("create", self._number, *arguments)
-        """`MaskActor.location`, once it is up. It can be called from then on."""
+    def __init__(self, connection: Connection[Any, Any], stopping: threading.Event) -> None:
+        self._connection = connection
+        self._stopping = stopping
 
-    @property
-    def is_lost(self) -> bool:
-        """The driver has ended: the actor has ended with it, or is about to."""
-        return self._driver.head is None
+    def ask(self, action: str, name: str, *arguments: Any) -> Any:
+        """Call a method of `driver_process.Session`. Returns its result.
 
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method. Calls are made in order."""
-        return self._driver.ask("call", self._number, method, arguments)
+        Args:
+            action: what Ray is to do, for the message of an error.
 
-    def forward(self, path: str, segment: SegmentName) -> Future[None]:
-        """Connect the actor, which is on another node, to a step channel and a slot table of this process."""
-        return self._driver.ask("forward", self._number, path, segment)
+        Raises:
+            PoolUnavailable: there is no answer in time, the driver or the actor has ended, or the method raised.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            self._connection.send((name, arguments))
+            while not self._connection.poll(TICK_SECONDS):
+                if self._stopping.is_set():
+                    raise PoolUnavailable("the pool was shut down")
+                if time.monotonic() > deadline:
+                    raise PoolUnavailable(f"Ray did not {action} within {START_SECONDS:g} s")
+            result, error = self._connection.recv()
+        except (EOFError, OSError):
+            raise PoolUnavailable(_ENDED) from None
+        if error is not None:
+            raise error
+        return result
 
-    def end(self) -> None:
+    def fileno(self) -> int:
+        """Return the descriptor to poll: `POLLHUP` once the driver has ended."""
+        return self._connection.fileno()
+
+    def close(self) -> None:
         """Have Ray end the actor, at once or as soon as it is created. Does not wait."""
-        self._driver.ask("end", self._number)
+        self._connection.close()
 
 
 def _remove_at_the_end(directory: str, alive: int) -> None:

@@ -13,20 +13,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import ray
 from ray._private import node, ray_constants, services, utils
 from ray._raylet import PlacementGroupID
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.mask_actor import ANSWERS, MaskActor, forward
-from actors.processes import RETRY_SECONDS, START_SECONDS
+from actors.processes import RETRY_SECONDS, START_SECONDS, TICK_SECONDS
 from actors.protocol import SegmentName, attach, connect
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import NodePlacement
@@ -44,9 +43,11 @@ _RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory", "node:", "ray.io/")
 
 def main() -> None:
     """Serve the engine's process, over the socket with the descriptor in `sys.argv[1]`."""
-    engine: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    threading.Thread(target=_exit_with_engine, args=(engine,), daemon=True).start()
-    options, is_local, sys.argv[0] = engine.recv()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=_exit_with_engine, args=(control,), daemon=True).start()
+    connections = _connections(control)
+    first = next(connections)
+    options, is_local, sys.argv[0] = first.recv()
     try:
         if is_local:
             _leave_out_processes()
@@ -54,17 +55,27 @@ def main() -> None:
         context = ray.get_runtime_context()
         threading.Thread(target=_exit_with_raylet, args=(str(context.get_node_id()),), daemon=True).start()
     except Exception as error:
-        engine.send((0, None, _described(error)))
+        first.send((None, _described(error)))
         return
-    engine.send((0, str(context.gcs_address), None))
-    Requests(engine).serve()
+    first.send((str(context.gcs_address), None))
+    for connection in connections:
+        threading.Thread(target=Session(connection).serve, daemon=True).start()
     ray.shutdown()  # has no time limit: the engine's process kills this one
 
 
-def _exit_with_engine(engine: Connection[Any, Any]) -> None:
+def _connections(control: socket.socket) -> Iterator[Connection[Any, Any]]:
+    """Yield the connections that the engine's process opens, until it closes the driver."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        yield Connection(descriptors[0])
+
+
+def _exit_with_engine(control: socket.socket) -> None:
     """Exit once the engine's process has ended. Waiting for Ray may take forever."""
     poller = select.poll()
-    poller.register(engine.fileno(), 0)  # reports POLLHUP
+    poller.register(control, 0)  # reports POLLHUP
     poller.poll()
     os._exit(1)
 
@@ -82,78 +93,57 @@ def _exit_with_raylet(node_id: str) -> None:
             pass
 
 
-class Requests:
-    """The requests of the engine's process: the public methods, by name. The engine gives each actor a number."""
+class Session:
+    """Serves a connection of the engine's process: its public methods, by name. One may create an actor."""
 
     def __init__(self, engine: Connection[Any, Any]) -> None:
         self._engine = engine
-        self._lock = threading.Lock()
-        self._actors: dict[int, Any] = {}
-        self._ended: set[int] = set()
+        self._actor: Any = None
 
     def serve(self) -> None:
-        """Handle requests until one of them is `close`."""
-        while True:
-            number, name, arguments = self._engine.recv()
-            if name == "close":
-                return
-            handle = (number, getattr(self, name), *arguments)
-            if name == "call":  # in order
-                self._answer(*handle)
-            else:  # these block as long as Ray's head is gone
-                threading.Thread(target=self._answer, args=handle, daemon=True).start()
+        """Handle requests until the engine's process closes the connection. Then end the actor."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                name, arguments = self._engine.recv()
+                result, error = None, None
+                try:
+                    result = getattr(self, name)(*arguments)
+                except EOFError:
+                    break
+                except Exception as raised:
+                    error = _described(raised)
+                self._engine.send((result, error))
+        if self._actor is not None:
+            ray.kill(self._actor)
 
     def check_room(self, placement: NodePlacement, cpus: float, number: int) -> None:
         """See `Cluster.check_room`."""
         if placement.kind != "group":  # that has been reserved already
             check_room(placement, cpus, number, ray.nodes(), str(ray.get_runtime_context().get_node_id()))
 
-    def create(
-        self, number: int, placement: NodePlacement, cpus: float, index: int, arguments: tuple[Any, ...]
-    ) -> Future[Any]:
+    def create(self, placement: NodePlacement, cpus: float, index: int, *arguments: Any) -> Any:
         """Start an actor. Returns its location, once it is up."""
-        actor = self._actors[number] = _ACTOR.options(**_ray_options(placement, cpus, index)).remote(*arguments)
-        if number in self._ended:
-            self.end(number)
-        location: Future[Any] = actor.location.remote().future()
-        return location
+        self._actor = _ACTOR.options(**_ray_options(placement, cpus, index)).remote(*arguments)
+        return self.call("location")
 
-    def call(self, number: int, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
-        """Call a method of an actor."""
-        if number not in self._actors:
-            raise RayActorError
-        future: Future[Any] = getattr(self._actors[number], method).remote(*arguments).future()
-        return future
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the actor."""
+        result = getattr(self._actor, method).remote(*arguments)
+        while not ray.wait([result], timeout=TICK_SECONDS)[0]:
+            if self._engine.poll(0):  # it waits for an answer, so it sends nothing: it has closed the connection
+                raise EOFError
+        return ray.get(result)
 
-    def forward(self, number: int, path: str, segment: SegmentName) -> None:
-        """Forward the steps of an actor on another node. Returns when the engine can send the first one."""
-        actor, table = self._actors[number], attach(segment)
+    def forward(self, path: str, segment: SegmentName) -> None:
+        """Connect the actor, which is on another node, to a step channel and a slot table of the engine's process.
+
+        Returns when the engine can send the first step.
+        """
+        actor, table = self._actor, attach(segment)
         if table is None:
             raise PoolUnavailable("the memory of the engine's process cannot be mapped")
         collect = actor.collect.options(concurrency_group=ANSWERS)
         forward(connect(path), table, actor.deliver.remote, lambda: ray.get(collect.remote()))
-
-    def end(self, number: int) -> None:
-        """Have Ray end an actor."""
-        self._ended.add(number)  # it may not be created yet
-        if (actor := self._actors.pop(number, None)) is not None:
-            ray.kill(actor)
-
-    def _answer(self, number: int, action: Callable[..., Any], *arguments: Any) -> None:
-        """Call `action`, and send its result. If that is a future: its result, once it has one."""
-        try:
-            result = action(*arguments)
-        except Exception as error:
-            self._send(number, None, _described(error))
-            return
-        if isinstance(result, Future):
-            result.add_done_callback(lambda done: self._answer(number, done.result))
-        else:
-            self._send(number, result, None)
-
-    def _send(self, number: int, result: Any, error: PoolUnavailable | None) -> None:
-        with self._lock, contextlib.suppress(OSError):  # the engine's process has ended
-            self._engine.send((number, result, error))
 
 
 def _described(error: Exception) -> PoolUnavailable:

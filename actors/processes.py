@@ -19,6 +19,9 @@ STOP_SECONDS = 15.0
 """Time limit for whatever ends, before it is killed or given up."""
 RETRY_SECONDS = 2.0
 """Pause before another attempt to start or reach what could not be started or reached."""
+TICK_SECONDS = 0.2
+"""Interval in which a wait looks whether it is to end, and of readings of an actor's memory: one that takes 1 GiB/s is
+found 0.2 GiB above its limit."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 

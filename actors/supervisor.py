@@ -10,18 +10,25 @@ import select
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 import psutil
 
 from actors.cluster import Cluster
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
-from actors.driver import RemoteActor
+from actors.driver import Session
 from actors.mask_actor import ActorLocation
-from actors.processes import RETRY_SECONDS, START_SECONDS, kill, memory_limit, package_version, resident_bytes
+from actors.processes import (
+    RETRY_SECONDS,
+    START_SECONDS,
+    TICK_SECONDS,
+    kill,
+    memory_limit,
+    package_version,
+    resident_bytes,
+)
 from actors.protocol import IDLE, IMPORTING, Channel, Segment
 from guided.bitmask import words
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
@@ -29,8 +36,6 @@ from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import EndCause, WorkerState, WorkerStatus
 from guided.vocabulary import Vocabulary
 
-_TICK_SECONDS = 0.2
-"""Interval of memory readings: a process that takes 1 GiB/s is found 0.2 GiB above its limit."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +61,6 @@ class Supervisor:
         self._state: WorkerState = "starting"
         self._incarnation = 0
         """Number of times that the actor has been started."""
-        self._actor: RemoteActor | None = None
         self._up: tuple[WorkerConnection, ActorLocation] | None = None
         """Set while the actor is up."""
         self._stopping = threading.Event()
@@ -84,9 +88,6 @@ class Supervisor:
     def stop(self) -> None:
         """Begin to end the actor for good, whether it is up or still starting. `join` waits for the end."""
         self._stopping.set()
-        actor = self._actor
-        if actor is not None:
-            actor.end()
 
     def join(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the actor."""
@@ -111,18 +112,18 @@ class Supervisor:
         began = time.monotonic()
         process: psutil.Process | None = None
         """None: it is on another node."""
-        forced_tokens = self._options.forced_tokens
-        actor = self._cluster.start_actor(self.index, self._options, self._vocabulary, self._memory, forced_tokens)
-        self._actor = actor
+        session = self._cluster.session(self._stopping)
+        where = (*self._cluster.reserved(self._options), self.index)
+        arguments = (self._vocabulary, self._memory, self._options.forced_tokens)
         try:
-            location: ActorLocation = self._wait(actor.location, "bring the actor up")
+            location: ActorLocation = session.ask("bring the actor up", "create", *where, *arguments)
             self._incarnation += 1
             if location.version != package_version():
                 raise PoolUnavailable(
                     f"{location.host} has version {location.version or 'unknown'} of guided, and this process "
                     f"{package_version() or 'unknown'}: install the same one on all nodes"
                 )
-            connection, is_local = self._connect(actor, location.host, location.pid)
+            connection, is_local = self._connect(session, location.host, location.pid)
             process = psutil.Process(location.pid) if is_local else None
             _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
             self._up, self._state = (connection, location), "up"
@@ -130,7 +131,7 @@ class Supervisor:
             if not self.started.done():
                 self.started.set_result(None)
             try:
-                cause, slot = self._watch(actor, process, connection)
+                cause, slot = self._watch(session, process, connection)
             finally:
                 self._up, self._state = None, "restarting"
             error = self._error_of(cause, location.pid)
@@ -140,22 +141,11 @@ class Supervisor:
                 kill(process)
             self._dispatcher.announce(partial(self._dispatcher.end, connection, error, cause, slot))
         finally:
-            self._actor = None
-            actor.end()  # first, because Ray would report a kill as an unexpected death
+            session.close()  # first, because Ray would report a kill as an unexpected death
             if process is not None:
                 kill(process, after=1.0)
 
-    def _wait(self, answer: Future[Any], action: str) -> Any:
-        """Wait for Ray or the actor. Raises if there is no answer in time, or the pool is shut down."""
-        deadline = time.monotonic() + START_SECONDS
-        while not wait([answer], _TICK_SECONDS).done:
-            if self._stopping.is_set():
-                raise PoolUnavailable("the pool was shut down")
-            if time.monotonic() > deadline:
-                raise PoolUnavailable(f"Ray did not {action} within {START_SECONDS:g} s")
-        return answer.result()
-
-    def _connect(self, actor: RemoteActor, host: str, pid: int) -> tuple[WorkerConnection, bool]:
+    def _connect(self, session: Session, host: str, pid: int) -> tuple[WorkerConnection, bool]:
         """Connect to the actor, with a new slot table: directly if it can reach our memory, otherwise through Ray.
 
         Returns:
@@ -165,10 +155,10 @@ class Supervisor:
         slots, width = self._options.slots, words(self._vocabulary.padded_vocab_size)
         segment, channel = Segment(slots, width), Channel()
         try:
-            is_local = self._wait(actor.call("attach", channel.path, segment.name), action)
+            is_local = session.ask(action, "call", "attach", channel.path, segment.name)
             if not is_local:
-                self._wait(actor.call("serve_remotely", slots, width), action)
-                self._wait(actor.forward(channel.path, segment.name), action)
+                session.ask(action, "call", "serve_remotely", slots, width)
+                session.ask(action, "forward", channel.path, segment.name)
             if not channel.accept(START_SECONDS):
                 raise PoolUnavailable(f"the actor on {host} cannot connect to this process")
         except BaseException:
@@ -196,7 +186,7 @@ class Supervisor:
         return WorkerDied(f"{worker} died")
 
     def _watch(
-        self, actor: RemoteActor, process: psutil.Process | None, connection: WorkerConnection
+        self, session: Session, process: psutil.Process | None, connection: WorkerConnection
     ) -> tuple[EndCause, int]:
         """Wait until the incarnation ends or has to be ended. Returns why, and the slot that is the reason.
 
@@ -207,8 +197,9 @@ class Supervisor:
         filled, since = -1, 0.0
         """Masks so far, and `time.monotonic()` when the worker had last made progress, or nothing to do."""
         poller = select.poll()
-        poller.register(connection.channel.fd, 0)  # reports POLLHUP: the process has ended
-        while not poller.poll(_TICK_SECONDS * 1000) and not actor.is_lost and not self._stopping.is_set():
+        for end in (connection.channel.fd, session):
+            poller.register(end, 0)  # reports POLLHUP: the actor's process, or the driver, has ended
+        while not poller.poll(TICK_SECONDS * 1000) and not self._stopping.is_set():
             now, busy, was = time.monotonic(), connection.busy(), filled
             filled = int(connection.table.mark["filled"][0])
             if busy or filled != was or not connection.has_work():

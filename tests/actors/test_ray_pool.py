@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -21,11 +23,12 @@ from actors import RayPool, supervisor
 from actors.cluster import Cluster
 from guided.constraint import Constraint
 from guided.errors import PoolUnavailable
-from guided.pools.options import RayPoolOptions
+from guided.pools.options import NodePlacement
 from guided.sequence import GuidedSequence
 
 WAIT = 120.0
 _ids = count(1)
+LOCAL = (NodePlacement.parse("local"), 0.0)
 ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
 
 
@@ -117,19 +120,17 @@ def test_the_driver_ends_with_the_engine_while_ray_does_not_answer() -> None:
 # actors
 
 
-def test_calls_of_an_actor_fail_as_the_actor_does(local_ray: None) -> None:
-    cluster = Cluster.join()
-    actor, other = (cluster.start_actor(0, RayPoolOptions(), BYTES, 1 << 30, False) for _ in range(2))
-    other.end()  # before it is created
-    with pytest.raises(PoolUnavailable):
-        other.location.result(WAIT)
-    pid = actor.location.result(WAIT).pid
-    with pytest.raises(PoolUnavailable, match="no_such_method"):
-        actor.call("no_such_method").result(WAIT)
-    actor.end()
-    with pytest.raises(PoolUnavailable):
-        actor.call("location").result(WAIT)
+def test_an_actor_ends_with_its_session(local_ray: None) -> None:
+    cluster, arguments = Cluster.join(), (*LOCAL, 0, BYTES, 1 << 30, False)
+    with contextlib.closing(cluster.session(threading.Event())) as session:
+        pid = session.ask("start", "create", *arguments).pid
+        with pytest.raises(PoolUnavailable, match="no_such_method"):
+            session.ask("answer", "call", "no_such_method")
     assert not psutil.pid_exists(pid) or psutil.Process(pid).wait(WAIT) is None
+    stopping = threading.Event()
+    stopping.set()
+    with contextlib.closing(cluster.session(stopping)) as session, pytest.raises(PoolUnavailable, match="shut down"):
+        session.ask("start", "create", *arguments)
     cluster.leave()
 
 
