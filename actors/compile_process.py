@@ -5,9 +5,9 @@ does it once (`python -m actors.compile_process`), and every compile process is 
 a second. A compile process that had to be killed is replaced at once, and the memory that a constraint left behind is
 gone with it. The fork server has one thread and never compiles a user's constraint.
 
-The control socket of the fork server carries sockets in, and a number for each out: it starts a compile process on the
-socket. That socket carries `CompileRequest`s in and `CompileResult`s out. Nothing in `ForkServer` and `CompileProcess`
-relies on the other process to behave: every wait has a deadline, and ends with a kill.
+The fork server takes sockets over its control socket, and starts a compile process on each. That one sends its pid, and
+then a `CompileResult` for each `CompileRequest`. Nothing in `ForkServer` and `CompileProcess` relies on the other
+process to behave: every wait has a deadline, and ends with a kill.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import time
 import weakref
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 from msgspec.msgpack import Decoder, encode
 
-from actors.processes import CALL_SECONDS, START_SECONDS, enter_session, kill, resident_bytes
+from actors.processes import START_SECONDS, enter_session, kill, resident_bytes
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
@@ -46,8 +47,6 @@ _POLL_SECONDS = 0.01
 """Between two readings of a process's memory and time."""
 _TRANSFER_TIMEOUT = struct.pack("ll", 5, 0)
 """struct timeval: 5 s. A process that takes or sends nothing for longer in the middle of a message is frozen."""
-_NUMBER = struct.Struct("<q")
-"""An answer of the fork server: the pid of a compile process, or a negative errno. The first says that it is warm."""
 _WARM_UP = (
     Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
     Constraint.regex(r"\d\w\s"),  # Unicode classes take half a second, once per process
@@ -105,38 +104,45 @@ class ForkServer:
         Raises:
             OSError: not possible now: out of memory, or the fork server does not start.
         """
-        with self._lock, contextlib.ExitStack() as undo:
+        with self._lock:
             if self._closed:
                 raise OSError("the fork server was closed")
-            undo.callback(self._discard)
-            if self._process is None or self._process.poll() is not None:
+            if is_new := self._process is None or self._process.poll() is not None:
                 self._start()
             ours, theirs = socket.socketpair()
-            undo.callback(ours.close)
-            with theirs:
-                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-            pid = self._answer(CALL_SECONDS)
-            undo.pop_all()
-            if pid < 0:
-                ours.close()
-                raise OSError(-pid, os.strerror(-pid))
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, option, _TRANSFER_TIMEOUT)
+            jobs: Connection[Any, Any] = Connection(ours.detach())
             try:
-                return CompileProcess(pid, ours)
-            except psutil.NoSuchProcess:
-                raise OSError("the compile process ended") from None
+                with theirs:
+                    socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                if not jobs.poll(START_SECONDS):
+                    self._kill()
+                    raise OSError("the fork server of the compile processes does not answer")
+                process = CompileProcess(jobs)
+            except (EOFError, OSError, psutil.NoSuchProcess) as error:
+                jobs.close()
+                raise OSError(str(error) or "the compile process ended") from None
+            if is_new:
+                self.started = time.monotonic()
+            return process
 
     def close(self) -> None:
         """End the fork server, and with it all its forks, for good."""
         self._closed = True
-        process = self._process
-        if process is not None:
-            process.kill()  # without the lock: another thread may wait in `fork` until the process is warm
+        self._kill()  # without the lock: another thread may wait in `fork` until the process is warm
         with self._lock:
-            self._discard()
+            self._kill()
+            self._control.close()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def _start(self) -> None:
-        self._discard()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.close()
+        self._control, theirs = socket.socketpair()
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         descriptors = (theirs.fileno(), self._vocabulary)
@@ -148,34 +154,15 @@ class ForkServer:
                 pass_fds=descriptors,
                 env={**os.environ, **one_thread, **path},
             )
-        self._answer(START_SECONDS)
-        self.started = time.monotonic()
-
-    def _answer(self, seconds: float) -> int:
-        """Wait for an answer of the fork server."""
-        self._control.settimeout(seconds)
-        answer = self._control.recv(_NUMBER.size)
-        if not answer:
-            raise ConnectionResetError("the fork server of the compile processes ended")
-        return int(*_NUMBER.unpack(answer))
-
-    def _discard(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        self._control.close()
 
 
 class CompileProcess:
     """One compile process. Used by one thread at a time."""
 
-    def __init__(self, pid: int, jobs: socket.socket) -> None:
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            jobs.setsockopt(socket.SOL_SOCKET, option, _TRANSFER_TIMEOUT)
-        self._jobs = Connection(jobs.detach())
+    def __init__(self, jobs: Connection[Any, Any]) -> None:
+        self._jobs = jobs
         self._decode = Decoder(CompileResult).decode
-        self._process = psutil.Process(pid)
+        self._process = psutil.Process(int(jobs.recv_bytes()))
         self._fresh = resident_bytes(self._process)
 
     @property
@@ -266,8 +253,10 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.nice(10)  # a compilation takes seconds of a core: the engine and the masks have precedence
     enter_session()
-    connection, decode = Connection(jobs), Decoder(CompileRequest).decode
+    connection: Connection[Any, Any] = Connection(jobs)
+    decode = Decoder(CompileRequest).decode
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        connection.send_bytes(str(os.getpid()).encode())
         while True:
             connection.send_bytes(encode(_compile(backends, decode(connection.recv_bytes()))))
             gc.collect()
@@ -275,7 +264,7 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
 
 
 def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> None:
-    """Warm up, then answer commands until the other end of `control` is closed."""
+    """Warm up, then start a compile process on each socket that comes, until the other end of `control` is closed."""
     _die_with(parent)
     enter_session()  # loading the libraries takes seconds of a core too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -288,17 +277,17 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
     _warm(backends)
     gc.collect()
     gc.freeze()  # in a fork, a collection would touch, and so copy, every object
-    control.send(_NUMBER.pack(0))
     fork_server = os.getpid()
     while True:
-        command, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not command:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
             return
         (jobs,) = descriptors
+        pid = -1
         try:
             pid = os.fork()
-        except OSError as error:
-            pid = -(error.errno or 1)
+        except OSError as error:  # the other end sees the end of `jobs`, and tries again
+            _log.error("cannot start a compile process: %s", error)
         if pid == 0:
             try:
                 control.close()
@@ -308,7 +297,6 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
             finally:
                 os._exit(0)
         os.close(jobs)
-        control.send(_NUMBER.pack(pid))
 
 
 if __name__ == "__main__":
