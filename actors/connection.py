@@ -81,14 +81,11 @@ class SequenceState:
         self.worker, self.slot, self.changed_from = None, FREE, None
 
 
-class StepOutputs:
-    """The outputs of a step's sequences, row by row."""
-
-    def __init__(self, sequences: Sequence[GuidedSequence]) -> None:
-        self.tokens = [sequence.output_token_ids for sequence in sequences]
-        self.lengths = np.fromiter(map(len, self.tokens), np.int64, len(self.tokens))
-        self.last = np.fromiter([tokens[-1] if tokens else 0 for tokens in self.tokens], np.int32, len(self.tokens))
-        """The newest token of each; 0 if there is none."""
+def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the newest output token of each sequence (0 if there is none), and the lengths of the outputs."""
+    outputs = [sequence.output_token_ids for sequence in sequences]
+    last = np.fromiter([tokens[-1] if tokens else 0 for tokens in outputs], np.int32, len(outputs))
+    return last, np.fromiter(map(len, outputs), np.int64, len(outputs))
 
 
 class StepPart:
@@ -141,19 +138,23 @@ class StepPart:
         self._fill = self._fill or _fill(self.slots)
         self.worker.requests.append(self._fill)
 
-    def send_outputs(self, outputs: StepOutputs) -> None:
-        """Send the new tokens of each row's output, and request the masks that were not requested yet."""
+    def send_outputs(self, last: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
+        """Send the new tokens of each row's output, and request the masks that were not requested yet.
+
+        Args:
+            last, lengths: `[rows of the whole step]`, see `last_tokens`.
+        """
         table, slots = self.table, self.slots
         self.target = table.target[slots]
-        new = outputs.lengths[self.rows] - (self.target & POSITION)
+        new = lengths[self.rows] - (self.target & POSITION)
         usual = (new == 1) & (table.ready[slots] == self.target)
         if usual.all():
-            self.send_tokens(outputs.last)
+            self.send_tokens(last)
             return
         for index in np.flatnonzero(~usual & (new != 0)).tolist():
             self.worker.edit(self.states[index])
         if usual.any():
-            table.tokens[slots[usual]] = outputs.last[self.rows[usual]]
+            table.tokens[slots[usual]] = last[self.rows[usual]]
             table.target[slots[usual]] += 1
             self.worker.requests.append(_fill(slots[usual]))
         self.target = table.target[slots]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.connection import SequenceState, StepOutputs, StepPart, WorkerConnection, send_all
+from actors.connection import SequenceState, StepPart, WorkerConnection, last_tokens, send_all
 from actors.protocol import FREE, STEERED
 from guided.backends import BACKENDS
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
@@ -208,13 +208,6 @@ class Dispatcher:
         lost, self._lost = self._lost, {}
         return lost
 
-    def placement(self) -> dict[int, set[int]]:
-        """Return the ids of the open sequences of each worker that is up, by the pid of its process."""
-        self._handle_events()
-        return {
-            worker.pid: {state.sequence.sequence_id for state in worker.sequences.values()} for worker in self.workers
-        }
-
     # a step: out
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
@@ -231,9 +224,9 @@ class Dispatcher:
             for part in step.parts:
                 part.send_tokens(new_tokens)
         elif step.parts:
-            outputs = StepOutputs(sequences)
+            outputs = last_tokens(sequences)
             for part in step.parts:
-                part.send_outputs(outputs)
+                part.send_outputs(*outputs)
         send_all(self.workers)
 
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
@@ -358,12 +351,6 @@ class Dispatcher:
             or state.is_ready
             or (state.worker is None and (has_slot or state.waited >= self._pool_wait))
         )
-
-
-def unload(workers: Collection[WorkerConnection], keys: Collection[str]) -> None:
-    """Have workers drop grammars that are not used any more."""
-    for worker in workers:
-        worker.unload(keys)
 
 
 def _error_of(state: SequenceState, error: GuidedError, marked: Sequence[SequenceState]) -> GuidedError:

@@ -26,21 +26,7 @@ from msgspec.msgpack import Decoder
 from numpy.typing import NDArray
 
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
-from actors.protocol import (
-    IDLE,
-    UNKNOWN,
-    Failed,
-    Fill,
-    Load,
-    Request,
-    Segment,
-    SegmentName,
-    SlotTable,
-    Unload,
-    attach,
-    connect,
-    hang_up,
-)
+from actors.protocol import IDLE, UNKNOWN, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
 from actors.server import StepServer
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
@@ -57,7 +43,6 @@ _REPORT_SECONDS = 0.25
 ANSWERS = "answers"
 """The concurrency group of `collect`, which waits for masks: it has a thread of its own."""
 _decode_answer = Decoder(Failed).decode
-_decode_requests = Decoder(list[Request]).decode
 _log = logging.getLogger(__name__)
 
 
@@ -134,13 +119,12 @@ class MaskActor:
 
 
 class Lines(NamedTuple):
-    """Lines of a slot table that have changed: its columns, `[n]`."""
+    """Lines of a slot table that have changed."""
 
-    slots: NDArray[np.int32]
-    ready: NDArray[np.int64]
-    seconds: NDArray[np.float32]
-    status: NDArray[np.int32]
-    forced: NDArray[np.int32]
+    slots: NDArray[np.intp]
+    """`[n]`."""
+    columns: dict[str, NDArray[Any]]
+    """`[n, ...]`: what the worker has written, but for the masks. `ready` is the last."""
     changed: NDArray[np.intp]
     """`[m]`: positions of the words that differ from those sent before, in the flattened masks `[n, words]`."""
     mask: NDArray[np.int32]
@@ -162,8 +146,8 @@ class RemoteSteps:
         self._segment = Segment(slots, words)
         self._table = self._segment.table
         self._sent_ready, self._sent_mask = self._table.ready.copy(), np.zeros_like(self._table.mask)
-        self._failed = np.zeros(slots, bool)
-        """The slots of sequences that are over."""
+        self._failed = np.zeros(slots, np.int64)
+        """The version at which each slot's sequence was over."""
         self._news = threading.Event()
         """Set while there may be lines to wait for."""
         self._end, server_end = Pipe()
@@ -174,18 +158,11 @@ class RemoteSteps:
         hang_up(self._end)
 
     def deliver(
-        self, frame: bytes, slots: NDArray[np.int32], target: NDArray[np.int64], tokens: NDArray[np.int32]
+        self, frame: bytes, slots: NDArray[np.intp], target: NDArray[np.int64], tokens: NDArray[np.int32]
     ) -> None:
-        """Take over a frame of requests. Frames are delivered one after the other, in order.
-
-        Args:
-            slots: `[n]`: the slots that the requests name.
-            target: `[n]`: what `ready` becomes when the requests have been handled.
-            tokens: `[n]`.
-        """
+        """Take over a frame of requests, and the new values `[n]` of the engine's columns. Calls are made in order."""
         self._table.tokens[slots] = tokens
         self._table.target[slots] = target
-        self._failed[slots] = False
         self._news.set()
         self._end.send_bytes(frame)
 
@@ -201,16 +178,14 @@ class RemoteSteps:
             self._news.clear()
             table.mark["wake"] = 1  # the server sends a message when it has nothing left to fill
             changed = table.ready != self._sent_ready
-            is_complete = bool((self._failed | (table.ready == table.target)).all())
-            if is_complete or (has_waited and (changed.any() or failures)) or time.monotonic() > deadline:
+            is_complete = bool(((self._failed == table.target) | (table.ready == table.target)).all())
+            if is_complete or (has_waited and changed.any()) or time.monotonic() > deadline:
                 break
             has_waited = bool(changed.any())
             failures += self._failures(_TOGETHER_SECONDS)
         if not is_complete:
             self._news.set()
-        for frame in failures:
-            changed[_decode_answer(frame).slot] = True
-        return self._lines(np.flatnonzero(changed).astype(np.int32), failures)
+        return self._lines(np.flatnonzero(changed), failures)
 
     def _failures(self, seconds: float) -> list[bytes]:
         """Wait for a message of the server, at most `seconds`. Return those about sequences that are over."""
@@ -218,26 +193,28 @@ class RemoteSteps:
         found: list[bytes] = []
         while self._end.poll(0):
             if frame := self._end.recv_bytes():  # if not, it only ends the wait
-                self._failed[_decode_answer(frame).slot] = True
+                answer = _decode_answer(frame)
+                self._failed[answer.slot] = answer.version
+                self._sent_ready[answer.slot] = answer.version  # so that its line is sent
                 found.append(frame)
         return found
 
-    def _lines(self, slots: NDArray[np.int32], failures: list[bytes]) -> Lines:
+    def _lines(self, slots: NDArray[np.intp], failures: list[bytes]) -> Lines:
         table = self._table
-        ready = table.ready[slots]  # before the masks: a line that is filled again meanwhile has the older version
+        ready = table.ready[slots]  # before the others: a line that is filled again meanwhile has the older version
+        columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced")}
         masks = table.mask[slots]
         words = np.flatnonzero(masks != self._sent_mask[slots])
         self._sent_ready[slots], self._sent_mask[slots] = ready, masks
         mark = table.mark.copy()
         mark["since"] = time.monotonic() - mark["since"]
-        columns = (ready, table.seconds[slots], table.status[slots], table.forced[slots])
-        return Lines(slots, *columns, words, masks.reshape(-1)[words], mark, failures)
+        return Lines(slots, {**columns, "ready": ready}, words, masks.reshape(-1)[words], mark, failures)
 
 
 def forward(
     end: Connection[Any, Any],
     table: SlotTable,
-    deliver: Callable[[bytes, NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]], object],
+    deliver: Callable[[bytes, NDArray[np.intp], NDArray[np.int64], NDArray[np.int32]], object],
     collect: Callable[[], Lines],
 ) -> None:
     """Forward one incarnation's steps, on two daemon threads, until the engine closes the channel or the actor ends.
@@ -249,13 +226,16 @@ def forward(
         collect: calls `RemoteSteps.collect` in the actor. Raises if the actor has ended.
     """
 
+    sent = table.target.copy()
+
     def forward_frame() -> None:
         frame = end.recv_bytes()
-        slots = np.concatenate([_slots(each) for each in _decode_requests(frame)])
+        slots = np.flatnonzero(table.target != sent)  # each request of a mask has another version
+        sent[slots] = target = table.target[slots]
         if table.mark["busy"][0, 0] == IDLE:  # until the actor says which slot it is
             table.mark["since"][0, 0] = time.monotonic()
             table.mark["busy"][0, 0] = UNKNOWN
-        deliver(frame, slots, table.target[slots], table.tokens[slots])
+        deliver(frame, slots, target, table.tokens[slots])
 
     def return_lines() -> None:
         lines = collect()
@@ -279,19 +259,12 @@ def forward(
 
 
 def _write(lines: Lines, table: SlotTable) -> None:
-    """Write lines into the table: `ready` last, because the engine reads a line when its `ready` has changed."""
+    """Write lines into the table. The engine reads a line when its `ready`, which is written last, has changed."""
     slots = lines.slots
     masks = table.mask[slots]
     masks.reshape(-1)[lines.changed] = lines.mask
     table.mask[slots] = masks
-    table.seconds[slots], table.status[slots], table.forced[slots] = lines.seconds, lines.status, lines.forced
-    table.ready[slots] = lines.ready
+    for name, values in lines.columns.items():
+        getattr(table, name)[slots] = values
     table.mark["since"] = time.monotonic() - lines.mark["since"]
     table.mark["busy"], table.mark["filled"] = lines.mark["busy"], lines.mark["filled"]
-
-
-def _slots(request: Request) -> NDArray[np.int32]:
-    """Return the slots that a request names, int32 `[n]`."""
-    if isinstance(request, Fill):
-        return np.frombuffer(request.slots, np.int32)
-    return np.array([] if isinstance(request, Load | Unload) else [request.slot], np.int32)

@@ -17,7 +17,7 @@ from typing import Any
 
 from actors.cluster import Cluster
 from actors.compiler import Compiler
-from actors.dispatcher import Dispatcher, unload
+from actors.dispatcher import Dispatcher
 from actors.processes import CALL_SECONDS, STOP_SECONDS
 from actors.supervisor import Supervisor
 from guided.constraint import Constraint
@@ -76,8 +76,8 @@ class RayPool(Dispatcher):
             supervisor.join(max(0.0, deadline - time.monotonic()))
 
     def _unload(self, keys: Collection[str]) -> None:
-        if keys:
-            self.announce(partial(unload, self.workers, keys))
+        for worker in list(self.workers) if keys else ():
+            self.announce(partial(worker.unload, keys))
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from byte_vocabulary import BYTES
-from driven_pool import DrivenPool, freeze, until
+from driven_pool import DrivenPool, freeze, placement, until
 
 from actors import RayPool, supervisor
 from guided.errors import GuidedError, MaskTimeout, WorkerDied
@@ -75,7 +75,7 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
 def test_an_idle_actors_death_is_reported_between_steps(driven: DrivenPool) -> None:
     sequences = driven.open("sound", number=4)
     driven.go_on(sequences)
-    victim, lost = next(iter(driven.pool.placement().items()))
+    victim, lost = next(iter(placement(driven.pool).items()))
     (before,) = [worker for worker in driven.pool.status().workers if worker.pid == victim]
     os.kill(victim, signal.SIGKILL)
     failures: dict[int, GuidedError] = {}

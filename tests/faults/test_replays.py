@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from driven_pool import placement
 from engine_runs import Requests, errors, generate, said
 from faulty_backend import ADAPTER, NAME
 from serving import wait_until
@@ -71,7 +72,7 @@ def all_up(pool: RayPool, faulty_here: None) -> Iterator[None]:
     """Each test starts with all actors up, and with no actor that another test has killed."""
     wait_until(lambda: all(worker.state == "up" for worker in pool.status().workers), LONG)
     yield
-    assert not any(pool.placement().values()), "every sequence was freed"
+    assert not any(placement(pool).values()), "every sequence was freed"
 
 
 def pids(pool: RayPool) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any, Dict, List, Tuple  # noqa: UP035  as in the RFC
 
 import pytest
 import torch
+from driven_pool import placement
 from faulty_pool import FaultyPool
 
 from actors import RayPool
@@ -289,7 +290,7 @@ def test_kill_9_of_an_actor_is_finished_internal_error(tiny_model: LoadedModel, 
         while any(group.sequences[0].num_output_tokens < 5 for group in groups):
             engine.step()
         free = engine.add_request("free", PROMPT, SamplingParams(max_tokens=300, ignore_eos=True))
-        pid, lost = next((pid, ids) for pid, ids in pool.placement().items() if ids)
+        pid, lost = next((pid, ids) for pid, ids in placement(pool).items() if ids)
         os.kill(pid, signal.SIGKILL)
         finish(engine)
         for sequence in [one.sequences[0] for one in (*groups, free)]:

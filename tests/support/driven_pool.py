@@ -36,6 +36,11 @@ def gone(pid: int) -> None:
     until(lambda: not psutil.pid_exists(pid))
 
 
+def placement(pool: RayPool) -> dict[int, set[int]]:
+    """Return the ids of the open sequences of each actor that is up, by its pid."""
+    return {each.pid: {state.sequence.sequence_id for state in each.sequences.values()} for each in pool.workers}
+
+
 class DrivenPool:
     """Opens sequences of the faulty backend's grammars and runs steps with them."""
 
@@ -79,12 +84,12 @@ class DrivenPool:
 
     def pid_of(self, sequence: int) -> int:
         """Return the pid of the actor that a sequence is open on."""
-        (pid,) = [pid for pid, there in self.pool.placement().items() if sequence in there]
+        (pid,) = [pid for pid, there in placement(self.pool).items() if sequence in there]
         return pid
 
     def neighbours(self, sequence: int, others: Iterable[int]) -> set[int]:
         """Return those of `others` that are on the same actor."""
-        return self.pool.placement()[self.pid_of(sequence)] & set(others)
+        return placement(self.pool)[self.pid_of(sequence)] & set(others)
 
     @property
     def pids(self) -> set[int]:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from step_driver import WAIT, all_ready, grammar_named, outcomes
 from thread_actor import close_all
 from thread_cluster import Cluster, until
 
-from actors.dispatcher import unload
 from actors.protocol import Failed
 from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, to_wire
 
@@ -84,7 +82,8 @@ def test_a_grammar_is_sent_with_its_first_sequence_only(cluster: Cluster) -> Non
     assert isinstance(row, GuidedError), "it cannot be loaded: there is no backend `scripted`"
     assert other == "ax"
     assert cluster.actors[0].connection.loaded == {"fast"}
-    cluster.dispatcher.announce(partial(unload, cluster.dispatcher.workers, {"fast", "none"}))
+    for worker in cluster.dispatcher.workers:
+        worker.unload({"fast", "none"})
     cluster.step((2, "a"))
     assert {frozenset(actor.connection.loaded) for actor in cluster.actors} == {frozenset(), frozenset({"slow"})}
 
