@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import socket
 import sys
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import ray
 from ray._private import node, ray_constants, services, utils
 from ray._raylet import PlacementGroupID
@@ -42,14 +44,17 @@ _RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory", "node:", "ray.io/")
 
 
 def main() -> None:
-    """Serve the engine's process, over the socket with the descriptor in `sys.argv[1]`."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_exit_with_engine, args=(control,), daemon=True).start()
+    """Serve the engine's process.
+
+    Its arguments are the descriptor of a socket and the directory of a local Ray, which is empty to join a cluster.
+    """
+    control, directory = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    threading.Thread(target=_exit_with_engine, args=(control, directory), daemon=True).start()
     connections = _connections(control)
     first = next(connections)
-    options, is_local, sys.argv[0] = first.recv()
+    options, sys.argv[0] = first.recv()
     try:
-        if is_local:
+        if directory:
             _leave_out_processes()
         ray.init(**options)
         context = ray.get_runtime_context()
@@ -72,11 +77,18 @@ def _connections(control: socket.socket) -> Iterator[Connection[Any, Any]]:
         yield Connection(descriptors[0])
 
 
-def _exit_with_engine(control: socket.socket) -> None:
-    """Exit once the engine's process has ended. Waiting for Ray may take forever."""
+def _exit_with_engine(control: socket.socket, directory: str) -> None:
+    """Exit once the engine's process has ended, with a local Ray. Waiting for Ray may take forever."""
     poller = select.poll()
     poller.register(control, 0)  # reports POLLHUP
     poller.poll()
+    if directory:
+        processes = psutil.Process().children(recursive=True)
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(processes, timeout=RETRY_SECONDS)
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 

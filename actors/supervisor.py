@@ -15,10 +15,9 @@ from functools import partial
 
 import psutil
 
-from actors.cluster import Cluster
+from actors.cluster import Cluster, Session
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
-from actors.driver import Session
 from actors.mask_actor import ActorLocation
 from actors.processes import (
     RETRY_SECONDS,

@@ -102,7 +102,7 @@ def test_an_address_that_doesnt_do_is_refused_with_the_reason(address: str, reas
     assert reason in said
 
 
-CONNECT = "import sys; from actors.driver import Driver; Driver({'address': sys.argv[1]}, {}).connect()"
+CONNECT = "import sys; from actors.cluster import Driver; Driver({'address': sys.argv[1]}, {}).connect()"
 
 
 def test_the_driver_ends_with_the_engine_while_ray_does_not_answer() -> None:
