@@ -179,10 +179,7 @@ class WorkerConnection:
         self.loaded: set[str] = set()
         """Keys of the grammars that the worker has."""
         self._segment = segment
-        # Last freed, first used: few pages of the segment are ever touched.
-        self._free_slots = list(range(len(self.table.target) - 1, -1, -1))
-        self._leaving: list[int] = []
-        """Freed slots that the worker may not have handled yet."""
+        self._free_slots: list[int] = []
         self.requests: list[Request] = []
         """The next frame."""
 
@@ -190,10 +187,9 @@ class WorkerConnection:
 
     def has_slot(self) -> bool:
         """Return whether a sequence can be opened now."""
-        if not self._free_slots and self._leaving:
-            handled = self.table.target == self.table.ready
-            self._free_slots += [slot for slot in self._leaving if handled[slot]]
-            self._leaving = [slot for slot in self._leaving if not handled[slot]]
+        if not self._free_slots:  # it may have freed some
+            table = self.table
+            self._free_slots = np.flatnonzero((table.target < 0) & (table.target == table.ready))[::-1].tolist()
         return bool(self._free_slots)
 
     def open(self, state: SequenceState, parent: SequenceState | None) -> None:
@@ -204,7 +200,7 @@ class WorkerConnection:
         seconds = grammar.mask_seconds
         if grammar.key not in self.loaded:
             self.loaded.add(grammar.key)
-            self.requests.append(Load(grammar.key, grammar.backend, encode(grammar.constraint), grammar.dumped))
+            self.requests.append(Load(grammar.key, grammar.backend, grammar.constraint, grammar.dumped))
             seconds += SLOW_SECONDS  # it is filled after quick rows
         self.sequences[slot] = state
         state.worker, state.slot, state.waiting_since = self, slot, 0.0
@@ -239,7 +235,6 @@ class WorkerConnection:
         version = freed(int(self.table.target[slot]))
         self.table.target[slot] = version
         self.requests.append(Free(slot, version))
-        self._leaving.append(slot)
         state.leave()
 
     def unload(self, keys: Collection[str]) -> None:

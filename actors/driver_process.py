@@ -39,8 +39,6 @@ _ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_g
 # it is 100 KB. The masks of 64 rows are 200 KB: a step takes 8 instead of 11 ms, of 256 rows 25 instead of 40.
 _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
 """The runtime environment of an actor that may be on another node."""
-_RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory", "node:", "ray.io/")
-"""Beginnings of the names of resources and labels that Ray sets itself."""
 
 
 def main() -> None:
@@ -131,7 +129,7 @@ class Session:
     def check_room(self, placement: NodePlacement, cpus: float, number: int) -> None:
         """See `Cluster.check_room`."""
         if placement.kind != "group":  # that has been reserved already
-            check_room(placement, cpus, number, ray.nodes(), str(ray.get_runtime_context().get_node_id()))
+            check_room(placement, cpus, number, ray.nodes(), ray.get_runtime_context().get_node_id())
 
     def create(self, placement: NodePlacement, cpus: float, index: int, *arguments: Any) -> Any:
         """Start an actor. Returns its location, once it is up."""
@@ -195,17 +193,14 @@ def check_room(placement: NodePlacement, cpus: float, number: int, nodes: Nodes,
     Raises:
         PoolUnavailable: they have not; says what there is, and which options lower what the pool takes.
     """
-    alive = [each for each in nodes if each["Alive"]]
-    found = [each for each in alive if _fits(each, placement, here)]
+    found = [each["Resources"] for each in nodes if each["Alive"] and _fits(each, placement, here)]
     if not found:
-        raise PoolUnavailable(
-            f"no node of the Ray cluster has the {placement.kind} of placement {placement.text!r}: {_offers(alive)}"
-        )
+        raise PoolUnavailable(f"no node of the Ray cluster has the {placement.kind} of placement {placement.text!r}")
     needs = {name: amount for name, amount in (("CPU", cpus), (placement.name, placement.amount)) if amount}
-    room = sum(min(each["Resources"].get(name, 0) // needs[name] for name in needs) for each in found if needs)
+    room = sum(min(each.get(name, 0) // needs[name] for name in needs) for each in found if needs)
     if needs and room < number:
         amounts = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
-        there = ", ".join(f"{sum(each['Resources'].get(name, 0) for each in found):g} {name}" for name in needs)
+        there = ", ".join(f"{sum(each.get(name, 0) for each in found):g} {name}" for name in needs)
         raise PoolUnavailable(
             f"the pool reserves {amounts} for each of {number} mask actors, and the nodes of placement "
             f"{placement.text!r} have {there}, enough for {room:g}: lower num_actors, actor_cpus or the amount in "
@@ -220,26 +215,16 @@ def _fits(found: Mapping[str, Any], placement: NodePlacement, here: str) -> bool
         case "resource":
             return bool(found["Resources"].get(placement.name, 0) >= placement.amount)
         case "label":
-            return bool(found.get("Labels", {}).get(placement.name) == placement.value)
+            return bool(found["Labels"].get(placement.name) == placement.value)
     return True
-
-
-def _offers(nodes: Nodes) -> str:
-    """Say which resources and labels there are, without those that Ray sets itself."""
-    named = {f"{name}:{amount:g}": name for each in nodes for name, amount in each["Resources"].items()}
-    named |= {f"{name}={value}": name for each in nodes for name, value in each.get("Labels", {}).items()}
-    own = sorted(text for text, name in named.items() if not name.startswith(_RAYS_OWN))
-    return f"its {len(nodes)} nodes have {', '.join(own) or 'no resources or labels of their own'}"
 
 
 # a local Ray of few processes
 
 # `ray.init` also starts an autoscaler monitor, a log monitor, a dashboard and two agents of the raylet: five processes
 # of Python, 300 MB, and several seconds until the first actor starts. Nothing here uses them, and Ray has no option to
-# leave them out. The raylet needs its agents as processes, so each is replaced by a shell that waits for the raylet's
-# end. An agent writes the ports that it listens on to files; the raylet aborts if it finds an incomplete file. -1 is
-# none, as in Ray's own agents where the libraries of the dashboard are missing. The second agent is only asked to
-# prepare runtime environments, which the actors of a local Ray do not have.
+# leave them out. Each agent is replaced by a shell that waits for the raylet's end. An agent writes the ports that it
+# listens on to files, -1 for none; the raylet aborts if it finds an incomplete file.
 _AGENT = """
 for argument; do
     case $argument in

@@ -95,9 +95,7 @@ def limit_memory(limit: int) -> None:
 
     On the engine's node, the supervisor ends an actor that takes more than `limit` bytes. This holds elsewhere too.
     """
-    _, ceiling = resource.getrlimit(resource.RLIMIT_DATA)
     # Address space that is never resident: stacks of some sixty threads, memory that allocators keep.
     allowed = limit + (1 << 30)
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (allowed if ceiling == resource.RLIM_INFINITY else min(allowed, ceiling), ceiling)
-    )
+    with contextlib.suppress(ValueError):  # there is a lower limit already
+        psutil.Process().rlimit(resource.RLIMIT_DATA, (allowed, allowed))

@@ -1,24 +1,14 @@
 """What the engine and one worker share: the channel between them, its messages, and the slot table.
 
-A sequence that is open on a worker holds a slot there, one line of the table. Each column has one writer:
-
-    tokens[slot]      engine   the output token since the last mask
-    target[slot]      engine   the version of the output that a mask is wanted for; negative once the slot was freed
-    ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
-    mask[slot, :]     worker   the token bitmask
-    forced[slot, :]   worker   the tokens from here on that have no alternative, -1 behind the last
-    seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
-    status[slot]      worker   `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget; or
-                               `FAILED`: the sequence is over, and a message says why
+A sequence that is open on a worker holds a slot there, one line of the `SlotTable`. In the usual step the engine writes
+`tokens` and `target` of the batch's slots and sends one `Fill` with the slot numbers; after the forward pass it
+compares `ready` with `target`. Everything else is a message in the same socket, handled in order. A slot is used again
+only after the worker has handled its `Free`, or the worker's process is gone.
 
 A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
 the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
 version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`. Once the worker has handled
 everything it was sent, `ready` equals `target` in all slots but the failed ones.
-
-In the usual step the engine writes `tokens` and `target` of the batch's slots and sends one `Fill` with the slot
-numbers; after the forward pass it compares `ready` with `target`. Everything else is a message in the same socket,
-handled in order. A slot is used again only after the worker has handled its `Free`, or the worker's process is gone.
 """
 
 from __future__ import annotations
@@ -40,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.completing.budget import Budget
+from guided.constraint import Constraint
 from guided.errors import Wire
 from guided.pools.protocol import MAX_FORCED_TOKENS
 
@@ -63,25 +54,15 @@ _NONCE_BYTES = 32
 _MARK_OFFSET = 64
 _MARK = np.dtype([("since", "f8", THREADS), ("busy", "i4", THREADS), ("filled", "i8"), ("wake", "i4")])
 _COLUMNS_OFFSET = 128
-_COLUMNS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-    "target": (np.int64, ()),
-    "ready": (np.int64, ()),
-    "seconds": (np.float32, ()),
-    "status": (np.int32, ()),
-    "tokens": (np.int32, ()),
-    "forced": (np.int32, (MAX_FORCED_TOKENS,)),
-}
-"""The columns before `mask`: type and shape of a line."""
+_LINE_BYTES = 8 + 8 + 4 + 4 + 4 + 4 * MAX_FORCED_TOKENS
+"""Size of a line of the table, but for its mask."""
 
 
 # channel
 
 
 class Channel:
-    """The engine's end: a Unix socket, used by one incarnation only. Sends never block.
-
-    The engine's thread itself writes to the socket: to wake another thread for it takes tens of microseconds.
-    """
+    """The engine's end: a Unix socket, used by one incarnation only. Sends never block."""
 
     def __init__(self) -> None:
         self.path = f"\0guided-{os.getpid()}-{secrets.token_hex(8)}"
@@ -169,10 +150,9 @@ def hang_up(end: Connection[Any, Any]) -> None:
 
 
 class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
-    """Fill the masks after one more token each, which is in the table."""
+    """Fill the masks after one more token each, which is in the table. `slots` is int32 `[n]`."""
 
     slots: bytes
-    """int32 `[n]`, in native byte order."""
 
 
 class Load(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
@@ -180,8 +160,7 @@ class Load(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
 
     key: str
     backend: str
-    constraint: bytes
-    """The constraint, encoded with msgpack."""
+    constraint: Constraint
     dumped: bytes
     """The serialized grammar."""
 
@@ -199,13 +178,11 @@ class Open(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
     version: int
     """The version of the output, with a new edit count."""
     grammar: str
-    """Key of the grammar."""
     parent: int | None
     """Slot of the matcher to copy."""
     tokens: list[int]
     """The sequence's whole output so far."""
     request_id: str = ""
-    """For the worker's log."""
     budget: Budget | None = None
     """The constraint is completed within it."""
     seconds: float = 0.0
@@ -245,15 +222,23 @@ class Failed(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """The columns (see the module's docstring), and the worker's progress mark."""
+    """The columns, each with one writer, and the worker's progress mark."""
 
-    tokens: NDArray[np.int32]
     target: NDArray[np.int64]
+    """`[slots]`, by the engine: the version that a mask is wanted for; negative once the slot was freed."""
     ready: NDArray[np.int64]
-    mask: NDArray[np.int32]
-    forced: NDArray[np.int32]
-    seconds: NDArray[np.float32]
+    """`[slots]`, by the worker: the version that `mask` is for; negative if no sequence holds the slot."""
+    tokens: NDArray[np.int32]
+    """`[slots]`, by the engine: the output token since the last mask."""
     status: NDArray[np.int32]
+    """`[slots]`, by the worker: `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget; or
+    `FAILED`: the sequence is over, and a message says why."""
+    seconds: NDArray[np.float32]
+    """`[slots]`, by the worker: seconds that accepting the tokens and filling the mask took."""
+    forced: NDArray[np.int32]
+    """`[slots, MAX_FORCED_TOKENS]`, by the worker: the tokens from here on that have no alternative; -1 behind them."""
+    mask: NDArray[np.int32]
+    """`[slots, words]`, by the worker: the token bitmask."""
     mark: NDArray[np.void]
     """`[1]`. `busy`: for each thread of the worker the slot that it fills, `IDLE` or `IMPORTING`. `since`: the
     `time.monotonic()` at which it began. `filled`: number of masks so far. `wake`: the engine waits; the worker sends a
@@ -263,25 +248,27 @@ class SlotTable:
     def over(cls, memory: mmap.mmap, slots: int, words: int) -> SlotTable:
         """Return the table that lies in `memory`."""
         offset = _COLUMNS_OFFSET
-        columns: dict[str, NDArray[Any]] = {}
-        for name, (dtype, shape) in _COLUMNS.items():
-            columns[name] = np.ndarray((slots, *shape), dtype, memory, offset)
-            offset += columns[name].nbytes
-        mask = np.ndarray((slots, words), np.int32, memory, _mask_offset(slots))
-        return cls(mask=mask, mark=np.ndarray(1, _MARK, memory, _MARK_OFFSET), **columns)
 
+        def column(dtype: type[np.generic], *shape: int) -> NDArray[Any]:
+            nonlocal offset
+            array = np.ndarray((slots, *shape), dtype, memory, offset)
+            offset += array.nbytes
+            return array
 
-def _mask_offset(slots: int) -> int:
-    width = sum(np.dtype((dtype, shape)).itemsize for dtype, shape in _COLUMNS.values())
-    return -(-(_COLUMNS_OFFSET + slots * width) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return cls(
+            target=column(np.int64),
+            ready=column(np.int64),
+            tokens=column(np.int32),
+            status=column(np.int32),
+            seconds=column(np.float32),
+            forced=column(np.int32, MAX_FORCED_TOKENS),
+            mask=column(np.int32, words),
+            mark=np.ndarray(1, _MARK, memory, _MARK_OFFSET),
+        )
 
 
 def freed(version: int) -> int:
-    """Return the version of a slot that is freed: negative, and another one for each sequence that held the slot.
-
-    Args:
-        version: the slot's last version.
-    """
+    """Return the version that follows a slot's last one when it is freed: negative, and new for each sequence."""
     return ~(version // EDIT)
 
 
@@ -298,15 +285,14 @@ class SegmentName:
     @property
     def nbytes(self) -> int:
         """Size of the memory."""
-        return _mask_offset(self.slots) + self.slots * self.words * 4
+        return _COLUMNS_OFFSET + self.slots * (_LINE_BYTES + self.words * 4)
 
 
 class Segment:
     """Engine side: creates the shared memory of one table.
 
-    It is a memfd, which the worker opens through `/proc/<pid>/fd`, so that it vanishes with its owner. (Python 3.11's
-    `multiprocessing.shared_memory` does not: the resource tracker of a killed actor unlinks the engine's segment.)
-    Pages are allocated when a slot's mask is first written, so reserving many slots costs nothing.
+    It is a memfd, which the worker opens through `/proc/<pid>/fd`, so that it vanishes with its owner. Pages are
+    allocated when a slot's mask is first written, so reserving many slots costs nothing.
     """
 
     def __init__(self, slots: int, words: int) -> None:

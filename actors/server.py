@@ -1,10 +1,9 @@
 """StepServer: the worker's side of the step channel. It handles requests and fills the slot table, on two threads.
 
 The first thread reads requests, and fills the rows that are expected to be quick. The second one fills those that are
-expected to be slow, because their last mask was, or because their grammar has to be loaded first. So a slow row delays
-no quick one: llguidance and xgrammar release the interpreter lock in native code. While the first thread is stuck in a
-row all the same, the second one does its work. Two threads never work on the same grammar, because the matchers of a
-grammar may share state.
+expected to be slow, because their last mask was, or because their grammar has to be loaded first. While the first
+thread is stuck in a row all the same, the second one does its work. So a slow row delays no quick one: llguidance and
+xgrammar release the interpreter lock. Two threads never work on the same grammar, because its matchers may share state.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
@@ -44,24 +42,21 @@ from actors.protocol import (
 )
 from guided.backends import Backends
 from guided.backends.native import guard
-from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, to_wire
 from guided.worker import MaskWorker
 
-FIRST: Final = 0
-SECOND: Final = 1
+FIRST, SECOND = 0, 1
 """The threads, by their place in the mark."""
 _STUCK_SECONDS = 0.002
 """The first thread is stuck if it has filled no row for this long."""
 _Wanted = tuple[int, int]
 """Version of a mask, and its newest token, if that is in the table."""
-_decode = Decoder(Constraint).decode
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """An open sequence. What the engine has sent is applied by the thread that fills the row."""
+    """An open sequence."""
 
     grammar: str
     request_id: str
@@ -69,8 +64,8 @@ class _Slot:
     """The edit count of its output."""
     seconds: float
     """What its last mask took, or the estimate for the first."""
-    changes: list[Open | Edit] = field(default_factory=list)
-    """Not applied yet."""
+    changes: list[Open | Edit]
+    """What the engine has sent, and the thread that fills the row next has to apply."""
     freed: int | None = None
     """Version of its `Free`, which came while the row was being filled."""
 
@@ -81,8 +76,7 @@ class StepServer:
     Args:
         worker: used by this server's threads only.
         backends: load the grammars.
-        end: connected to the engine.
-        table: shared with the engine.
+        end: connected to the engine, as `table` is.
         forced_tokens: look ahead for tokens without an alternative.
         give_up: called when the connection is lost; ends the process.
     """
@@ -102,17 +96,15 @@ class StepServer:
         self._table = table
         self._forced_tokens = forced_tokens
         self._give_up = give_up
-        mark = table.mark
-        self._busy, self._since = _items(mark["busy"][0]), _items(mark["since"][0])
-        self._filled, self._ready, self._seconds = _items(mark["filled"]), _items(table.ready), _items(table.seconds)
-        self._wake, self._mask = mark["wake"], table.mask
+        mark = table.mark  # writing an item of a memoryview takes half of the time that it takes in an array
+        self._busy, self._since, self._filled = mark["busy"][0].data, mark["since"][0].data, mark["filled"].data
+        self._ready, self._seconds, self._wake = table.ready.data, table.seconds.data, mark["wake"]
         self._lock = threading.Lock()
         """For the following. The second thread reads from `end` only while the first one fills a row."""
         self._slots: dict[int, _Slot] = {}
         self._quick: dict[int, _Wanted] = {}
-        """The requested masks that are expected to be quick, by slot, in the order in which they are filled."""
         self._slow: dict[int, _Wanted] = {}
-        """The other ones."""
+        """Requested masks by slot: those that are expected to be quick, in the order of the requests; the others."""
         self._unloaded: dict[str, Load] = {}
         """Grammars of which no sequence was filled yet."""
         self._filling: list[int | None] = [None, None]
@@ -219,12 +211,7 @@ class StepServer:
     # requests
 
     def _handle_frame(self, frame: bytes) -> None:
-        try:
-            requests: list[Request] = self._decode(frame)
-        except msgspec.MsgspecError as error:
-            _log.error("dropped a frame of %d bytes that holds no requests: %s", len(frame), error)
-            return
-        for request in requests:
+        for request in self._decode(frame):
             self._handle(request)
 
     def _handle(self, request: Request) -> None:
@@ -255,7 +242,6 @@ class StepServer:
                     self._worker.uninstall(key)
 
     def _want_all(self, slots: NDArray[np.int32]) -> None:
-        """Note the masks that are to be filled."""
         table = self._table
         targets, tokens = table.target[slots].tolist(), table.tokens[slots].tolist()
         for slot, target, token in zip(slots.tolist(), targets, tokens, strict=True):
@@ -289,7 +275,7 @@ class StepServer:
                     self._worker.edit(slot, change.start, change.tokens)
             known, length = self._worker.length(slot), target & POSITION
             if length - known in (0, 1):
-                error = self._worker.fill(slot, [token][: length - known], self._mask[slot])
+                error = self._worker.fill(slot, [token][: length - known], table.mask[slot])
             else:
                 error = BackendError(f"the worker knows {known} output tokens of slot {slot}, not {length}")
         except GuidedError as raised:
@@ -318,7 +304,7 @@ class StepServer:
                 backend = self._backends[load.backend]
                 self._since[thread] = time.monotonic()
                 self._busy[thread] = opening.slot
-                self._worker.install(load.key, backend.load(_decode(load.constraint), load.dumped))
+                self._worker.install(load.key, backend.load(load.constraint, load.dumped))
             self._unloaded.pop(load.key, None)
         self._worker.open(opening.slot, opening.grammar, opening.parent, opening.tokens, opening.budget)
 
@@ -332,8 +318,3 @@ class StepServer:
     def _send(self, answer: bytes) -> None:
         with self._sending:
             self._end.send_bytes(answer)
-
-
-def _items(column: NDArray[Any]) -> Any:
-    """Return a column as a memoryview: to write an item takes half of the time that it takes in an array."""
-    return column.data

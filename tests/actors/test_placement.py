@@ -36,7 +36,6 @@ NODES: list[dict[str, Any]] = [
         ("guided_mask:2", 0, "2 guided_mask for each of 3 mask actors"),
         ("guided_mask", 3, "3 CPU and 1 guided_mask for each of 3 mask actors"),
         ("guided_mask:5", 0, "no node of the Ray cluster has the resource of placement 'guided_mask:5'"),
-        ("gpu_mask", 0, "its 3 nodes have guided_mask:1, guided_mask:4, pool=masks"),
     ],
 )
 def test_a_cluster_without_room_for_three_actors(placement: str, cpus: float, says: str | None) -> None:

@@ -19,7 +19,7 @@ from byte_vocabulary import BYTES, tokens
 from compile_processes import compile_pids
 from ray_clusters import environment, run
 
-from actors import RayPool, supervisor
+from actors import RayPool, processes
 from actors.cluster import Cluster
 from guided.constraint import Constraint
 from guided.errors import PoolUnavailable
@@ -176,7 +176,7 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) 
 
 
 def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "package_version", lambda: "0.0.1")
+    monkeypatch.setattr(processes, "package_version", lambda: "0.0.1")
     with pytest.raises(PoolUnavailable, match=r"has version .* of guided, and this process 0\.0\.1: install the same"):
         RayPool(BYTES, num_actors=1)
 
@@ -245,7 +245,7 @@ def test_a_cluster_of_two_nodes_is_joined_and_its_other_node_used() -> None:
     lines = run(TWO_NODES).splitlines()
     assert lines[0] == "['b', 'b', 'b', 'b']"
     assert lines[1:4] == ["guided_mask True", "pool=masks True", "pool=masks True"]
-    assert "its 2 nodes have guided_mask:2, pool=masks after seconds" in lines[4]
+    assert "no node of the Ray cluster has the resource of placement 'nonesuch' after seconds" in lines[4]
     assert "reserves 0.4 CPU for each of 5 mask actors, and the nodes of placement 'local' have 1 CPU" in lines[5]
     assert "lower num_actors, actor_cpus or the amount in placement after seconds" in lines[5]
     assert "error the pool reserves 1 CPU for each of 2" in lines[6]  # guided doctor

@@ -12,7 +12,7 @@ import pytest
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, freeze, placement, until
 
-from actors import RayPool, supervisor
+from actors import RayPool, processes
 from guided.errors import GuidedError, MaskTimeout, WorkerDied
 
 
@@ -106,7 +106,7 @@ def test_an_actor_that_does_not_start_is_down_and_others_go_on(
     pid = driven.pid_of(sequences[0])
     (down,) = [worker.index for worker in driven.pool.status().workers if worker.pid == pid]
     staying = [each for each in sequences if driven.pid_of(each) != pid]
-    monkeypatch.setattr(supervisor, "package_version", lambda: "another")
+    monkeypatch.setattr(processes, "package_version", lambda: "another")
     os.kill(pid, signal.SIGKILL)
 
     def state() -> str:

@@ -16,7 +16,7 @@ from engine_runs import Requests, errors, generate, said
 from faulty_backend import ADAPTER, NAME
 from serving import wait_until
 
-from actors import RayPool, supervisor
+from actors import RayPool, processes
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -153,7 +153,7 @@ def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
 ) -> None:
     waiting: set[str] = set()
     pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=3.0)
-    monkeypatch.setattr(supervisor, "package_version", lambda: "another")  # the next ones are refused
+    monkeypatch.setattr(processes, "package_version", lambda: "another")  # the next ones are refused
 
     def kill_all(engine: LLMEngine) -> None:
         for pid in pids(pool):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from byte_vocabulary import BYTES, WORDS, allowed, tokens
+from byte_vocabulary import BYTES, allowed, tokens
 from msgspec.msgpack import Decoder, encode
 from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
@@ -123,18 +123,10 @@ def test_a_position_that_does_not_fit_is_a_failure(peer: Peer) -> None:
     assert isinstance(from_wire(answer.error), BackendError)
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"hello", encode([1, 2]), encode([[9, 1]]), encode([[3, "a", []]])])
-def test_a_garbled_frame_is_dropped(peer: Peer, garbage: bytes) -> None:
-    peer.channel.send(garbage)
-    peer.send(peer.open(0))
-    peer.wait(0)
-    assert peer.table.mask.shape == (8, WORDS)
-
-
 def test_a_grammar_is_loaded_with_its_first_sequence(peer: Peer) -> None:
     constraint = Constraint.choice(["ab", "cd"])
     compiled = compile_with(Backends(BYTES), constraint, "llguidance")
-    peer.send(Load("key", "llguidance", encode(constraint), compiled.grammar.dump()), peer.open(0, "c", "key"))
+    peer.send(Load("key", "llguidance", constraint, compiled.grammar.dump()), peer.open(0, "c", "key"))
     assert peer.wait(0) == "d"
     peer.send(peer.open(1, "a", "key"))
     assert peer.wait(1) == "b"
@@ -143,9 +135,7 @@ def test_a_grammar_is_loaded_with_its_first_sequence(peer: Peer) -> None:
 
 
 def test_a_grammar_that_cannot_be_loaded_fails_its_row(peer: Peer) -> None:
-    peer.send(
-        Load("key", "llguidance", encode(Constraint.choice(["a"])), b"garbage"), peer.open(0, "", "key"), peer.open(1)
-    )
+    peer.send(Load("key", "llguidance", Constraint.choice(["a"]), b"garbage"), peer.open(0, "", "key"), peer.open(1))
     answer = peer.answer()
     assert isinstance(answer, Failed)
     assert answer.slot == 0
@@ -174,7 +164,7 @@ def stick(peer: Peer, slow: SlowGrammar, slot: int = 0) -> None:
 
 def test_quick_rows_do_not_wait_for_a_slow_one(peer: Peer, slow: SlowGrammar) -> None:
     stick(peer, slow)
-    assert peer.table.mark["busy"][0, 0] == 0, "the mark names the slot of each thread"
+    assert 0 in peer.table.mark["busy"], "the mark names the slot of each thread"
     peer.send(peer.open(1), peer.open(2, "a"))
     assert peer.wait(1) == "ax"
     assert peer.wait(2) == "bc"
@@ -190,7 +180,7 @@ def test_quick_rows_do_not_wait_for_a_slow_one(peer: Peer, slow: SlowGrammar) ->
 def test_a_grammar_is_loaded_beside_quick_rows_and_before_slow_ones(peer: Peer, slow: SlowGrammar) -> None:
     constraint = Constraint.choice(["ab", "cd"])
     dumped = compile_with(Backends(BYTES), constraint, "llguidance").grammar.dump()
-    load = Load("key", "llguidance", encode(constraint), dumped)
+    load = Load("key", "llguidance", constraint, dumped)
     blocked = peer.open(0, "a", grammar="slow", seconds=0.5)
     peer.send(load, blocked, peer.open(1, grammar="key", seconds=0.01), peer.open(2))
     assert (peer.wait(1), peer.wait(2)) == ("ac", "ax")
