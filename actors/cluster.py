@@ -121,12 +121,12 @@ class Cluster:
         """Return a new connection to the driver. Connects to Ray again if that connection is lost.
 
         Args:
-            stopping: see `Driver.session`.
+            stopping: once it is set, no answer is waited for.
 
         Raises:
             PoolUnavailable: Ray cannot be reached or started now.
         """
-        return self._connected().session(stopping)
+        return Session(self._connected().connection(), stopping)
 
     def reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float]:
         """Return where an actor may run, and the CPUs that Ray reserves for it there."""
@@ -221,7 +221,7 @@ class Driver:
         Raises:
             PoolUnavailable: it cannot; says why.
         """
-        connection = self._connection()
+        connection = self.connection()
         try:
             connection.send(self._connect)
             if not connection.poll(CALL_SECONDS):
@@ -236,18 +236,8 @@ class Driver:
         if error is not None:
             raise error
 
-    def session(self, stopping: threading.Event) -> Session:
-        """Return a new connection to the driver. Does not wait.
-
-        Args:
-            stopping: once it is set, no answer is waited for.
-
-        Raises:
-            PoolUnavailable: the driver has ended.
-        """
-        return Session(self._connection(), stopping)
-
-    def _connection(self) -> Connection[Any, Any]:
+    def connection(self) -> Connection[Any, Any]:
+        """Return a new connection to the process, at once. Raises `PoolUnavailable` if that has ended."""
         ours, theirs = Pipe()
         with theirs:
             try:
@@ -277,10 +267,10 @@ class Driver:
 
 
 class Session:
-    """A connection to the driver, and the actor that was created through it, if any. Used by one thread.
+    """A connection to the driver, and the actor that was created through it, if any. For one thread.
 
-    Args:
-        stopping: see `Driver.session`.
+    See `driver_process.Session`: the engine sends the name of a method and its arguments, and the driver the result, or
+    the error. Both are pickled, over a socket pair that only these two processes have.
     """
 
     def __init__(self, connection: Connection[Any, Any], stopping: threading.Event) -> None:

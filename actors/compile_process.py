@@ -2,8 +2,7 @@
 
 Importing the grammar libraries and reading a large vocabulary takes up to ten seconds. So one process, the fork server,
 does it once (`python -m actors.compile_process`), and every compile process is a fork of it, ready within hundredths of
-a second. A compile process that had to be killed is replaced at once, and the memory that a constraint left behind is
-gone with it. The fork server has one thread and never compiles a user's constraint.
+a second. The fork server has one thread and never compiles a user's constraint.
 
 The fork server takes sockets over its control socket, and starts a compile process on each. That one sends its pid, and
 then a `CompileResult` for each `CompileRequest`. Nothing in `ForkServer` and `CompileProcess` relies on the other
@@ -45,8 +44,6 @@ from guided.vocabulary import Vocabulary
 
 _POLL_SECONDS = 0.01
 """Between two readings of a process's memory and time."""
-_TRANSFER_TIMEOUT = struct.pack("ll", 5, 0)
-"""struct timeval: 5 s. A process that takes or sends nothing for longer in the middle of a message is frozen."""
 _WARM_UP = (
     Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
     Constraint.regex(r"\d\w\s"),  # Unicode classes take half a second, once per process
@@ -65,16 +62,14 @@ class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CompileResult(msgspec.Struct, array_like=True):
-    """An error, or the serialized grammar."""
+    """An error, or what a `Grammar` has."""
 
     error: Wire | None = None
     nbytes: int = 0
     """Memory of the grammar in a process that has loaded it, as measured here."""
     dumped: bytes = b""
-    checked: list[str] = []
-    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    checked: tuple[str, ...] = ()
     mask_seconds: float = 0.0
-    """Seconds that the first mask took."""
 
 
 # the engine's side
@@ -110,8 +105,8 @@ class ForkServer:
             if is_new := self._process is None or self._process.poll() is not None:
                 self._start()
             ours, theirs = socket.socketpair()
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, _TRANSFER_TIMEOUT)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # 5 s: a process may freeze in mid-message
+                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 5, 0))
             jobs: Connection[Any, Any] = Connection(ours.detach())
             try:
                 with theirs:
@@ -235,7 +230,7 @@ def _warm(backends: Backends) -> None:
 def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
     try:
         compiled = compile_with(backends, request.constraint, request.backend)
-        dumped, checked = compiled.grammar.dump(), list(compiled.grammar.checked)
+        dumped, checked = compiled.grammar.dump(), tuple(compiled.grammar.checked)
         size = max(compiled.nbytes, len(dumped))
         if size > request.max_bytes:
             raise ConstraintTooLarge(

@@ -1,7 +1,6 @@
 """Compiler: compiles constraints in processes that can be killed, first come first served, and caches the grammars.
 
-It runs in the engine's process. Native code runs in the compile processes only. Mask actors load a grammar from its
-bytes at first use.
+It runs in the engine's process. Native code runs in the compile processes only.
 """
 
 from __future__ import annotations
@@ -21,15 +20,7 @@ from guided.backends import BACKENDS
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
 from guided.cpus import available_cpus
-from guided.errors import (
-    BackendError,
-    CompileQueueFull,
-    CompileTimeout,
-    GuidedError,
-    PoolUnavailable,
-    bounded,
-    from_wire,
-)
+from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, PoolUnavailable, from_wire
 from guided.pools.grammar_cache import GrammarCache, cache_key
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import BackendStatus, Grammar
@@ -50,9 +41,7 @@ class _Task(NamedTuple):
 
 
 class Compiler:
-    """Warm compile processes, a thread for each constraint that is being compiled, and the cache of grammars.
-
-    Its methods may be called from any thread.
+    """Warm compile processes, a thread for each constraint that is being compiled, and the cache. For any thread.
 
     Args:
         when_unused: called with the keys of the grammars that the cache has dropped, if any.
@@ -132,9 +121,9 @@ class Compiler:
                 grammar, nbytes = self._compile(task)
             except GuidedError as raised:
                 error = raised
-            except Exception as raised:  # a bug here fails one constraint and does not end the thread
+            except Exception as raised:  # a bug, or a garbled answer: fails one constraint, and does not end the thread
                 _log.exception("a constraint was not compiled")
-                error = BackendError(bounded(f"compiling failed: {raised!r}"))
+                error = BackendError(f"compiling failed: {type(raised).__name__}")
             with self._lock:
                 self.compiling -= 1
                 # Within the lock, so that no grammar is reported as unused after it was compiled again.
@@ -149,9 +138,7 @@ class Compiler:
         """Compile with the first backend that can enforce all of a constraint. Returns the grammar and its size."""
         waited = time.monotonic() - max(task.submitted, self._fork_server.started)
         if waited > self._limits.wait_seconds:
-            raise CompileQueueFull(
-                f"this constraint waited {waited:.0f} s for others that are compiled; try again later"
-            )
+            raise CompileQueueFull(f"this constraint waited {waited:.0f} s for others: try again later")
         spent = 0.0
         """Seconds, without the time that processes take to start."""
         failed: list[tuple[str, GuidedError]] = []
@@ -171,7 +158,7 @@ class Compiler:
                     name,
                     task.constraint,
                     spent,
-                    checked=tuple(result.checked),
+                    checked=result.checked,
                     mask_seconds=result.mask_seconds,
                     dumped=result.dumped,
                 )

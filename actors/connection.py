@@ -1,8 +1,4 @@
-"""WorkerConnection: the engine's side of one actor incarnation. It owns the incarnation's slots.
-
-The next incarnation gets a new connection. Used from the engine's thread, except `has_work` and `busy`, which the
-actor's supervisor uses.
-"""
+"""WorkerConnection: the engine's side of one actor incarnation, and the sequences that are open there."""
 
 from __future__ import annotations
 
@@ -89,12 +85,7 @@ def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[NDArray[np.int32],
 
 
 class StepPart:
-    """The rows of a step that are filled by one worker.
-
-    Args:
-        rows: their positions in the step.
-        states: the sequences of these rows.
-    """
+    """The rows of a step that are filled by one worker: their positions in the step, and their sequences."""
 
     def __init__(self, worker: WorkerConnection, rows: Sequence[int], states: Sequence[SequenceState]) -> None:
         self.worker = worker
@@ -161,11 +152,10 @@ class StepPart:
 
 
 class WorkerConnection:
-    """Sends requests to a worker, reads its answers, and owns its slots.
+    """Sends requests to a worker, reads its answers, and owns its slots. For one incarnation, and one thread.
 
     Args:
         name: of the worker, for messages.
-        pid: of its process.
         segment: the memory of the table.
     """
 
@@ -210,8 +200,7 @@ class WorkerConnection:
         self.requests.append(opened)
 
     def edit(self, state: SequenceState) -> None:
-        """Send a sequence's output in a message, because it changed or does not fit in the table: from the first token
-        that has changed or that the worker may not know."""
+        """Send the part of a sequence's output that has changed, or that the worker may not know, in a message."""
         output, ready = state.sequence.output_token_ids, int(self.table.ready[state.slot])
         filled, sent = ready & POSITION if ready >= 0 else 0, int(self.table.target[state.slot]) & POSITION
         start = min(filled, sent, len(output))
@@ -275,8 +264,7 @@ class WorkerConnection:
         return bool(((table.target != table.ready) & (table.status != FAILED)).any())
 
     def busy(self) -> list[tuple[int, float]]:
-        """Return what the worker's threads are busy with (`busy` of the mark), and for how many seconds. From any
-        thread."""
+        """Return what each busy thread of the worker does (`busy` of the mark), and the seconds so far. Any thread."""
         mark, now = self.table.mark[0], time.monotonic()
         return [
             (int(busy), now - since) for busy, since in zip(mark["busy"], mark["since"], strict=True) if busy != IDLE
@@ -296,7 +284,6 @@ class WorkerConnection:
 
 
 def _fill(slots: NDArray[np.intp]) -> Fill:
-    """Return a request to fill `slots`. The caller has set their columns."""
     return Fill(slots.astype(np.int32).tobytes())
 
 

@@ -1,8 +1,5 @@
 """Dispatcher: sends each step to the workers that are up, and collects the masks.
 
-Used from the engine's thread, except `announce`. Supervisors announce workers that come and go: this takes effect at
-the next call, or within a millisecond if `collect` waits.
-
 A sequence is opened on the worker with the fewest open sequences, and stays there until it ends or the worker does.
 """
 
@@ -67,7 +64,7 @@ class _Step:
 
 
 class Dispatcher:
-    """Sequences on workers, and the steps between them. Implements the step methods of `MaskPool`.
+    """Sequences on workers, and the steps between them. Implements the step methods of `MaskPool`. For one thread.
 
     Args:
         pool_wait: seconds that a sequence waits for a worker before it fails with `PoolUnavailable`.
@@ -102,7 +99,7 @@ class Dispatcher:
     # events
 
     def announce(self, event: Callable[[], None]) -> None:
-        """Have the engine's thread call `event`, when it next uses the dispatcher, or waits. From any thread."""
+        """Have the engine's thread call `event`: at its next call, or while it waits in `collect`. From any thread."""
         self._events.append(event)
 
     def _handle_events(self) -> None:
@@ -117,13 +114,11 @@ class Dispatcher:
     def end(self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", slot: int = FREE) -> None:
         """Handle the end of a worker: its sequences fail, or are opened on another one when they are next wanted.
 
-        If its supervisor ended it because of a mask (time, memory), the sequence of that mask ends. If it died: with
-        `max_replays=0` every sequence with an open matcher ends; with `max_replays=n` one that was being filled at the
-        death of n + 1 workers.
+        If its supervisor ended it because of a mask, the sequence in `slot` fails. If it died: with `max_replays=0`
+        each one with an open matcher fails; with n, each one that was being filled at the death of n + 1 workers.
 
         Args:
             error: for the sequences that are lost.
-            slot: of the row because of which its supervisor ended it, if it did.
         """
         if worker not in self.workers:
             return
@@ -256,10 +251,7 @@ class Dispatcher:
         return step
 
     def _place(self, state: SequenceState) -> None:
-        """Open a sequence on its parent's worker, or on the one with the fewest sequences, if one can take it now.
-
-        Fails a sequence that has waited for too long, or has a grammar that has ended workers.
-        """
+        """Open a sequence, if a worker can take it now. Fail it if it waited too long, or its grammar ends workers."""
         if self._closed:
             self._fail(state, PoolUnavailable("the pool is shut down"))
             return

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
 import ray
 from ray._private import node, ray_constants, services, utils
 from ray._raylet import PlacementGroupID
@@ -80,13 +79,15 @@ def _exit_with_engine(control: socket.socket, directory: str) -> None:
     poller = select.poll()
     poller.register(control, 0)  # reports POLLHUP
     poller.poll()
-    if directory:
-        processes = psutil.Process().children(recursive=True)
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(processes, timeout=RETRY_SECONDS)
-        shutil.rmtree(directory, ignore_errors=True)
+    if directory:  # Ray's processes end with this one, but still write there for a moment
+        command = [
+            "/bin/sh",
+            "-c",
+            'for pause in 1 3 5; do sleep $pause; rm -rf "$1"; done',
+            "guided-cleanup",
+            directory,
+        ]
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/")
     os._exit(1)
 
 

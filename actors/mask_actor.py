@@ -1,10 +1,9 @@
 """MaskActor: the Ray actor that a mask worker runs in, and the step path to an actor on another node.
 
-For the engine each worker is local. `RemoteSteps`, in an actor on another node, has a slot table of its own, and the
-same `StepServer` as an actor beside the engine. `forward`, in the driver's process on the engine's node, is the
-worker's side of the engine's table and channel. It makes two kinds of Ray calls: `deliver` hands over a frame of
-requests, and `collect` waits for lines of the table that have changed. They are separate, so that a slow row does not
-delay frames. Ray's own authentication and TLS protect what travels.
+For the engine each worker is local. `RemoteSteps`, in an actor on another node, has a slot table of its own for the
+same `StepServer`. `forward`, in the driver's process on the engine's node, is the worker's side of the engine's table
+and channel. It makes two kinds of Ray calls: `deliver` hands over a frame of requests, and `collect` waits for lines of
+the table that have changed. They are separate, so that a slow row does not delay frames.
 """
 
 from __future__ import annotations
@@ -88,11 +87,7 @@ class MaskActor:
         )
 
     def attach(self, path: str, segment: SegmentName) -> bool:
-        """Connect to the engine at `path` and start to serve steps.
-
-        Returns:
-            False if the engine's shared memory cannot be reached from here; nothing was started then.
-        """
+        """Connect to the engine at `path` and serve steps. Returns False if its shared memory can't be reached."""
         table = attach(segment)
         if table is None:
             return False
@@ -167,10 +162,7 @@ class RemoteSteps:
         self._end.send_bytes(frame)
 
     def collect(self) -> Lines:
-        """Wait for changed lines. One call at a time.
-
-        Lines that are ready wait for the others of their step, at most a few milliseconds.
-        """
+        """Wait for changed lines. Those that are ready wait a few milliseconds for the others of their step."""
         table, failures = self._table, list[bytes]()
         self._news.wait()
         deadline, has_waited = time.monotonic() + _REPORT_SECONDS, False
@@ -220,8 +212,7 @@ def forward(
     """Forward one incarnation's steps, on two daemon threads, until the engine closes the channel or the actor ends.
 
     Args:
-        end: the worker's end of the channel.
-        table: shared with the engine.
+        end, table: the worker's end of the engine's channel, and the engine's table.
         deliver: calls `RemoteSteps.deliver` in the actor, and does not wait for it. Calls keep their order.
         collect: calls `RemoteSteps.collect` in the actor. Raises if the actor has ended.
     """
