@@ -70,7 +70,6 @@ class Compiler:
             thread.start()
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        """See `MaskPool.compile`. Returns at once."""
         key = cache_key(constraint, backends)
         refused: Future[Grammar] = Future()
         with self._lock:
@@ -91,7 +90,6 @@ class Compiler:
         return future
 
     def release(self, grammar: Grammar) -> None:
-        """See `MaskPool.release`. Returns at once."""
         with self._lock:
             self._when_unused(self._cache.release(grammar))
 
@@ -108,8 +106,6 @@ class Compiler:
         self._fork_server.close()
         for thread in self._threads:
             thread.join()
-
-    # the threads
 
     def _work(self, index: int) -> None:
         """Body of a thread: compile one constraint after the other."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 from msgspec.msgpack import Decoder, encode
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from actors.protocol import (
     EDIT,
@@ -87,7 +87,7 @@ def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[NDArray[np.int32],
 class StepPart:
     """The rows of a step that are filled by one worker: their positions in the step, and their sequences."""
 
-    def __init__(self, worker: WorkerConnection, rows: Sequence[int], states: Sequence[SequenceState]) -> None:
+    def __init__(self, worker: WorkerConnection, rows: ArrayLike, states: Sequence[SequenceState]) -> None:
         self.worker = worker
         self.table = worker.table
         self.states = states
@@ -95,7 +95,7 @@ class StepPart:
         self.slots = np.array([state.slot for state in states], np.intp)
         self.target = self.table.target[self.slots]
         """int64 `[n]`: the version that each row's mask is wanted for."""
-        self.ready: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
+        self.ready: NDArray[np.bool_] = np.zeros(len(states), np.bool_)
         self._fill: Fill | None = None
 
     def look(self) -> bool:
@@ -110,12 +110,6 @@ class StepPart:
     def ready_states(self) -> list[SequenceState]:
         """Return the sequences with a mask, as of the last `look`."""
         return [self.states[index] for index in np.flatnonzero(self.ready).tolist()]
-
-    def keep_ready(self) -> None:
-        """Drop the rows without a mask, as of the last `look`."""
-        self.states = self.ready_states()
-        self.rows, self.slots, self.target = self.rows[self.ready], self.slots[self.ready], self.target[self.ready]
-        self.ready = self.ready[self.ready]
 
     def send_tokens(self, tokens: NDArray[np.int32]) -> None:
         """Write one new token per row and request the next masks. All masks of the previous step are ready.
@@ -172,8 +166,6 @@ class WorkerConnection:
         self._free_slots: list[int] = []
         self.requests: list[Request] = []
         """The next frame."""
-
-    # slots
 
     def has_slot(self) -> bool:
         """Return whether a sequence can be opened now."""
@@ -233,8 +225,6 @@ class WorkerConnection:
             self.loaded -= found
             self.requests.append(Unload(list(found)))
 
-    # frames
-
     def request_wakeup(self) -> None:
         """Have the worker send a message once it has filled what it was asked for."""
         self.table.mark["wake"] = 1
@@ -255,8 +245,6 @@ class WorkerConnection:
                 state.error = state.error or error
                 failed.append(state)
         return failed
-
-    # progress
 
     def has_work(self) -> bool:
         """Return whether the worker was asked for a mask, or to free a slot, and has not done so. From any thread."""

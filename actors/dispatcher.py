@@ -52,7 +52,8 @@ class _Step:
         """Take the rows without a mask out of a part: its worker has ended."""
         part.look()
         self._sort(part, self.waiting)
-        part.keep_ready()
+        rest = self.parts[self.parts.index(part)] = StepPart(part.worker, part.rows[part.ready], part.ready_states())
+        rest.look()
 
     def _sort(self, part: StepPart, undecided: dict[int, SequenceState]) -> None:
         """Add the rows without a mask to `failed` or to `undecided`."""
@@ -95,8 +96,6 @@ class Dispatcher:
         self._events: deque[Callable[[], None]] = deque()
         self._closed = False
         self._poller = select.poll()
-
-    # events
 
     def announce(self, event: Callable[[], None]) -> None:
         """Have the engine's thread call `event`: at its next call, or while it waits in `collect`. From any thread."""
@@ -166,17 +165,13 @@ class Dispatcher:
         for worker in list(self.workers):
             self.end(worker, error)
 
-    # sequences
-
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
-        """See `MaskPool.open`."""
         state = self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar)
         adapter = BACKENDS.get(grammar.backend)
         if adapter is not None and adapter.holds_interpreter_lock:
             self._holding.add(state)
 
     def free(self, sequence_ids: Collection[int]) -> None:
-        """See `MaskPool.free`."""
         for sequence_id in sequence_ids:
             self._lost.pop(sequence_id, None)
             state = self._sequences.pop(sequence_id, None)
@@ -191,22 +186,17 @@ class Dispatcher:
             send_all(self.workers)
 
     def rollback(self, sequence_id: int, length: int) -> None:
-        """See `MaskPool.rollback`."""
         state = self._sequences.get(sequence_id)
         if state is not None and state.worker is not None:
             state.changed_from = length if state.changed_from is None else min(state.changed_from, length)
             self._changed.add(state)
 
     def failures(self) -> dict[int, GuidedError]:
-        """See `MaskPool.failures`."""
         self._handle_events()
         lost, self._lost = self._lost, {}
         return lost
 
-    # a step: out
-
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
-        """See `MaskPool.submit`."""
         self._handle_events()
         previous = self._step
         same = sequences is previous.sequences and type(sequences) is tuple
@@ -277,10 +267,7 @@ class Dispatcher:
             worker = min(able, key=lambda each: (apart and (each is last) != holds, len(each.sequences)))
         worker.open(state, parent)
 
-    # a step: back
-
     def collect(self, deadline: float | None = None) -> StepMasks:
-        """See `MaskPool.collect`."""
         step = self._step
         undecided = step.look()
         if undecided:
@@ -329,7 +316,6 @@ class Dispatcher:
                 time.sleep(_LOOK_SECONDS)
 
     def decided(self) -> list[int]:
-        """See `MaskPool.decided`."""
         if not self._late:
             return []
         self._handle_events()

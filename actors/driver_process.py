@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,8 +31,6 @@ from actors.protocol import SegmentName, attach, connect
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import NodePlacement
 
-Nodes = Sequence[Mapping[str, Any]]
-"""As `ray.nodes()` returns them."""
 _ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_groups={ANSWERS: 1})(MaskActor)
 # A result above this size would wait in the object store of the actor's node until this process asks for it. By default
 # it is 100 KB. The masks of 64 rows are 200 KB: a step takes 8 instead of 11 ms, of 256 rows 25 instead of 40.
@@ -80,13 +78,8 @@ def _exit_with_engine(control: socket.socket, directory: str) -> None:
     poller.register(control, 0)  # reports POLLHUP
     poller.poll()
     if directory:  # Ray's processes end with this one, but still write there for a moment
-        command = [
-            "/bin/sh",
-            "-c",
-            'for pause in 1 3 5; do sleep $pause; rm -rf "$1"; done',
-            "guided-cleanup",
-            directory,
-        ]
+        script = 'for pause in 1 3 5; do sleep $pause; rm -rf "$1"; done'
+        command = ["/bin/sh", "-c", script, "guided-cleanup", directory]
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/")
     os._exit(1)
 
@@ -164,9 +157,6 @@ def _described(error: Exception) -> PoolUnavailable:
     return PoolUnavailable(bounded(error.cause if isinstance(error, RayTaskError) else error))
 
 
-# where actors run
-
-
 def _ray_options(placement: NodePlacement, cpus: float, index: int) -> dict[str, Any]:
     """Return the options of `ray.remote` that place mask actor `index` of a pool."""
     if placement.kind == "local":
@@ -184,11 +174,12 @@ def _ray_options(placement: NodePlacement, cpus: float, index: int) -> dict[str,
     return {**options, "label_selector": {placement.name: placement.value}} if placement.kind == "label" else options
 
 
-def check_room(placement: NodePlacement, cpus: float, number: int, nodes: Nodes, here: str) -> None:
+def check_room(placement: NodePlacement, cpus: float, number: int, nodes: list[dict[str, Any]], here: str) -> None:
     """Check that nodes have room for `number` mask actors, whatever runs there now.
 
     Args:
         cpus: that Ray reserves for each actor.
+        nodes: as `ray.nodes()` returns them.
         here: the id of this process's node.
 
     Raises:
@@ -209,7 +200,7 @@ def check_room(placement: NodePlacement, cpus: float, number: int, nodes: Nodes,
         )
 
 
-def _fits(found: Mapping[str, Any], placement: NodePlacement, here: str) -> bool:
+def _fits(found: dict[str, Any], placement: NodePlacement, here: str) -> bool:
     match placement.kind:
         case "local":
             return bool(found["NodeID"] == here)

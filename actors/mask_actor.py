@@ -103,12 +103,10 @@ class MaskActor:
         StepServer(self._worker, self._backends, end, table, self._forced_tokens, give_up).start()
 
     def deliver(self, *frame: Any) -> None:
-        """See `RemoteSteps.deliver`."""
         assert self._remote is not None
         self._remote.deliver(*frame)
 
     def collect(self) -> Lines:
-        """See `RemoteSteps.collect`."""
         assert self._remote is not None
         return self._remote.collect()
 
@@ -147,10 +145,6 @@ class RemoteSteps:
         """Set while there may be lines to wait for."""
         self._end, server_end = Pipe()
         serve(server_end, self._table)
-
-    def close(self) -> None:
-        """End the server."""
-        hang_up(self._end)
 
     def deliver(
         self, frame: bytes, slots: NDArray[np.intp], target: NDArray[np.int64], tokens: NDArray[np.int32]

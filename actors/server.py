@@ -130,8 +130,6 @@ class StepServer:
             _log.exception("the step server ends")
         self._give_up()
 
-    # the threads
-
     def _serve(self) -> None:
         """Body of the first thread."""
         while True:
@@ -208,8 +206,6 @@ class StepServer:
                 return slot, rows.pop(slot)
         return None
 
-    # requests
-
     def _handle_frame(self, frame: bytes) -> None:
         for request in self._decode(frame):
             self._handle(request)
@@ -261,8 +257,6 @@ class StepServer:
         self._table.status[slot] = OK
         self._table.ready[slot] = version
 
-    # one row
-
     def _fill(self, thread: int, slot: int, state: _Slot, wanted: _Wanted, changes: list[Open | Edit]) -> None:
         table, (target, token) = self._table, wanted
         started = self._since[thread]
@@ -307,8 +301,6 @@ class StepServer:
                 self._worker.install(load.key, backend.load(load.constraint, load.dumped))
             self._unloaded.pop(load.key, None)
         self._worker.open(opening.slot, opening.grammar, opening.parent, opening.tokens, opening.budget)
-
-    # answers
 
     def _wake_engine(self) -> None:
         if self._wake[0]:

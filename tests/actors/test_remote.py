@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +32,11 @@ from actors.protocol import (
     Open,
     Request,
     Segment,
+    SlotTable,
     attach,
     connect,
     freed,
+    hang_up,
 )
 from actors.server import StepServer
 from guided.backends import Backends
@@ -92,7 +96,13 @@ class Actor:
         worker.install("slow", SLOW)
         self.server_ended = threading.Event()
         serve = partial(StepServer, worker, Backends(BYTES), forced_tokens=False, give_up=self.server_ended.set)
-        self.steps = RemoteSteps(len(engine.table.ready), WORDS, lambda *channel: serve(*channel).start())
+        self.server_end: Connection[Any, Any] | None = None
+
+        def start(end: Connection[Any, Any], table: SlotTable) -> None:
+            self.server_end = end
+            serve(end, table).start()
+
+        self.steps = RemoteSteps(len(engine.table.ready), WORDS, start)
         self.has_ended = threading.Event()
         table = attach(engine.segment.name)
         assert table is not None
@@ -121,7 +131,8 @@ def actor(engine: Engine) -> Iterator[Actor]:
     yield actor
     actor.has_ended.set()
     engine.send(engine.free(0))  # ends a call of `collect`
-    actor.steps.close()
+    assert actor.server_end is not None
+    hang_up(actor.server_end)
     assert actor.server_ended.wait(10)
 
 
