@@ -16,8 +16,8 @@ __all__ = ["CompileLimits", "RayPool"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RayPool":
-        from actors.ray_pool import RayPool
+    if name != "RayPool":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from actors.ray_pool import RayPool
 
-        return RayPool
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return RayPool

@@ -30,7 +30,6 @@ from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import LOCAL, NodePlacement, RayPoolOptions
 
 _STDERR = 2
-_QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # For its dashboard the GCS records every task, which grows with each grammar.
@@ -46,6 +45,8 @@ _LOCAL_ENVIRONMENT = {
     # With this setting all processes of the local Ray listen on 127.0.0.1 only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_metrics_collection": "0",
+    # Ray's default for the raylet's start, 30 s, is too short for a machine with a load of 15.
+    "RAY_raylet_start_wait_time_s": f"{START_SECONDS:.0f}",
     # A process that Ray starts ends when a pipe to the raylet closes. Otherwise it looks for the raylet now and then.
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
     # Without CPUs of its own, Ray would start the actors' processes one after the other.
@@ -79,7 +80,7 @@ class Cluster:
         """Connect to the cluster that this process has joined already, or to `address`, or to a new local cluster.
 
         Raises:
-            PoolUnavailable: Ray cannot be reached or started; says why.
+            PoolUnavailable: Ray cannot be reached or started.
         """
         with cls._lock:
             cluster = cls._current or cls(address)
@@ -168,7 +169,8 @@ class Cluster:
         self, options: dict[str, Any], environment: dict[str, str | None], directory: str | None = None
     ) -> Driver:
         given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
-        driver = self._driver = Driver({**options, **_QUIET}, {**given, **environment}, directory)
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        driver = self._driver = Driver({**options, **quiet}, {**given, **environment}, directory)
         try:
             if self._has_left:  # from now on `leave` ends the driver
                 raise PoolUnavailable("the pool was shut down")
@@ -186,7 +188,7 @@ class Driver:
 
     Args:
         options: arguments of `ray.init`.
-        environment: variables for it and for a Ray that it starts, added to those of this process; None removes one.
+        environment: variables that it and a Ray that it starts have in addition; None removes one.
         directory: of a local Ray, which is started. It is removed when the driver ends. None: join a cluster.
     """
 
@@ -216,25 +218,10 @@ class Driver:
         return self._head if self._process.poll() is None else None
 
     def connect(self) -> None:
-        """Wait until the driver has connected to Ray.
-
-        Raises:
-            PoolUnavailable: it cannot; says why.
-        """
-        connection = self.connection()
-        try:
-            connection.send(self._connect)
-            if not connection.poll(CALL_SECONDS):
-                text = "waiting for Ray's GCS server and this node's raylet for %g s already, and for %g s at most"
-                _log.warning(text, CALL_SECONDS, START_SECONDS)
-                if not connection.poll(START_SECONDS - CALL_SECONDS):
-                    text = f"Ray's GCS server and this node's raylet did not answer within {START_SECONDS:g} s"
-                    raise PoolUnavailable(text)
-            self._head, error = connection.recv()
-        except (EOFError, OSError):
-            raise PoolUnavailable(_ENDED) from None
-        if error is not None:
-            raise error
+        """Wait until the driver has connected to Ray. Raises `PoolUnavailable` if it cannot."""
+        session = Session(self.connection(), threading.Event())
+        what = "answer (its GCS server, and this node's raylet)"
+        self._head = session.ask(what, "connect", *self._connect)
 
     def connection(self) -> Connection[Any, Any]:
         """Return a new connection to the process, at once. Raises `PoolUnavailable` if that has ended."""
@@ -280,20 +267,21 @@ class Session:
     def ask(self, action: str, name: str, *arguments: Any) -> Any:
         """Call a method of `driver_process.Session`. Returns its result.
 
-        Args:
-            action: what Ray is to do, for the message of an error.
-
         Raises:
-            PoolUnavailable: there is no answer in time, the driver or the actor has ended, or the method raised.
+            PoolUnavailable: Ray did not `action` in time, the driver or the actor has ended, or the method raised.
         """
-        deadline = time.monotonic() + START_SECONDS
+        began, warn_after = time.monotonic(), CALL_SECONDS
         try:
             self._connection.send((name, arguments))
             while not self._connection.poll(TICK_SECONDS):
+                waited = time.monotonic() - began
                 if self._stopping.is_set():
                     raise PoolUnavailable("the pool was shut down")
-                if time.monotonic() > deadline:
+                if waited > START_SECONDS:
                     raise PoolUnavailable(f"Ray did not {action} within {START_SECONDS:g} s")
+                if waited > warn_after:
+                    _log.warning("waiting for Ray to %s, for %g s at most", action, START_SECONDS)
+                    warn_after = START_SECONDS
             result, error = self._connection.recv()
         except (EOFError, OSError):
             raise PoolUnavailable(_ENDED) from None
@@ -316,12 +304,10 @@ def _local() -> tuple[dict[str, Any], dict[str, str | None], str]:
     token = os.path.join(directory, "token")
     with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
-    # Size of Ray's object store, Ray's own minimum. A vocabulary or a grammar is there on its way to an actor only.
     options = {
-        # "local" even if RAY_ADDRESS is set: a cluster is only joined if it was named.
-        "address": "local",
+        "address": "local",  # even if RAY_ADDRESS is set: a cluster is only joined if it was named
         "include_dashboard": False,
-        "object_store_memory": 80 << 20,
+        "object_store_memory": 80 << 20,  # Ray's own minimum: a vocabulary is there on its way to an actor only
         # The actors take no CPUs, and Ray would keep an idle process for every CPU.
         "num_cpus": 0,
         "num_gpus": 0,

@@ -170,30 +170,32 @@ class CompileProcess:
         """Growth of its resident memory since its fork, in bytes."""
         return resident_bytes(self._process) - self._fresh
 
-    def compile(self, request: CompileRequest, deadline: float, memory_bytes: int) -> CompileResult:
+    def compile(self, request: CompileRequest, seconds: float, memory_bytes: int) -> CompileResult:
         """Have the process compile a constraint. If this raises, the process has to be killed.
 
         Args:
-            deadline: `time.monotonic()` until which to wait.
-            memory_bytes: limit of the growth of the process's resident memory since its fork.
+            memory_bytes: limit of `growth`.
 
         Raises:
             CompileTimeout, ConstraintTooLarge: a limit was exceeded.
             BackendError: the process ended: it crashed, or was killed from outside.
         """
+        deadline = time.monotonic() + seconds
+        timeout = CompileTimeout(
+            f"compiling this constraint with {request.backend} took more than {seconds:.2g} s; "
+            "try a simpler one, or another backend"
+        )
         try:
             self._jobs.send_bytes(encode(request))
             while not self._jobs.poll(min(_POLL_SECONDS, deadline - time.monotonic())):
                 if self.growth > memory_bytes:
-                    raise ConstraintTooLarge(
-                        f"compiling this constraint with {request.backend} took more than {memory_bytes >> 20} MiB of "
-                        "memory; try a smaller one, or another backend"
-                    )
+                    text = f"compiling this constraint with {request.backend} took more than {memory_bytes >> 20} MiB"
+                    raise ConstraintTooLarge(f"{text} of memory; try a smaller one, or another backend")
                 if time.monotonic() >= deadline:
-                    raise CompileTimeout("")
+                    raise timeout
             result: CompileResult = self._decode(self._jobs.recv_bytes())
         except BlockingIOError:
-            raise CompileTimeout("") from None
+            raise timeout from None
         except (EOFError, OSError):
             raise BackendError("compiling this constraint ended its process") from None
         return result

@@ -5,6 +5,7 @@ It runs in the engine's process. Native code runs in the compile processes only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -109,8 +110,9 @@ class Compiler:
 
     def _work(self, index: int) -> None:
         """Body of a thread: compile one constraint after the other."""
-        if index == 0 and (process := self._take()) is not None:  # warm up before the first constraint
-            self._idle.append(process)
+        if index == 0:  # warm up before the first constraint
+            with contextlib.suppress(PoolUnavailable):
+                self._idle.append(self._take())
         while (task := self._queue.get()) is not None:
             error: GuidedError | None = None
             try:
@@ -140,60 +142,56 @@ class Compiler:
         failed: list[tuple[str, GuidedError]] = []
         for index, name in enumerate(task.backends):
             process = self._take()
-            if process is None:
-                raise _closed()
             # A tenth of the time limit is kept for each backend that may still be tried: most need far less.
             share = 1 - 0.1 * (len(task.backends) - index - 1)
-            began = time.monotonic()
             request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
-            result = self._run(process, request, began + self._limits.seconds * share - spent)
-            spent += time.monotonic() - began
-            if isinstance(result, CompileResult):
+            began = time.monotonic()
+            try:
+                result = self._run(process, request, self._limits.seconds * share - spent)
+            except GuidedError as error:
+                if not is_about_backend(error):  # but about the constraint
+                    raise
+                failed.append((name, error))
+                spent += time.monotonic() - began
+            else:
                 grammar = Grammar(
                     task.key,
                     name,
                     task.constraint,
-                    spent,
+                    spent + time.monotonic() - began,
                     checked=result.checked,
                     mask_seconds=result.mask_seconds,
                     dumped=result.dumped,
                 )
                 return grammar, result.nbytes
-            if isinstance(result, CompileTimeout):
-                result = CompileTimeout(
-                    f"compiling this constraint took more than {spent:.2g} s, at last with {name}; "
-                    "try a simpler one, or another backend"
-                )
-            if not is_about_backend(result):  # but about the constraint
-                raise result
-            failed.append((name, result))
         raise conclusion(failed)
 
-    def _run(self, process: CompileProcess, request: CompileRequest, deadline: float) -> CompileResult | GuidedError:
-        """Compile with one backend. Returns the result, or why there is none."""
+    def _run(self, process: CompileProcess, request: CompileRequest, seconds: float) -> CompileResult:
+        """Compile with one backend. Raises what `CompileProcess.compile` raises, and the error of the result."""
         is_reusable = False
         try:
-            result = process.compile(request, deadline, self._limits.memory_bytes)
+            result = process.compile(request, seconds, self._limits.memory_bytes)
             # A process that has grown by more than this is replaced after its constraint.
             is_reusable = process.growth <= 64 << 20
-            return result if result.error is None else from_wire(result.error)
         except GuidedError as error:
             if self._closing.is_set():
                 raise _closed() from None
             with self._lock:
                 self._timeouts[request.backend] += isinstance(error, CompileTimeout)
                 self._crashes[request.backend] += isinstance(error, BackendError)
-            if isinstance(error, BackendError):
-                _log.warning("%s, compiling with %s: %s", error, request.backend, request.constraint.key)
-            return error
+            _log.warning("%s, compiling with %s: %s", error, request.backend, request.constraint.key)
+            raise
         finally:  # also if the answer is garbled
             if is_reusable:
                 self._idle.append(process)
             else:
                 process.kill()
+        if result.error is not None:
+            raise from_wire(result.error)
+        return result
 
-    def _take(self) -> CompileProcess | None:
-        """Return an idle process, or a new one. None: the compiler is being closed."""
+    def _take(self) -> CompileProcess:
+        """Return an idle process, or a new one. Raises `PoolUnavailable` if the compiler is being closed."""
         while not self._closing.is_set():
             try:
                 process = self._idle.pop()
@@ -208,7 +206,7 @@ class Compiler:
                 if process.alive:
                     return process
                 process.kill()
-        return None
+        raise _closed()
 
 
 def _closed() -> PoolUnavailable:

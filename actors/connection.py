@@ -103,10 +103,6 @@ class StepPart:
         self.ready = self.table.ready[self.slots] == self.target
         return not self.ready.all()
 
-    def missing(self) -> dict[int, SequenceState]:
-        """Return the sequences without a mask by row, as of the last `look`."""
-        return {int(self.rows[index]): self.states[index] for index in np.flatnonzero(~self.ready).tolist()}
-
     def ready_states(self) -> list[SequenceState]:
         """Return the sequences with a mask, as of the last `look`."""
         return [self.states[index] for index in np.flatnonzero(self.ready).tolist()]

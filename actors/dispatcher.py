@@ -57,7 +57,8 @@ class _Step:
 
     def _sort(self, part: StepPart, undecided: dict[int, SequenceState]) -> None:
         """Add the rows without a mask to `failed` or to `undecided`."""
-        for row, state in part.missing().items():
+        for index in np.flatnonzero(~part.ready).tolist():
+            row, state = int(part.rows[index]), part.states[index]
             if state.error is None:
                 undecided[row] = state
             else:

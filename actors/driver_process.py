@@ -26,7 +26,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.mask_actor import ANSWERS, MaskActor, forward
-from actors.processes import RETRY_SECONDS, START_SECONDS, TICK_SECONDS
+from actors.processes import RETRY_SECONDS, TICK_SECONDS
 from actors.protocol import SegmentName, attach, connect
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import NodePlacement
@@ -47,7 +47,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_engine, args=(control, directory), daemon=True).start()
     connections = _connections(control)
     first = next(connections)
-    options, sys.argv[0] = first.recv()
+    _, (options, sys.argv[0]) = first.recv()
     try:
         if directory:
             _leave_out_processes()
@@ -175,15 +175,12 @@ def _ray_options(placement: NodePlacement, cpus: float, index: int) -> dict[str,
 
 
 def check_room(placement: NodePlacement, cpus: float, number: int, nodes: list[dict[str, Any]], here: str) -> None:
-    """Check that nodes have room for `number` mask actors, whatever runs there now.
+    """See `Cluster.check_room`.
 
     Args:
-        cpus: that Ray reserves for each actor.
+        cpus: that Ray reserves for each of `number` actors.
         nodes: as `ray.nodes()` returns them.
         here: the id of this process's node.
-
-    Raises:
-        PoolUnavailable: they have not; says what there is, and which options lower what the pool takes.
     """
     found = [each["Resources"] for each in nodes if each["Alive"] and _fits(each, placement, here)]
     if not found:
@@ -236,20 +233,8 @@ _AGENT_PORTS = {
 }
 
 
-class _SmallNode(node.Node):  # type: ignore[misc]
-    def start_monitor(self) -> None:
-        pass
-
-    def start_log_monitor(self) -> None:
-        pass
-
-    def start_api_server(self, **_: object) -> None:
-        pass
-
-
 def _leave_out_processes() -> None:
     """Have `ray.init` start the GCS server, the raylet and nothing else. It replaces functions of Ray (2.60)."""
-    get_node = services.get_node
     python_command = services._build_python_executable_command_memory_profileable
 
     def command(component: str, *arguments: Any, **more: Any) -> list[str]:
@@ -258,19 +243,8 @@ def _leave_out_processes() -> None:
             return list(python_command(component, *arguments, **more))
         return ["/bin/sh", "-c", _AGENT % ports]
 
-    def wait_for_node(*arguments: Any) -> Any:
-        """Wait until the raylet has registered. Ray waits for 30 s, too short for a machine with a load of 15."""
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                return get_node(*arguments)
-            except RuntimeError:  # not registered yet
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(0.05)
-
-    node.Node = _SmallNode
-    services.get_node = wait_for_node
+    for name in ("start_monitor", "start_log_monitor", "start_api_server"):
+        setattr(node.Node, name, lambda *_, **__: None)
     services._build_python_executable_command_memory_profileable = command
     # This process would load the dashboard's libraries, to find out whether they are installed.
     utils.get_dashboard_dependency_error = lambda: ImportError("the dashboard is not used")

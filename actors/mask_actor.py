@@ -75,7 +75,7 @@ class MaskActor:
         self._backends[next(iter(BACKENDS))]
         self._worker = MaskWorker(vocabulary)
         self._forced_tokens = forced_tokens
-        self._remote: RemoteSteps | None = None
+        self._remote: RemoteSteps
         watch_free_memory()
 
     def location(self) -> ActorLocation:
@@ -103,11 +103,9 @@ class MaskActor:
         StepServer(self._worker, self._backends, end, table, self._forced_tokens, give_up).start()
 
     def deliver(self, *frame: Any) -> None:
-        assert self._remote is not None
         self._remote.deliver(*frame)
 
     def collect(self) -> Lines:
-        assert self._remote is not None
         return self._remote.collect()
 
 

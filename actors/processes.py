@@ -77,7 +77,6 @@ def package_version() -> str:
 def memory_limit(wanted: int | None) -> int:
     """Return an actor's memory limit in bytes: `wanted`, at most the machine's memory. None: 2 GiB, at most half."""
     machine = machine_bytes()
-    # Memory limit of a mask actor. With all backends loaded for 131,072 tokens it takes 0.55 GiB.
     return min(wanted, machine) if wanted is not None else min(2 << 30, machine // 2)
 
 

@@ -1,7 +1,6 @@
-"""RayPool: mask workers in Ray actors, at in-process speed.
+"""RayPool: mask workers in Ray actors, at in-process speed. A supervisor keeps each actor alive.
 
-Ray places, starts and ends the actors, and transfers the vocabulary. A step is one message per actor over a socket. The
-token bitmasks are in shared memory. Grammars are compiled in processes beside the engine.
+Ray places, starts and ends the actors. A step is one message per actor over a socket, and masks are in shared memory.
 """
 
 from __future__ import annotations
@@ -111,10 +110,7 @@ class RayPool(Dispatcher):
         )
 
     def shutdown(self) -> None:
-        """End the actors and release all processes, sockets, memory and files. Idempotent.
-
-        Without it, they end when this process does.
-        """
+        """End the actors and release all processes, sockets, memory and files. Idempotent."""
         self._undo.close()
 
 
