@@ -29,7 +29,6 @@ from actors.processes import CALL_SECONDS, START_SECONDS, STOP_SECONDS, TICK_SEC
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import LOCAL, NodePlacement, RayPoolOptions
 
-_STDERR = 2
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # For its dashboard the GCS records every task, which grows with each grammar.
@@ -203,7 +202,7 @@ class Driver:
                 [sys.executable, "-m", "actors.driver_process", str(theirs.fileno()), directory or ""],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=_STDERR,
+                stdout=2,  # stderr
                 env={name: value for name, value in variables.items() if value is not None},
                 start_new_session=True,  # an interrupt from the terminal is for the engine's process
             )

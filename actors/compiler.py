@@ -72,19 +72,17 @@ class Compiler:
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         key = cache_key(constraint, backends)
-        refused: Future[Grammar] = Future()
         with self._lock:
-            if self._closing.is_set():
-                refused.set_exception(_closed())
-                return refused
             future, new = self._cache.acquire(key)
             if not new:
                 return future
+            error: GuidedError | None = _closed() if self._closing.is_set() else None
             if self.compiling >= self._max_compiling:
-                full = CompileQueueFull(f"{self.compiling} constraints are being compiled or waiting: try again")
-                self._cache.fail(key, full)
-                refused.set_exception(full)
-                return refused
+                error = CompileQueueFull(f"{self.compiling} constraints are being compiled or waiting: try again")
+            if error is not None:
+                self._cache.fail(key, error)
+                future.set_exception(error)
+                return future
             future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
             self.compiling += 1
         self._queue.put(_Task(constraint, backends, key, future, time.monotonic()))

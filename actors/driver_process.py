@@ -32,17 +32,13 @@ from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import NodePlacement
 
 _ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_groups={ANSWERS: 1})(MaskActor)
-# A result above this size would wait in the object store of the actor's node until this process asks for it. By default
-# it is 100 KB. The masks of 64 rows are 200 KB: a step takes 8 instead of 11 ms, of 256 rows 25 instead of 40.
+# The runtime environment of an actor that may be on another node. A result above this size would wait in the object
+# store there until this process asks for it. By default it is 100 KB, and the masks of 64 rows are 200 KB.
 _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
-"""The runtime environment of an actor that may be on another node."""
 
 
 def main() -> None:
-    """Serve the engine's process.
-
-    Its arguments are the descriptor of a socket and the directory of a local Ray, which is empty to join a cluster.
-    """
+    """Serve the engine's process. Arguments: descriptor of a socket; directory of a local Ray, "" to join a cluster."""
     control, directory = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     threading.Thread(target=_exit_with_engine, args=(control, directory), daemon=True).start()
     connections = _connections(control)

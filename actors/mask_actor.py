@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -99,8 +98,7 @@ class MaskActor:
         self._remote = RemoteSteps(slots, words, self._serve)
 
     def _serve(self, end: Connection[Any, Any], table: SlotTable) -> None:
-        give_up = partial(os._exit, 1)
-        StepServer(self._worker, self._backends, end, table, self._forced_tokens, give_up).start()
+        StepServer(self._worker, self._backends, end, table, self._forced_tokens, lambda: os._exit(1)).start()
 
     def deliver(self, *frame: Any) -> None:
         self._remote.deliver(*frame)

@@ -50,15 +50,14 @@ SLOW_SECONDS = 0.001
 """If the last mask of a row took longer than this, the next one is expected to be slow."""
 _LENGTH = struct.Struct("!i")
 """What a `Connection` sends before each message."""
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group at the other end (SO_PEERCRED)."""
 _NONCE_BYTES = 32
 _MARK_OFFSET = 64
 _MARK = np.dtype([("since", "f8", THREADS), ("busy", "i4", THREADS), ("filled", "i8"), ("wake", "i4")])
 _COLUMNS_OFFSET = 128
 _LINE_BYTES = 8 + 8 + 4 + 4 + 4 + 4 * MAX_FORCED_TOKENS
 """Size of a line of the table, but for its mask."""
-
-
-# channel
 
 
 class Channel:
@@ -81,7 +80,8 @@ class Channel:
                 connected, _ = listening.accept()
             except TimeoutError:
                 return False
-        if _user_of(connected) != os.getuid():  # other users can see the address
+        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # other users can see the address
             connected.close()
             return False
         connected.setblocking(False)
@@ -127,12 +127,6 @@ class Channel:
         self._stream.close()
 
 
-def _user_of(stream: socket.socket) -> int:
-    """Return the user id of the process at the other end (SO_PEERCRED)."""
-    _, user, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(user)
-
-
 def connect(path: str) -> Connection[Any, Any]:
     """Worker side: connect to `Channel.path`."""
     with socket.socket(socket.AF_UNIX) as stream:
@@ -144,9 +138,6 @@ def hang_up(end: Connection[Any, Any]) -> None:
     """Worker side: end the connection, also for a thread that waits for a message."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as stream:
         stream.shutdown(socket.SHUT_RDWR)
-
-
-# messages
 
 
 class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
@@ -215,9 +206,6 @@ class Failed(msgspec.Struct, array_like=True, gc=False, frozen=True):
     slot: int
     version: int
     error: Wire
-
-
-# slot table
 
 
 @dataclass(frozen=True, slots=True)

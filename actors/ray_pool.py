@@ -52,7 +52,7 @@ class RayPool(Dispatcher):
     def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions | None = None, **changes: Any) -> None:
         self.options = options = replace(options or RayPoolOptions(), **changes)
         super().__init__(options.pool_wait, options.max_replays, options.forced_tokens)
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._supervisors: list[Supervisor] = []
         with contextlib.ExitStack() as undo:
             # Its processes take seconds to warm up, so they start before Ray.
@@ -87,10 +87,6 @@ class RayPool(Dispatcher):
     def _unload(self, keys: Collection[str]) -> None:
         for worker in list(self.workers) if keys else ():
             self.announce(partial(worker.unload, keys))
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self._vocabulary
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         return self._compiler.compile(constraint, backends)
