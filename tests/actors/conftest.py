@@ -1,4 +1,4 @@
-"""Ends what a test has left."""
+"""A cluster of two actors on threads, and the end of what a test has left."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 from thread_actor import close_all
+from thread_cluster import Cluster
 
 
 @pytest.fixture(autouse=True)
 def no_actor_left() -> Iterator[None]:
     yield
     close_all()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()

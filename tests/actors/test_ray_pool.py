@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from byte_vocabulary import BYTES, tokens
+from byte_vocabulary import BYTES
 from compile_processes import compile_pids
 from ray_clusters import environment, run
 
@@ -141,17 +141,6 @@ def test_an_actor_gives_precedence_to_the_engine(pool: RayPool) -> None:
     autogroup = Path(f"/proc/{worker.pid}/autogroup")
     if autogroup.exists() and (found := autogroup.read_text()):  # "/autogroup-7 nice 5"
         assert int(found.rpartition(" ")[2]) > 0
-
-
-def test_an_unused_grammar_leaves_the_workers_and_comes_back(pool: RayPool) -> None:
-    constraint = Constraint.regex("gone+")
-    pool.release(pool.compile(constraint, ("llguidance",)).result(WAIT))
-    grammar = pool.compile(constraint, ("llguidance",)).result(WAIT)
-    sequence = GuidedSequence("request", next(_ids), tokens("gon"))
-    pool.open(sequence, grammar)
-    pool.submit([sequence])
-    assert pool.collect().ready
-    pool.free([sequence.sequence_id])
 
 
 def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) -> None:

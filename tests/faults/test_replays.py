@@ -130,13 +130,6 @@ def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedMo
     assert said(found) == said(expected)
 
 
-def test_an_endless_fill_ends_one_request(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
-    """It holds the GIL, so the worker sends nothing. A slow row may be marked for longer, and end before it."""
-    found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
-    assert errors(found) | {"late": MaskTimeout.code} == dict.fromkeys(("endless", "late"), MaskTimeout.code)
-    assert said(found, "endless", "late") == {name: text for name, text in said(expected).items() if name != "late"}
-
-
 @pytest.mark.parametrize("fault", ["abort@load", "hold@load"])
 def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
     pool: RayPool, tiny_model: LoadedModel, expected: Outputs, fault: str

@@ -19,7 +19,8 @@ PATHS = [str(ROOT), str(ROOT / "tests" / "support" / "startup"), str(ROOT / "tes
 
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a program that knows the modules of this folder and the faulty backend."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS), **more}
+    patient = {"RAY_raylet_start_wait_time_s": "120"}  # for a busy machine
+    return {**os.environ, **patient, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS), **more}
 
 
 def run(code: str, *arguments: str) -> str:

@@ -23,24 +23,16 @@ from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, WorkerDied,
 # placement
 
 
-def test_new_sequences_go_where_the_fewest_are_and_stay_there(cluster: Cluster) -> None:
+def test_sequences_go_to_the_fewest_or_to_the_parent_and_stay(cluster: Cluster) -> None:
     cluster.open(1, 2, 3, 4)
     cluster.step((1, ""), (2, ""), (3, ""), (4, ""))
     assert [cluster.where(number) for number in (1, 2, 3, 4)] == [0, 1, 0, 1]
     cluster.dispatcher.free([2, 4])
     cluster.open(5, 6)
+    cluster.open(7, parent=1)
     for text in ("", "a", "ab"):
-        assert all_ready(cluster.step((1, text), (5, text), (6, text)))
-        assert [cluster.where(number) for number in (1, 3, 5, 6)] == [0, 0, 1, 1]
-
-
-def test_a_fork_goes_to_its_parent(cluster: Cluster) -> None:
-    cluster.open(1, 2)
-    cluster.step((1, ""), (2, ""))
-    for fork in (3, 4, 5):
-        cluster.open(fork, parent=1)
-    cluster.step((3, ""), (4, ""), (5, ""))
-    assert {cluster.where(number) for number in (1, 3, 4, 5)} == {0}
+        assert all_ready(cluster.step((1, text), (5, text), (6, text), (7, text)))
+        assert [cluster.where(number) for number in (1, 3, 5, 6, 7)] == [0, 0, 1, 1, 0]
 
 
 def test_a_backend_that_holds_the_lock_has_an_actor_of_its_own(cluster: Cluster) -> None:
@@ -191,16 +183,6 @@ def test_a_late_mask_is_not_that_of_a_later_output(cluster: Cluster) -> None:
 
 def kinds(rows: list[str | GuidedError]) -> list[object]:
     return [row if isinstance(row, str) else type(row) for row in rows]
-
-
-def test_a_dead_actors_sequences_are_lost_once_and_the_others_continue(cluster: Cluster) -> None:
-    cluster.open(1, 2, 3, 4)
-    assert cluster.step((1, ""), (2, ""), (3, ""), (4, "")) == ["ax"] * 4
-    cluster.end(0)
-    assert set(cluster.dispatcher.failures()) == {1, 3}
-    assert cluster.dispatcher.failures() == {}
-    rows = cluster.step((1, "a"), (2, "a"), (3, "a"), (4, "a"))
-    assert kinds(rows) == [WorkerDied, "b", WorkerDied, "b"]
 
 
 def test_a_sequence_without_a_mask_from_a_dead_actor_is_opened_elsewhere(cluster: Cluster) -> None:

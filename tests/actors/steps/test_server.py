@@ -1,4 +1,7 @@
-"""The step server inside an actor: what it accepts, what it drops, when it answers, which of its threads does what."""
+"""The step server inside an actor: what it accepts, when it answers, which of its threads does what.
+
+On another node it is the same, with `forward` and `RemoteSteps` between the engine and its server.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +10,90 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from byte_vocabulary import BYTES, allowed, tokens
+from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from msgspec.msgpack import Decoder, encode
 from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
-from thread_actor import ThreadActor
+from thread_actor import ConnectedPair, ThreadActor
+from thread_cluster import until
 
-from actors.protocol import EDIT, FAILED, FREE, IDLE, OK, Edit, Failed, Fill, Free, Load, Open, Request, Unload, freed
+from actors.mask_actor import Lines, RemoteSteps, forward
+from actors.protocol import (
+    EDIT,
+    FAILED,
+    FREE,
+    IDLE,
+    OK,
+    Edit,
+    Failed,
+    Fill,
+    Free,
+    Load,
+    Open,
+    Request,
+    SlotTable,
+    Unload,
+    attach,
+    freed,
+    hang_up,
+)
+from actors.server import StepServer
 from guided.backends import Backends
 from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, from_wire
+from guided.worker import MaskWorker
 
 FAST = ScriptedGrammar([tokens("ab"), tokens("ac"), tokens("xyz")])
+
+
+class RemoteActor:
+    """An actor on another node, in this process."""
+
+    def __init__(self, grammars: dict[str, ScriptedGrammar]) -> None:
+        self.pair = ConnectedPair()
+        worker = MaskWorker(BYTES)
+        for key, grammar in grammars.items():
+            worker.install(key, grammar)
+        self.server_ended = threading.Event()
+        self.has_ended = threading.Event()
+        serve = partial(StepServer, worker, Backends(BYTES), forced_tokens=False, give_up=self.server_ended.set)
+
+        def start(end: Connection[Any, Any], table: SlotTable) -> None:
+            self._server_end = end
+            serve(end, table).start()
+
+        self.steps = RemoteSteps(len(self.pair.segment.table.ready), WORDS, start)
+        table = attach(self.pair.segment.name)
+        assert table is not None
+        forward(self.pair.end, table, self.steps.deliver, self._collect)
+
+    def _collect(self) -> Lines:
+        lines = self.steps.collect()
+        if self.has_ended.is_set():
+            raise RuntimeError("the actor has ended")
+        return lines
+
+    def close(self) -> None:
+        self.has_ended.set()
+        hang_up(self._server_end)
+        assert self.server_ended.wait(10)
 
 
 class Peer:
     """The engine's side, by hand."""
 
-    def __init__(self, **grammars: ScriptedGrammar) -> None:
-        self.actor = ThreadActor({"g": FAST, **grammars})
-        self.channel = self.actor.pair.channel
-        self.table = self.actor.pair.segment.table
+    def __init__(self, pair: ConnectedPair) -> None:
+        self.connection = pair.connection
+        self.channel = pair.channel
+        self.table = pair.segment.table
 
     def send(self, *requests: Request) -> None:
         self.channel.send(encode(list(requests)))
@@ -77,40 +138,71 @@ def slow() -> Iterator[SlowGrammar]:
 
 
 @pytest.fixture
-def peer(slow: SlowGrammar) -> Iterator[Peer]:
-    peer = Peer(slow=slow)
-    yield peer
+def actor(slow: SlowGrammar) -> Iterator[ThreadActor]:
+    actor = ThreadActor({"g": FAST, "slow": slow})
+    yield actor
     slow.release.set()
-    peer.actor.connection.close()
+    actor.connection.close()
 
 
-def test_masks_are_written_into_the_table(peer: Peer) -> None:
-    table = peer.table
-    peer.send(peer.open(3), peer.open(0, "a"))
-    assert peer.wait(3) == "ax"
-    assert peer.wait(0) == "bc"
+@pytest.fixture
+def peer(actor: ThreadActor) -> Peer:
+    """Of an actor beside the engine."""
+    return Peer(actor.pair)
+
+
+@pytest.fixture
+def remote(slow: SlowGrammar) -> Iterator[RemoteActor]:
+    actor = RemoteActor({"g": FAST, "slow": slow})
+    yield actor
+    slow.release.set()
+    actor.has_ended.set()
+    Peer(actor.pair).channel.send(encode([Unload([])]))  # ends a call of `collect`
+    actor.close()
+    actor.pair.connection.close()
+
+
+@pytest.fixture(params=["actor", "remote"])
+def either(request: pytest.FixtureRequest) -> Peer:
+    """Of an actor beside the engine, and of one on another node."""
+    return Peer(request.getfixturevalue(request.param).pair)
+
+
+def test_masks_are_written_into_the_table(either: Peer) -> None:
+    table = either.table
+    either.send(either.open(3), either.open(0, "a"))
+    assert either.wait(3) == "ax"
+    assert either.wait(0) == "bc"
     assert (table.seconds[[0, 3]] > 0).all()
-    assert peer.answer(0.05) is None, "the engine does not wait, so it is not woken"
-    assert table.mark["busy"].tolist() == [[IDLE, IDLE]]
-    assert table.mark["filled"] == 2
+    assert either.answer(0.05) is None, "the engine does not wait, so it is not woken"
+    until(lambda: bool((table.mark["busy"] == IDLE).all() and table.mark["filled"] == 2))
     table.mark["wake"] = 1
-    peer.send(peer.fill(0, "b"))
-    assert peer.answer() == b"", "the engine waits: it is woken when all is done"
-    assert peer.wait(0) == "."
+    either.send(either.fill(0, "b"))
+    assert either.answer() == b"", "the engine waits: it is woken when all is done"
+    assert either.wait(0) == "."
     assert table.ready[[1, 2, 4]].tolist() == [FREE] * 3
+    table.target[3] = 2 * EDIT + 1
+    either.send(Edit(3, 2 * EDIT + 1, 0, tokens("a")))
+    assert either.wait(3) == "bc"
+    either.send(either.free(3), either.open(0, "x", edit=2))
+    assert either.wait(0) == "y"
+    either.send(either.open(3, "x", edit=3))
+    assert either.wait(3) == "y"
 
 
-def test_a_failed_row_is_reported_and_logged(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
-    peer.send(msgspec.structs.replace(peer.open(3, "q"), request_id="request-7"))
-    answer = peer.answer()
+def test_a_failed_row_is_reported_and_logged(either: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    either.send(msgspec.structs.replace(either.open(3, "q"), request_id="request-7"), either.open(1))
+    either.wait(1)
+    answer = either.answer()
     assert isinstance(answer, Failed)
-    assert (answer.slot, answer.version) == (3, peer.table.target[3])
+    assert (answer.slot, answer.version) == (3, either.table.target[3])
     assert isinstance(from_wire(answer.error), TokenRejected)
-    assert peer.table.status[3] == FAILED
+    until(lambda: either.table.status[3] == FAILED)
     assert "request request-7 (slot 3) failed: token_rejected" in caplog.text
-    peer.send(peer.free(3), peer.open(3, edit=2))
-    assert peer.wait(3) == "ax"
-    assert peer.table.status[3] == OK
+    either.send(either.free(3), either.open(3, edit=2))
+    assert either.wait(3) == "ax"
+    assert either.table.status[[1, 3]].tolist() == [OK, OK]
+    assert either.answer(0.05) is None, "it is reported once"
 
 
 def test_a_position_that_does_not_fit_is_a_failure(peer: Peer) -> None:
@@ -162,19 +254,20 @@ def stick(peer: Peer, slow: SlowGrammar, slot: int = 0) -> None:
     assert slow.reached.wait(10)
 
 
-def test_quick_rows_do_not_wait_for_a_slow_one(peer: Peer, slow: SlowGrammar) -> None:
-    stick(peer, slow)
-    assert 0 in peer.table.mark["busy"], "the mark names the slot of each thread"
-    peer.send(peer.open(1), peer.open(2, "a"))
-    assert peer.wait(1) == "ax"
-    assert peer.wait(2) == "bc"
+def test_quick_rows_do_not_wait_for_a_slow_one(either: Peer, slow: SlowGrammar) -> None:
+    stick(either, slow)
+    until(lambda: 0 in either.table.mark["busy"])  # the mark names the slot of each thread
+    assert time.monotonic() - either.table.mark["since"].max() < 10
+    either.send(either.open(1), either.open(2, "a"))
+    assert either.wait(1) == "ax"
+    assert either.wait(2) == "bc"
     for text, mask in (("a", "bc"), ("b", ".")):
-        peer.table.mark["wake"] = 1
-        peer.send(peer.fill(1, text))
-        assert peer.wait(1) == mask
-        assert peer.answer() == b"", "woken while the slow row is still missing"
+        either.table.mark["wake"] = 1
+        either.send(either.fill(1, text))
+        assert either.wait(1) == mask
+        assert either.answer() == b"", "woken while the slow row is still missing"
     slow.release.set()
-    assert peer.wait(0) == "b"
+    assert either.wait(0) == "b"
 
 
 def test_a_grammar_is_loaded_beside_quick_rows_and_before_slow_ones(peer: Peer, slow: SlowGrammar) -> None:
@@ -224,7 +317,7 @@ def test_an_edit_of_a_row_that_is_being_filled_follows_it(peer: Peer, slow: Slow
     assert peer.wait(0) == "z"
 
 
-def test_a_slot_is_free_only_after_its_row_was_filled(peer: Peer, slow: SlowGrammar) -> None:
+def test_a_slot_is_free_only_after_its_row_was_filled(actor: ThreadActor, peer: Peer, slow: SlowGrammar) -> None:
     stick(peer, slow)
     peer.send(peer.free(0), peer.open(1))
     assert peer.wait(1) == "ax"
@@ -232,12 +325,12 @@ def test_a_slot_is_free_only_after_its_row_was_filled(peer: Peer, slow: SlowGram
     assert peer.table.ready[0] != peer.table.target[0]
     slow.release.set()
     peer.wait(0)
-    assert peer.actor.worker.num_open == 1
+    assert actor.worker.num_open == 1
 
 
 def test_rows_of_a_grammar_that_the_second_thread_holds_are_not_forgotten() -> None:
     first, second = (SlowGrammar([tokens("abc")], slow_at=1) for _ in range(2))
-    peer = Peer(slow=first, second=second)
+    peer = Peer(ThreadActor({"slow": first, "second": second}).pair)
     stick(peer, first)
     peer.send(peer.open(1, grammar="second"), peer.open(2, grammar="second"))
     peer.wait(1), peer.wait(2)
@@ -248,7 +341,7 @@ def test_rows_of_a_grammar_that_the_second_thread_holds_are_not_forgotten() -> N
     peer.wait(0)
     threading.Timer(0.05, second.release.set).start()
     assert peer.wait(1) == peer.wait(2) == "b"
-    peer.actor.connection.close()
+    peer.connection.close()
 
 
 def test_slow_and_quick_rows_of_one_grammar_are_all_filled(peer: Peer, often_switched: None) -> None:
@@ -259,7 +352,22 @@ def test_slow_and_quick_rows_of_one_grammar_are_all_filled(peer: Peer, often_swi
         peer.send(*(peer.free(slot) for slot in slots))
 
 
-def test_the_server_ends_with_its_connection(peer: Peer, slow: SlowGrammar) -> None:
+def test_the_server_ends_with_its_connection(actor: ThreadActor, peer: Peer, slow: SlowGrammar) -> None:
     stick(peer, slow)
-    peer.actor.connection.close()
-    assert peer.actor.ended.wait(10), "noticed by the second thread"
+    actor.connection.close()
+    assert actor.ended.wait(10), "noticed by the second thread"
+
+
+def test_the_channel_ends_with_an_actor_on_another_node(remote: RemoteActor) -> None:
+    remote.has_ended.set()
+    peer = Peer(remote.pair)
+    peer.send(peer.open(1))
+    poller = select.poll()
+    poller.register(peer.channel.fd, 0)
+    assert poller.poll(10_000), "POLLHUP"
+
+
+def test_forwarding_ends_with_the_channel(remote: RemoteActor) -> None:
+    before = threading.active_count()
+    remote.pair.connection.close()
+    until(lambda: threading.active_count() < before)
