@@ -113,7 +113,6 @@ def test_what_never_ends_is_killed(compiler: Compiler, fault: str) -> None:
 
 
 def test_what_eats_memory_is_killed_before_the_machine_swaps(patient_compiler: Compiler) -> None:
-    assert psutil.virtual_memory().available > 2 << 30
     error = error_of(patient_compiler, new("eat@compile"))
     assert type(error) is ConstraintTooLarge
     assert "256 MiB" in str(error)
@@ -182,9 +181,9 @@ def test_a_process_killed_or_frozen_from_outside_ends_its_constraint(compiler: C
 
 def test_a_process_that_died_while_idle_gets_no_job(compiler: Compiler) -> None:
     crashes, _ = counts(compiler)
-    for pid in compile_pids():
-        os.kill(pid, signal.SIGKILL)
-        until(lambda pid=pid: not psutil.pid_exists(pid))  # type: ignore[misc]
+    for process in map(psutil.Process, compile_pids()):
+        process.kill()
+        psutil.wait_procs([process], timeout=WAIT)
     quick(compiler)
     assert counts(compiler)[0] == crashes
 
@@ -239,12 +238,10 @@ import time
 from byte_vocabulary import BYTES
 from compile_processes import compile_pids
 from actors.compiler import Compiler
-from guided.backends import BACKENDS
 from guided.pools.options import RayPoolOptions
 from guided.constraint import Constraint
 compiler = Compiler(BYTES, RayPoolOptions(), lambda keys: None)
 compiler.compile(Constraint.regex('a'), ['llguidance']).result()
-compiler.compile(Constraint.regex('(a|b)*a(a|b){20}'), ['outlines'])
 print(compile_pids()[0], flush=True)
 time.sleep(600)
 """
