@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -18,7 +16,6 @@ from byte_vocabulary import BYTES
 from compile_processes import compile_pids
 from driven_pool import until
 from faulty_backend import ADAPTER, NAME, PATHS, faulty
-from ray_clusters import environment
 
 from actors.compiler import Compiler
 from guided.backends import BACKENDS
@@ -231,27 +228,3 @@ def test_closing_ends_what_is_compiled(tmp_path: Path) -> None:
         assert isinstance(slow.exception(WAIT), PoolUnavailable)
         assert type(error_of(compiler, new())) is PoolUnavailable
         until(lambda: not psutil.pid_exists(int(reached.read_text())))
-
-
-PARENT = """
-import time
-from byte_vocabulary import BYTES
-from compile_processes import compile_pids
-from actors.compiler import Compiler
-from guided.pools.options import RayPoolOptions
-from guided.constraint import Constraint
-compiler = Compiler(BYTES, RayPoolOptions(), lambda keys: None)
-compiler.compile(Constraint.regex('a'), ['llguidance']).result()
-print(compile_pids()[0], flush=True)
-time.sleep(600)
-"""
-
-
-def test_children_die_with_the_process_that_started_them() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment())
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    parent.kill()
-    parent.communicate()
-    gone, _ = psutil.wait_procs([child], timeout=10)
-    assert gone

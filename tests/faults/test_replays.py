@@ -9,9 +9,8 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import pytest
-from driven_pool import placement
+from driven_pool import gone, placement
 from engine_runs import Requests, errors, generate, said
 from faulty_backend import ADAPTER, NAME
 from serving import wait_until
@@ -95,14 +94,7 @@ def in_the_middle(action: Callable[[LLMEngine], None]) -> Callable[[LLMEngine], 
 def kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: _has_ended(pid), LONG)
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+    gone(pid)
 
 
 def test_two_poisoned_grammars_end_two_requests(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:

@@ -11,7 +11,7 @@ from faulty_backend import NAME
 from actors import RayPool
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
-from guided.errors import BackendError, DeadEnd, TokenRejected, UnsupportedConstraint
+from guided.errors import BackendError, DeadEnd, TokenRejected
 from guided.pools.inline import InlinePool
 
 pytestmark = pytest.mark.usefixtures("faulty_here")
@@ -23,9 +23,6 @@ FAULTS = {
     "empty@fill:3": DeadEnd,
     "reject@accept:4": TokenRejected,
 }
-AMBIGUOUS = "start: s\ns: /[0-9]/ | " + " | ".join("s " * count for count in range(2, 40))
-"""Each character makes the text more ambiguous. After about ten, llguidance exceeds its limits and is in its error
-state, which it reports as a mask that allows only the end of the sequence."""
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +59,3 @@ def test_every_fault_ends_its_own_request_and_no_other(pool: RayPool, tiny_model
     lengths = {fault: len(found[fault].outputs[0].token_ids) for fault in faults}
     assert lengths == {fault: int(fault[-1]) + ("accept" in fault) for fault in lengths}, "at its position, not before"
     assert {worker.restarts for worker in pool.status().workers} == {0}
-
-
-def test_llguidances_error_state_is_an_error_and_never_the_end(pool: RayPool, tiny_model: LoadedModel) -> None:
-    expected = generate(tiny_model, InlinePool(tiny_model.vocabulary), {"pair": sound()["pair"]})
-    requests = {
-        "pair": sound()["pair"],
-        "ambiguous": SamplingParams(grammar=AMBIGUOUS, backend="llguidance", min_tokens=60, seed=1, max_tokens=60),
-    }
-    found = generate(tiny_model, pool, requests)
-    assert said(found, "ambiguous") == said(expected)
-    assert errors(found) == {"ambiguous": UnsupportedConstraint.code}
-    (output,) = found["ambiguous"].outputs
-    assert output.finish_reason == "error"
-    assert len(output.token_ids) > 1, "it failed during generation"
-    assert "llguidance" in str(found["ambiguous"].error)

@@ -4,32 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from actors.protocol import IDLE, Segment, attach
-
-
-def test_what_another_process_writes_is_read_here_and_outlives_it() -> None:
-    segment = Segment(4, 3)
-    code = (
-        "import pickle, sys, os, signal\n"
-        "from actors.protocol import attach\n"
-        "table = attach(pickle.load(sys.stdin.buffer))\n"
-        "table.mask[2] = [1, 2, 3]; table.mark['busy'] = 2; table.ready[2] = 9; table.seconds[2] = 0.5\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    other = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(segment.name), check=False)
-    assert other.returncode == -signal.SIGKILL
-    assert segment.table.mask.tolist() == [[0, 0, 0], [0, 0, 0], [1, 2, 3], [0, 0, 0]]
-    assert (segment.table.mark["busy"][0, 0], segment.table.ready[2], segment.table.seconds[2]) == (2, 9, 0.5)
-    again = attach(segment.name)
-    assert again is not None
-    assert again.mask[2].tolist() == [1, 2, 3]
 
 
 def test_only_the_nonce_proves_that_it_is_the_same_memory() -> None:
