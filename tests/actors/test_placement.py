@@ -22,11 +22,7 @@ NODES: list[dict[str, Any]] = [
     ("placement", "cpus", "says"),
     [
         ("local", 1, None),
-        (
-            "local",
-            1.5,
-            "1.5 CPU for each of 3 mask actors, and the nodes of placement 'local' have 4 CPU, enough for 2",
-        ),
+        ("local", 1.5, "1.5 CPU for each of 3 mask actors, and the nodes of placement 'local' have 4 CPU"),
         ("spread", 1, None),
         ("spread", 3, "have 6 CPU, enough for 1: lower num_actors, actor_cpus or the amount in placement"),
         ("pool=masks", 0.5, None),
