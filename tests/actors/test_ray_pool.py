@@ -105,7 +105,7 @@ def test_an_address_that_doesnt_do_is_refused_with_the_reason(address: str, reas
 CONNECT = "import sys; from actors.cluster import Driver; Driver({'address': sys.argv[1]}, {}).connect()"
 
 
-def test_the_driver_ends_with_the_engine_while_ray_does_not_answer() -> None:
+def test_the_driver_ends_with_the_engine_while_ray_is_silent() -> None:
     with socket.create_server(("0.0.0.0", 0)) as silent:
         silent.settimeout(WAIT)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -230,7 +230,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
 """
 
 
-def test_a_cluster_of_two_nodes_is_joined_and_its_other_node_used() -> None:
+def test_a_cluster_of_two_nodes_is_joined_and_used() -> None:
     lines = run(TWO_NODES).splitlines()
     assert lines[0] == "['b', 'b', 'b', 'b']"
     assert lines[1:4] == ["guided_mask True", "pool=masks True", "pool=masks True"]

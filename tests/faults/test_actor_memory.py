@@ -46,7 +46,7 @@ def test_a_mask_that_eats_memory_ends_its_own_sequence_and_the_actor(
     gone(pid)
 
 
-def test_a_grammar_that_eats_memory_while_it_is_loaded_ends_its_sequence(driven: DrivenPool) -> None:
+def test_a_grammar_that_eats_memory_when_loaded_ends_its_sequence(driven: DrivenPool) -> None:
     sound = driven.open("sound", number=4)
     driven.go_on(sound)
     (eater,) = driven.open("eat@load=800")

@@ -133,7 +133,7 @@ def test_the_next_backend_is_tried_with_the_time_that_is_left() -> None:
         assert counts(compiler) == (0, 1)
 
 
-def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Compiler) -> None:
+def test_where_no_backend_could_the_error_names_each(compiler: Compiler) -> None:
     # No backend reports a syntax error for this text. outlines rejects it because it can't enforce it.
     error = error_of(compiler, faulty("hold@compile", r"a(?=b)"), NAME, "llguidance", "xgrammar")
     assert type(error) is CompileTimeout

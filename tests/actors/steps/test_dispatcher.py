@@ -122,7 +122,7 @@ def test_frees_reach_the_worker_with_the_next_step_or_at_once(cluster: Cluster) 
     until(lambda: worker.num_open == other.num_open == 0)
 
 
-def test_masks_of_an_actor_that_is_gone_can_be_read_until_the_next_step(cluster: Cluster) -> None:
+def test_masks_of_a_dead_actor_can_be_read_until_the_next_step(cluster: Cluster) -> None:
     cluster.open(1, 2)
     cluster.submit((1, "a"), (2, "x"))
     found = cluster.dispatcher.collect()
@@ -149,7 +149,7 @@ def test_a_late_row_is_kept_and_its_neighbours_continue(cluster: Cluster) -> Non
     assert cluster.slow.fills_at[1] == 1, "a mask that is under way is not asked for again"
 
 
-def test_a_late_row_that_is_ready_during_a_step_of_others_is_not_forgotten(cluster: Cluster) -> None:
+def test_a_late_row_that_is_ready_during_a_step_is_not_forgotten(cluster: Cluster) -> None:
     cluster.open(1, grammar="slow")
     cluster.open(2)
     assert cluster.step((1, "a"), (2, "a"), deadline=0.05) == ["late", "b"]
@@ -185,7 +185,7 @@ def kinds(rows: list[str | GuidedError]) -> list[object]:
     return [row if isinstance(row, str) else type(row) for row in rows]
 
 
-def test_a_sequence_without_a_mask_from_a_dead_actor_is_opened_elsewhere(cluster: Cluster) -> None:
+def test_a_sequence_without_a_mask_is_opened_elsewhere(cluster: Cluster) -> None:
     cluster.open(1, grammar="slow")
     cluster.open(2)
     cluster.open(3, grammar="slow")
@@ -266,7 +266,7 @@ def test_a_late_row_is_decided_if_its_actor_is_gone(cluster: Cluster, hung: bool
 # answers that are none
 
 
-def test_answers_about_other_versions_or_slots_and_garbage_change_nothing(cluster: Cluster) -> None:
+def test_answers_about_others_and_garbage_change_nothing(cluster: Cluster) -> None:
     cluster.open(1, grammar="slow")
     cluster.open(2)
     cluster.submit((1, "a"), (2, ""))

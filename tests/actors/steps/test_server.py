@@ -270,7 +270,7 @@ def test_quick_rows_do_not_wait_for_a_slow_one(either: Peer, slow: SlowGrammar) 
     assert either.wait(0) == "b"
 
 
-def test_a_grammar_is_loaded_beside_quick_rows_and_before_slow_ones(peer: Peer, slow: SlowGrammar) -> None:
+def test_a_grammar_is_loaded_after_quick_rows_and_before_slow_ones(peer: Peer, slow: SlowGrammar) -> None:
     constraint = Constraint.choice(["ab", "cd"])
     dumped = compile_with(Backends(BYTES), constraint, "llguidance").grammar.dump()
     load = Load("key", "llguidance", constraint, dumped)
@@ -328,7 +328,7 @@ def test_a_slot_is_free_only_after_its_row_was_filled(actor: ThreadActor, peer: 
     assert actor.worker.num_open == 1
 
 
-def test_rows_of_a_grammar_that_the_second_thread_holds_are_not_forgotten() -> None:
+def test_rows_of_a_grammar_of_the_second_thread_are_all_filled() -> None:
     first, second = (SlowGrammar([tokens("abc")], slow_at=1) for _ in range(2))
     peer = Peer(ThreadActor({"slow": first, "second": second}).pair)
     stick(peer, first)
