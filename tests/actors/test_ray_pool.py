@@ -144,14 +144,14 @@ def test_an_actor_gives_precedence_to_the_engine(pool: RayPool) -> None:
 
 
 def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) -> None:
-    other_servers = {psutil.Process(pid).ppid() for pid in compile_pids()}  # of the pool of the other tests
+    others = {each.pid for each in psutil.Process().children()}  # among them the fork server of the other tests' pool
     pool = RayPool(BYTES, num_actors=1)
     grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(WAIT)
     sequence = GuidedSequence("request", next(_ids), [])
     pool.open(sequence, grammar)
     pids = {*compile_pids(), *[worker.pid for worker in pool.status().workers if worker.pid]}
     slow = pool.compile(ENDLESS, ("outlines",))
-    processes = [each for each in map(psutil.Process, pids) if each.ppid() not in other_servers]
+    processes = [each for each in map(psutil.Process, pids) if each.ppid() not in others]
     pool.shutdown()
     pool.shutdown()
     assert isinstance(slow.exception(WAIT), PoolUnavailable)
@@ -160,7 +160,7 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) 
     pool.submit([sequence, late])
     assert {row: type(error) for row, error in pool.collect().failed.items()} == dict.fromkeys((0, 1), PoolUnavailable)
     assert not pool.status().healthy
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=WAIT)
     assert not alive
 
 
