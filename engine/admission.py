@@ -69,25 +69,15 @@ class Admission:
             raise InvalidRequest(f"{width} beams: {why}", param="best_of")
 
     def _sequence(self, index: int, request_id: str, token_ids: list[int], params: SamplingParams) -> Sequence:
-        constrained = params.constraint is not None
-        eos = self._eos if constrained or not params.ignore_eos else frozenset[int]()
-        length = len(token_ids)
-        detokenizer = Detokenizer(
-            self.texts,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between=params.spaces_between_special_tokens and not constrained,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            whole_characters=constrained,
-        )
+        ignores_eos = params.ignore_eos and params.constraint is None
         return Sequence(
             index,
             params,
             token_ids,
-            max_length=self._max_model_len if params.max_tokens is None else length + params.max_tokens,
-            stop_ids=eos.union(params.stop_token_ids),
+            max_length=self._max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens,
+            stop_ids=frozenset(params.stop_token_ids) if ignores_eos else self._eos.union(params.stop_token_ids),
             seed=sequence_seed(self._config.seed, request_id, params.seed, index),
-            detokenizer=detokenizer,
+            detokenizer=Detokenizer(self.texts, params),
         )
 
     def _check_prompt(self, token_ids: list[int]) -> None:

@@ -40,10 +40,6 @@ class EngineHealth:
     """Groups."""
     kv_cache_usage: float
     """Share of the blocks in use, 0 to 1."""
-    num_preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    """Prompt tokens that were looked up in the prefix cache, and those that it had."""
     stats: EngineStats
 
 
@@ -152,9 +148,6 @@ class AsyncLLM(BaseLLM):
             num_waiting=len(waiting) - for_grammar + len(scheduler.preempted),
             num_waiting_for_grammar=for_grammar,
             kv_cache_usage=1.0 - blocks.num_free / blocks.num_blocks,
-            num_preemptions=scheduler.num_preemptions,
-            prefix_cache_queries=blocks.tokens_looked_up,
-            prefix_cache_hits=blocks.tokens_found,
             stats=self.engine.stats,
         )
 
@@ -173,7 +166,11 @@ class AsyncLLM(BaseLLM):
                 while self._inbox:
                     self._take(self._inbox.popleft())
                 if self.engine.has_work:
-                    self._deliver(self.engine.step())
+                    outputs = self.engine.step()
+                    self._post([(self._streams[one.request_id], one) for one in outputs])
+                    for one in outputs:
+                        if one.finished:
+                            del self._streams[one.request_id]
                 else:
                     self.engine.awake.wait()
         except BaseException as error:
@@ -189,21 +186,11 @@ class AsyncLLM(BaseLLM):
         try:
             if request_id in self._streams:
                 raise ValueError(f"request {request_id!r} is running already")
-            self._streams[request_id] = item
             self.engine.submit(item.group)
+            self._streams[request_id] = item
         except Exception as error:  # an error of one request never ends the thread
-            if self._streams.get(request_id) is item:
-                del self._streams[request_id]
             known = isinstance(error, GuidedError | ValueError)
             self._post([(item, error if known else InternalError(bounded(repr(error))))])
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Deliver a step's outputs to their streams."""
-        items = [(self._streams[one.request_id], one) for one in outputs if one.request_id in self._streams]
-        for _, output in items:
-            if output.finished:
-                del self._streams[output.request_id]
-        self._post(items)
 
     def _post(self, items: Sequence[tuple[_Stream, RequestOutput | BaseException]]) -> None:
         """Put each item into its stream, with one call into each event loop."""

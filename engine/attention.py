@@ -27,7 +27,7 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache
 
 
 class UnsupportedModelError(ValueError):
-    """The model needs something that this engine does not support. The message names it."""
+    """The engine cannot serve this model. The message says why."""
 
 
 Prefill = tuple[int, int, int, NDArray[np.int64] | None]
@@ -91,13 +91,8 @@ class PagedContext:
 def split_decodes(
     tables: torch.Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. If they are
-    sorted by length, there is little padding.
-
-    Args:
-        tables: int64 `[sequences, blocks]`, on the device.
-        lengths: int64 `[sequences]`: their numbers of tokens, including the current one.
-    """
+    """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. `tables` is
+    int64 `[sequences, blocks]`, on the device. `lengths`, int64 `[sequences]`, includes the current token."""
     starts, longest = [0], 0
     for row, length in enumerate(lengths.tolist()):
         longest = max(longest, length)
@@ -134,13 +129,12 @@ def paged_attention(
     Returns:
         `[1, tokens, heads, dim]`, and None for the attention weights.
     """
-    if attention_mask is not None or not _HARMLESS.issuperset(others):
-        others["attention_mask"] = attention_mask
-        unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
-        if unknown:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
-            )
+    others["attention_mask"] = attention_mask
+    unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
+        )
     layer: int = module.layer_idx  # type: ignore[assignment]
     paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:

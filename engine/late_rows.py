@@ -13,17 +13,16 @@ from engine.stats import EngineStats
 class LateRows:
     """Skips a sequence from a late row on until its mask is ready. Its last token is then computed again.
 
-    A group's beams are skipped together. A sequence that is preempted or ends is forgotten.
+    A group's beams are skipped together. A sequence that is preempted or ends is late no more.
     """
 
     def __init__(self, scheduler: Scheduler, stats: EngineStats) -> None:
-        self._scheduler = scheduler
-        self._stats = stats
+        self._scheduler, self._stats = scheduler, stats
         self._skipped: dict[Sequence, bool] = {}
         """Skipped sequences. True: its own mask is missing. False: it is a beam, and another one's mask is missing."""
 
     def __len__(self) -> int:
-        return len(self._skipped)
+        return sum(sequence.is_late for sequence in self._skipped)
 
     def add(self, batch: Batch, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
         """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now. Returns
@@ -49,11 +48,6 @@ class LateRows:
     def resume_all(self) -> None:
         """Let all sequences run again."""
         self._run(list(self._skipped))
-
-    def forget(self, sequences: list[Sequence]) -> None:
-        """Forget sequences that have ended."""
-        for sequence in sequences:
-            self._skipped.pop(sequence, None)
 
     def _run(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

@@ -39,7 +39,7 @@ from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, GuidedError, InternalError, PostProcessorFailed, bounded
 from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
-from guided.processor import FIRST_MASK_SECONDS, GuidedProcessor
+from guided.processor import GuidedProcessor
 from guided.sequence import SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -74,15 +74,14 @@ class LLMEngine:
         self.sampler = Sampler(self.logits_processors, model.vocabulary.stop_token_ids)
         if not isinstance(processor, ProcessorBundle):  # it contains the exceptions of its members
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
-            members = [*standard, *([] if processor is None else [processor])] or [_NoProcessor()]
-            processor = ProcessorBundle(*members, config=description)
+            processor = ProcessorBundle(*standard, *([] if processor is None else [processor]), config=description)
         self.processor = processor
-        drafts = config.num_speculative_tokens
-        if drafts and self.logits_processors.classes:
-            raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
-        if drafts and processor.needs_samples:
-            raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
-        self.drafter = Drafter(drafts, processor)
+        if config.num_speculative_tokens and (self.logits_processors.classes or processor.needs_samples):
+            raise ValueError(
+                "num_speculative_tokens does not work with custom logits processors, nor with a post-processor that "
+                "overrides sampled(): use one of them"
+            )
+        self.drafter = Drafter(config.num_speculative_tokens, processor)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
@@ -109,11 +108,10 @@ class LLMEngine:
 
     def _memory_for_cache(self) -> int:
         """Return the bytes that the KV cache may take in this process."""
-        model, config = self.model, self.config
-        if model.device.type == "cuda":
-            tokens = config.tokens_per_step(on_cpu=False)
-            return self.runner.memory_for_cache(tokens, config.max_num_seqs, self.max_model_len)
-        return main_memory_share(1 if model.ranks is None else model.ranks.size)
+        if self.model.device.type != "cuda":
+            return main_memory_share(1 if self.model.ranks is None else self.model.ranks.size)
+        tokens = self.config.tokens_per_step(on_cpu=False)
+        return self.runner.memory_for_cache(tokens, self.config.max_num_seqs, self.max_model_len)
 
     # -- requests
 
@@ -250,7 +248,7 @@ class LLMEngine:
         for chunk in batch.prefills:
             group = chunk.sequences[0].group
             if group.scheduled_time is None:
-                group.scheduled_time, group.step_seconds = time.monotonic(), self.stats.of_steps
+                group.scheduled_time, group.step_parts = time.monotonic(), self.stats.step_parts()
         return batch
 
     def _finish_compilation(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
@@ -321,20 +319,16 @@ class LLMEngine:
         """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
         if not batch.guided:
             return _NOTHING_MASKED
-        report = self.processor.apply(logits, self._deadline(batch))
+        deadline = self.config.mask_deadline
+        if deadline is None:
+            deadline = max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
+        report = self.processor.apply(logits, deadline)
         self._prepared = None
         self.stats.note_masks(report)
         for row in batch.detailed:
             if (details := batch.sequences[row].details) is not None:
                 details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
-
-    def _deadline(self, batch: Batch) -> float:
-        given = self.config.mask_deadline
-        deadline = given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
-        if batch.beams and len({sequence.group for sequence in batch.sequences}) == 1:
-            return max(deadline, FIRST_MASK_SECONDS)  # beams wait for each other in any case
-        return deadline
 
     def sample(self, logits: torch.Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
         """Sample a token for each row. Rows with a failed mask or logits processor are skipped, and their groups end.
@@ -422,7 +416,7 @@ class LLMEngine:
             self.stats.accepted_tokens += 1
             sequence.computed += 1
             if not sequence.params.is_greedy:
-                sequence.uniforms.next()
+                next(sequence.uniforms)
             sequence.append(sampled.token_ids[row], sampled.logprobs.get(row), sampled.allowed.get(row))
         return sequence.is_finished()
 
@@ -471,7 +465,7 @@ class LLMEngine:
             ended = sequence.append(token, entries, 1, forced=True)
             self.stats.forced_tokens += 1
             if not sequence.params.is_greedy:
-                sequence.uniforms.next()  # as if it were sampled
+                next(sequence.uniforms)  # as if it were sampled
             if ended:
                 return
         if edit.stop:
@@ -503,22 +497,15 @@ class LLMEngine:
 
     def _forget(self, group: SequenceGroup) -> None:
         """Release everything that belongs to a group that has ended."""
-        if group.step_seconds is not None:
-            group.step_seconds = self.stats.of_steps.since(group.step_seconds)
+        if (before := group.step_parts) is not None:
+            group.step_parts = {name: now - before[name] for name, now in self.stats.step_parts().items()}
         group.finished_time = time.monotonic()
         self.scheduler.remove(group)
-        self.late_rows.forget(group.sequences)
         self.beams.forget(group)
         for sequence in group.sequences:
             self.drafter.forget(sequence)
         if self.groups.pop(group.request_id, None) is not None:
             self.processor.free(group.request_id)
-
-
-class _NoProcessor(LogitPostProcessor):
-    """That of an engine without a pool, which rejects constraints."""
-
-    all_rows = False
 
 
 _NOTHING_MASKED = ApplyReport()

@@ -223,8 +223,6 @@ def _unsupported(config: Any) -> str | None:
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if model_class is None or getattr(config, "is_encoder_decoder", False):
         return "is not a causal language model of transformers"
-    if isinstance(model_class, tuple):
-        model_class = model_class[0]
     if not getattr(model_class, "_supports_attention_backend", False):
         return "can't be served: its transformers code does not support other attention backends"
     text = config.get_text_config(decoder=True)

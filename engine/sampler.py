@@ -119,7 +119,7 @@ class Sampler:
         plan = self._distribution
         if plan is None or plan.batch is not batch:
             plan = self._distribution = _Distribution(batch, logits.device)
-        uniforms = [0.5 if row in skip else batch.sequences[row].uniforms.next() for row in plan.rows]
+        uniforms = [0.5 if row in skip else next(batch.sequences[row].uniforms) for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
         if self.processors.after:
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.sequence import StepSeconds
 from guided.post_processor import ApplyReport
 
 
@@ -44,12 +43,10 @@ class EngineStats:
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
 
-    @property
-    def of_steps(self) -> StepSeconds:
-        """Number of steps so far, and the seconds of their parts."""
-        return StepSeconds(
-            self.prepare_seconds, self.forward_seconds, self.wait_seconds, self.sample_seconds, self.steps
-        )
+    def step_parts(self) -> dict[str, float]:
+        """Return the seconds of each part of the steps so far, and their number."""
+        parts = {"prepare": self.prepare_seconds, "forward": self.forward_seconds, "mask wait": self.wait_seconds}
+        return {**parts, "sample": self.sample_seconds, "steps": self.steps}
 
     def note_masks(self, report: ApplyReport) -> None:
         """Add what `apply` reports."""

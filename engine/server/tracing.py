@@ -74,10 +74,10 @@ class Tracing:
         at = max(compiled, group.scheduled_time or ended)
         if at > compiled:
             span("queue", compiled, at)
-        if (seconds := group.step_seconds) is not None and group.finished_time is not None:
-            parts = {"prepare": seconds.prepare, "forward": seconds.forward, "mask wait": seconds.mask_wait}
-            for name, took in {**parts, "sample": seconds.sample}.items():
-                span(name, at, at + took, {"guided.steps": seconds.steps})
+        if group.step_parts is not None and group.finished_time is not None:
+            *parts, (_, steps) = group.step_parts.items()
+            for name, took in parts:
+                span(name, at, at + took, {"guided.steps": int(steps)})
                 at += took
         root.end(int((ended + offset) * 1e9))
 

@@ -7,33 +7,20 @@ import pytest
 import torch
 
 from engine.batch import Batch
-from engine.detokenizer import Detokenizer, TokenTexts
 from engine.logits_processors import VllmConfig
 from engine.logits_processors.processors import LogitsProcessors
 from engine.penalties import SUPPRESSED
 from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence, SequenceGroup, sequence_seed
-from guided.vocabulary import Vocabulary
+from engine.sequence import Sequence, sequence_seed
+from tests.engine.conftest import new_sequence
 
 VOCAB = 12
 EOS = 0
-TEXTS = TokenTexts(Vocabulary((b"", b"a"), (EOS,), frozenset({0}), 2), tokenizer=[])
 
 
 def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed: int = 5, **params: Any) -> Sequence:
-    it = Sequence(
-        0,
-        SamplingParams(**params),
-        list(prompt),
-        max_length=1000,
-        stop_ids=frozenset({EOS}),
-        seed=seed,
-        detokenizer=Detokenizer(TEXTS),
-    )
-    group = SequenceGroup("r", [it], it.params)
-    if it.params.constraint is not None:
-        group.show(EOS, needs_logprobs=False)
+    it = new_sequence(SamplingParams(**params), list(prompt), seed=seed)
     for token in output:
         it.append(token)
     return it

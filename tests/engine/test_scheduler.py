@@ -7,27 +7,19 @@ from hypothesis import strategies as st
 
 from engine.batch import Batch
 from engine.block_manager import BlockManager
-from engine.detokenizer import Detokenizer, TokenTexts
 from engine.drafter import Drafter
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import SequenceGroup, SequenceStatus
 from guided.post_processor import LogitPostProcessor
-from guided.vocabulary import Vocabulary
+from tests.engine.conftest import new_sequence
 
 BLOCK = 4
-TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
 
 
 def group(name: str, tokens: int, n: int = 1, **fields: Any) -> SequenceGroup:
     params = SamplingParams(n=n, **fields)
-    sequences = [
-        Sequence(
-            index, params, [1] * tokens, max_length=64, stop_ids=frozenset(), seed=0, detokenizer=Detokenizer(TEXTS)
-        )
-        for index in range(n)
-    ]
-    return SequenceGroup(name, sequences, params)
+    return SequenceGroup(name, [new_sequence(params, [1] * tokens, index) for index in range(n)], params)
 
 
 def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> Scheduler:

@@ -75,7 +75,7 @@ def params() -> list[SamplingParams]:
 def children() -> Iterator[int]:
     for task in Path("/proc/self/task").iterdir():
         for child in (task / "children").read_text().split():
-            if b"engine.rank_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"engine.ranks" in Path(f"/proc/{child}/cmdline").read_bytes():
                 yield int(child)
 
 
