@@ -19,6 +19,8 @@ from guided.pools.inline import InlinePool
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
 
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
 TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,18 +31,6 @@ def feed_one_by_one(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
         shown.append(detokenizer.visible(False))
     detokenizer.flush()
     return shown
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_what_is_shown_only_grows_and_ends_as_the_text(
-    texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast, text: str
-) -> None:
-    ids = tiny_tokenizer.encode(text)
-    detokenizer = Detokenizer(texts, FREE)
-    shown = feed_one_by_one(detokenizer, ids)
-    assert detokenizer.text == text == tiny_tokenizer.decode(ids)
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
-    assert all("\ufffd" not in part for part in shown), "no half characters"
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from engine.llm_engine import LLMEngine
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import InvalidRequest
+from tests.engine.conftest import MakeEngine, Run
 
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = "The quick brown fox"
 
 
@@ -76,29 +72,6 @@ def test_stop_strings(make_engine: MakeEngine, run: Run, include: bool) -> None:
     assert free.token_ids[: len(output.token_ids)] == output.token_ids
     later = one(make_engine, run, greedy(stop=stop, min_tokens=25)).outputs[0]
     assert len(later.token_ids) > 25
-
-
-def test_what_is_streamed_only_grows_and_ends_as_the_whole(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.add_request("r", PROMPT, greedy(max_tokens=60, stop=["\x00\x00\x00\x00"]))
-    seen: list[RequestOutput] = []
-    while engine.has_unfinished:
-        seen += engine.step()
-    texts = [output.outputs[0].text for output in seen]
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
-    assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
-    assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, 61))
-    tokenizer = engine.model.tokenizer
-    assert texts[-1] == tokenizer.decode(seen[-1].outputs[0].token_ids, skip_special_tokens=True)
-
-
-def test_logprobs_come_with_every_token(make_engine: MakeEngine, run: Run) -> None:
-    output = one(make_engine, run, greedy(logprobs=3)).outputs[0]
-    assert output.logprobs is not None
-    own = [(entries or {})[token] for token, entries in zip(output.token_ids, output.logprobs, strict=True)]
-    assert {len(entries or ()) for entries in output.logprobs} == {3}
-    assert {entry.rank for entry in own} == {1}, "greedy takes the best"
-    assert output.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in own))
 
 
 def test_a_seed_repeats_in_any_batch_and_with_any_id(make_engine: MakeEngine, run: Run) -> None:

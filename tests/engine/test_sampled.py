@@ -12,14 +12,13 @@ import torch
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
-from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
+from tests.engine.conftest import Run
 
-Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = "As JSON: "
 
 
@@ -106,20 +105,6 @@ def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
     assert found.token_ids == expected.token_ids
     assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
     assert len(found.logprobs or ()) == len(found.token_ids)
-
-
-def test_a_processor_appends_and_stops(engine_with: Callable[..., LLMEngine], run: Run) -> None:
-    (seven,), (eight,) = map(engine_with().model.vocabulary.encode, "78")
-
-    def decide(output: list[int]) -> SampledEdit | None:
-        if len(output) == 2:
-            return SampledEdit(rollback=1, append=[seven, eight, seven])
-        return SampledEdit(stop=True) if len(output) > 6 else None
-
-    found = run(engine_with(Own(decide, 1)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
-    assert found.token_ids[1:4] == [seven, eight, seven]
-    assert (len(found.token_ids), found.finish_reason) == (7, "stop")
-    assert len(found.logprobs or ()) == 7
 
 
 def test_edits_of_sequences_that_got_no_token_are_ignored(

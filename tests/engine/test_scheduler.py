@@ -43,19 +43,6 @@ def sample(batch: Batch) -> None:
         sequence.append(1)
 
 
-def test_prompts_first_then_one_token_each_and_newcomers_join() -> None:
-    it = scheduler()
-    it.add(group("a", 5))
-    it.add(group("b", 3))
-    batch = it.schedule()
-    assert names(batch) == (["a", "b"], [])
-    sample(batch)
-    it.add(group("c", 2))
-    batch = it.schedule()
-    assert names(batch) == (["c"], ["b", "a"]), "those that decode are sorted by length"
-    assert all(s.status is SequenceStatus.RUNNING for s in it.running)
-
-
 def test_sequences_and_tokens_of_a_step_are_limited() -> None:
     it = scheduler(max_num_seqs=3, max_num_batched_tokens=12)
     for name, tokens, n in (("a", 6, 1), ("b", 9, 2), ("c", 1, 1)):

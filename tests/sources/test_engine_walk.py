@@ -5,27 +5,23 @@ Code is copied from it. Only imports and the model's path are changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from engine import LLM, SamplingParams
-from engine.batch import Batch
-from engine.llm_engine import LLMEngine
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.sampler import SamplerOutput
 from engine.sequence import SequenceGroup, SequenceStatus
 from guided.errors import InvalidRequest
 from guided.sequence import SequenceOutput
+from tests.engine.conftest import MakeEngine, Run
 from tests.sources.step_views import SequenceGroupMetadata, SequenceGroupOutput, by_group, seq_group_metadata_list
 
 source = pytest.mark.source
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 
 
 # -- 1. quick start
@@ -142,17 +138,12 @@ def test_sequence_group_metadata(make_engine: MakeEngine) -> None:
 @source("SequenceOutput(parent_seq_id, output_token, logprobs)")
 @source("SequenceGroupOutput(samples, prompt_logprobs)")
 def test_outputs_of_a_step(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, seen = make_engine(), []
-    append = engine.append
-
-    def looking(sampled: SamplerOutput, batch: Batch) -> None:
-        seen.append(by_group(sampled, batch))
-        append(sampled, batch)
-
-    monkeypatch.setattr(engine, "append", looking)
+    engine = make_engine()
+    append = mock.Mock(side_effect=engine.append)
+    monkeypatch.setattr(engine, "append", append)
     group = engine.add_request("r", [1, 2], SamplingParams(n=2, logprobs=1, prompt_logprobs=0))
     engine.step()
-    [[output]] = seen
+    [output] = by_group(*append.call_args.args)
     assert isinstance(output, SequenceGroupOutput)
     assert output.prompt_logprobs == group.prompt_logprobs
     for sample, seq in zip(output.samples, group.sequences, strict=True):
@@ -214,20 +205,17 @@ def from_seq_group(seq_group: SequenceGroup) -> RequestOutput:
     seqs = seq_group.get_seqs()
     sorting_key = lambda seq: seq.get_cumulative_logprob()  # noqa: E731
     sorted_seqs = sorted(seqs, key=sorting_key, reverse=True)
-    top_n_seqs = sorted_seqs[:n]
-    outputs: list[CompletionOutput] = []
-    for seq in top_n_seqs:
-        logprobs = seq.output_logprobs
-        finshed_reason = SequenceStatus.get_finished_reason(seq.status)
-        output = CompletionOutput(
+    outputs = [
+        CompletionOutput(
             seqs.index(seq),
             seq.output_text,
             seq.get_output_token_ids(),
             seq.get_cumulative_logprob(),
-            logprobs,
-            finshed_reason,
+            seq.output_logprobs,
+            SequenceStatus.get_finished_reason(seq.status),
         )
-        outputs.append(output)
+        for seq in sorted_seqs[:n]
+    ]
     prompt = seq_group.prompt
     prompt_token_ids = seq_group.prompt_token_ids
     finished = seq_group.is_finished()

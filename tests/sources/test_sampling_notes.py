@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from engine.batch import Batch, Chunk
-from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
-from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from tests.engine.conftest import MakeEngine, Run
 from tests.sources.step_views import SamplingMetadata, SamplingType, seq_group_metadata_list
 
 source = pytest.mark.source
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,13 @@ import sample_processors as sample
 import torch
 from faulty_pool import FaultyPool
 
-from engine.llm_engine import LLMEngine
 from engine.logits_processors import BatchUpdate, LogitsProcessor
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from tests.engine.conftest import MakeEngine, Run
 
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = "Zwölf Boxkämpfer"
 REGEX = "[0-9]{30,60}[a-f]{4,9}"
 TIGHT = {"block_size": 4, "num_blocks": 26, "max_model_len": 72}
@@ -41,40 +38,6 @@ def test_a_processor_sees_prompt_and_output(make_engine: MakeEngine, run: Run, c
     assert (engine.scheduler.num_preemptions > 0) == bool(config)
     for n in range(7):
         assert found[f"{n}"] == [[(10 + n, 20 + n, 30 + n)[place % 3] for place in range(9 + 7 * n)]]
-
-
-@pytest.mark.parametrize(
-    "processor", [sample.DummyLogitsProcessor, sample.WrappedPerReqLogitsProcessor, sample.RevisedBias]
-)
-def test_requests_that_come_and_go_keep_their_token(
-    make_engine: MakeEngine, tiny_model: LoadedModel, processor: type
-) -> None:
-    """Arrivals and aborts between steps, groups of up to three, late masks, preemptions: rows are never mixed up."""
-    generator = random.Random(processor.__name__)
-    pool = FaultyPool(tiny_model.vocabulary)
-    pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 2])
-    engine = make_engine(pool, logits_processors=(processor,), max_num_seqs=7, **TIGHT | {"num_blocks": 22})
-    digits = tiny_model.tokenizer.convert_tokens_to_ids(list("0123456789"))
-    seen = count = 0
-    while count < 30 or engine.has_unfinished:
-        if count < 30 and generator.random() < 0.5:
-            token = digits[count % 10]
-            regex = "[0-9]{60}" if generator.random() < 0.5 else None
-            extra = {"target_token": token, "bias": {token: 1e6}}
-            length, n = generator.randint(1, 30), generator.randint(1, 3)
-            params = SamplingParams(n=n, regex=regex, max_tokens=length, extra_args=extra)
-            engine.add_request(f"{count} {token}", PROMPT, params)
-            count += 1
-        if engine.groups and generator.random() < 0.1:
-            engine.abort_request(generator.choice(sorted(engine.groups)))
-        for output in engine.step():
-            assert output.error is None
-            token = int(output.request_id.split()[1])
-            assert all({*one.token_ids} <= {token} for one in output.outputs)
-            seen += sum(len(one.token_ids) for one in output.outputs)
-    assert seen > 200
-    assert engine.stats.late_rows > 10
-    assert engine.scheduler.num_preemptions > 0
 
 
 def requests(bias: str, min_p: str) -> dict[str, tuple[Any, SamplingParams]]:
