@@ -49,7 +49,7 @@ class Admission:
             raise too_long
         sequences = [self._sequence(index, request_id, token_ids, params) for index in range(params.width)]
         if params.use_beam_search:
-            self._check_beams(params.width, sequences[0].max_length)
+            self._check_beams(params.width, params.width * sequences[0].max_length)
         streams = stream and params.width == params.n and not params.use_beam_search
         group = SequenceGroup(request_id, sequences, params, text, streams)
         if too_long is not None:
@@ -57,16 +57,11 @@ class Admission:
                 sequence.finish(SequenceStatus.FINISHED_IGNORED, too_long)
         return group
 
-    def _check_beams(self, width: int, max_length: int) -> None:
-        most = max(1, self._config.max_num_seqs // 2)
-        why = None
-        if width > most:  # others could not run beside them
-            why = f"the limit is {most}, half of the sequences of a step"
-        elif width * max_length > self._num_tokens:
+    def _check_beams(self, width: int, num_tokens: int) -> None:
+        if num_tokens > self._num_tokens:
             cache = f"the KV cache of {self._num_tokens} tokens"
-            why = f"with {max_length} tokens each they don't fit in {cache}: lower best_of or max_tokens"
-        if why is not None:
-            raise InvalidRequest(f"{width} beams: {why}", param="best_of")
+            why = f"{width} beams with {num_tokens} tokens don't fit in {cache}: lower best_of or max_tokens"
+            raise InvalidRequest(why, param="best_of")
 
     def _sequence(self, index: int, request_id: str, token_ids: list[int], params: SamplingParams) -> Sequence:
         ignores_eos = params.ignore_eos and params.constraint is None
@@ -105,7 +100,7 @@ class Admission:
         )
 
     def _check_params(self, params: SamplingParams) -> None:
-        most = min(self._config.max_n or self._config.max_num_seqs, self._config.max_num_seqs)
+        most = self._config.max_num_seqs
         if params.width > most:
             name = "n" if params.best_of is None else "best_of"
             raise InvalidRequest(f"{name} is {params.width}; the limit is {most}", param=name)

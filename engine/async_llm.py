@@ -38,8 +38,6 @@ class EngineHealth:
     """Groups that could run, plus preempted sequences."""
     num_waiting_for_grammar: int
     """Groups."""
-    kv_cache_usage: float
-    """Share of the blocks in use, 0 to 1."""
     stats: EngineStats
 
 
@@ -89,10 +87,8 @@ class AsyncLLM(BaseLLM):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request and yield snapshots of its output.
-
-        The first one comes once the constraint is compiled; its outputs may be empty. The last one has `finished`.
-        Without `stream`, only that one comes. Leaving the iteration early, or cancelling it, aborts the request.
+        """Run one request and yield snapshots of its output, from when the constraint is compiled. The last one has
+        `finished`; without `stream`, only that one comes. Leaving the iteration, or cancelling it, aborts the request.
 
         Raises:
             GuidedError: the request failed before it was admitted, or at any time if `stream` is False. A later failure
@@ -137,7 +133,7 @@ class AsyncLLM(BaseLLM):
 
     def health(self) -> EngineHealth:
         """Take a snapshot. Call it from any thread."""
-        scheduler, blocks = self.engine.scheduler, self.engine.blocks
+        scheduler = self.engine.scheduler
         waiting = list(scheduler.waiting)
         for_grammar = sum(group.waits_for_grammar for group in waiting)
         return EngineHealth(
@@ -147,7 +143,6 @@ class AsyncLLM(BaseLLM):
             num_running=len(scheduler.running),
             num_waiting=len(waiting) - for_grammar + len(scheduler.preempted),
             num_waiting_for_grammar=for_grammar,
-            kv_cache_usage=1.0 - blocks.num_free / blocks.num_blocks,
             stats=self.engine.stats,
         )
 

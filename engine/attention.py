@@ -37,11 +37,8 @@ in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
 
 @dataclass
 class PagedContext:
-    """A step for the model: the chunks' tokens first, then one of each decoding sequence.
-
-    The fields are arrays that do not depend on the process: with tensor parallelism each rank gets them. `run` moves
-    them to the device.
-    """
+    """A step for the model: the chunks' tokens first, then one of each decoding sequence. With tensor parallelism each
+    rank gets it."""
 
     packed: NDArray[np.int64]
     """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
@@ -119,16 +116,9 @@ def paged_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Store this layer's keys and values, and compute attention.
-
-    Args:
-        query: `[1, heads, tokens, dim]`. key, value: `[1, kv_heads, tokens, dim]`, not repeated for grouped queries.
-        attention_mask: always None. `paged` determines which tokens attend to which.
-        sliding_window: number of tokens that a token attends to, including itself. None: all.
-
-    Returns:
-        `[1, tokens, heads, dim]`, and None for the attention weights.
-    """
+    """Store this layer's keys and values, `[1, kv_heads, tokens, dim]`, and compute the attention of `query`,
+    `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights. `sliding_window` is the number of
+    tokens that a token attends to, including itself; None: all. `attention_mask` is always None."""
     others["attention_mask"] = attention_mask
     unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
     if unknown:

@@ -11,10 +11,8 @@ from engine.stats import EngineStats
 
 
 class LateRows:
-    """Skips a sequence from a late row on until its mask is ready. Its last token is then computed again.
-
-    A group's beams are skipped together. A sequence that is preempted or ends is late no more.
-    """
+    """Skips a sequence from a late row on until its mask is ready. Its last token is then computed again. A group's
+    beams are skipped together. A sequence that is preempted or ends is late no more."""
 
     def __init__(self, scheduler: Scheduler, stats: EngineStats) -> None:
         self._scheduler, self._stats = scheduler, stats

@@ -17,7 +17,7 @@ import torch
 
 from engine.admission import Admission, Prompt
 from engine.batch import Batch, Chunk
-from engine.beams import Beams, show_result
+from engine.beams import advance_beams, show_result
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.drafter import Drafter
@@ -90,7 +90,6 @@ class LLMEngine:
         )
         self.stats = EngineStats()
         self.late_rows = LateRows(self.scheduler, self.stats)
-        self.beams = Beams(self.scheduler, self.processor)
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
@@ -205,8 +204,7 @@ class LLMEngine:
 
     @contextlib.contextmanager
     def _surviving(self, batch: Batch) -> Iterator[None]:
-        """If the device runs out of memory in a step, fail its newest group. The others are prefilled again, as all are
-        after another exception."""
+        """If the device runs out of memory, fail the newest group. The others, as after any exception, start again."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -319,10 +317,7 @@ class LLMEngine:
         """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
         if not batch.guided:
             return _NOTHING_MASKED
-        deadline = self.config.mask_deadline
-        if deadline is None:
-            deadline = max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
-        report = self.processor.apply(logits, deadline)
+        report = self.processor.apply(logits, max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step))
         self._prepared = None
         self.stats.note_masks(report)
         for row in batch.detailed:
@@ -378,7 +373,7 @@ class LLMEngine:
             any_ended |= self._follow_edits(sampled, batch, others)
         if batch.beams:
             batch.is_repeatable = False  # penalties are counted again
-            for group, finished in self.beams.advance(sampled, batch).items():
+            for group, finished in advance_beams(sampled, batch, self.blocks, self.processor).items():
                 self._forget(group)
                 show_result(group, finished)
         if any_ended:
@@ -405,8 +400,7 @@ class LLMEngine:
         return any_ended
 
     def _accept(self, sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> bool:
-        """Append the tokens that were sampled after accepted drafts. Returns whether the sequence has ended. `row` is
-        its own; those of its drafts follow."""
+        """Append the tokens that were sampled after accepted drafts. Returns whether the sequence has ended."""
         self.stats.drafted_tokens += len(drafts)
         for draft in drafts:
             accepted = sampled.token_ids[row] == draft
@@ -501,7 +495,6 @@ class LLMEngine:
             group.step_parts = {name: now - before[name] for name, now in self.stats.step_parts().items()}
         group.finished_time = time.monotonic()
         self.scheduler.remove(group)
-        self.beams.forget(group)
         for sequence in group.sequences:
             self.drafter.forget(sequence)
         if self.groups.pop(group.request_id, None) is not None:
@@ -510,6 +503,6 @@ class LLMEngine:
 
 _NOTHING_MASKED = ApplyReport()
 _LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
-"""Default mask deadline: seconds, or this share of the mean step, whichever is more."""
+"""Mask deadline: seconds, or this share of the mean step, whichever is more."""
 _SCORED_ROWS = 256
 """Maximum number of prompt tokens that are scored at once: each takes a row of logits."""

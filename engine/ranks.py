@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -62,7 +62,8 @@ class Ranks:
 
     def _start(self, *setup: object) -> None:
         ours, theirs = Pipe()
-        command = [sys.executable, "-c", f"from engine.ranks import serve; serve({theirs.fileno()})"]
+        imports = "from engine.model_loader import load_part; from engine.ranks import serve"
+        command = [sys.executable, "-c", f"{imports}; serve({theirs.fileno()}, load_part)"]
         self._connections.append(ours)
         with theirs:  # a session of its own: Ctrl-C is for the engine
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
@@ -105,15 +106,10 @@ class Ranks:
 
 
 @torch.inference_mode()
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, load_part: Callable[[str, LoadOptions], Any]) -> None:
     """Run one rank other than 0, until the engine closes the socket `descriptor`, or until the first error, which the
-    other ranks notice in their next collective operation.
-
-    The messages are the rank's setup, then `CacheSize`s, `PagedContext`s, and rows of the last hidden states to run the
-    head on (None: all).
-    """
-    from engine.model_loader import load_part  # it imports this module
-
+    other ranks notice in their next collective operation. The messages are the rank's setup, then `CacheSize`s,
+    `PagedContext`s, and rows of the last hidden states to run the head on (None: all)."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError):
         rank, port, name, options, device_type = connection.recv()

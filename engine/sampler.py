@@ -45,11 +45,8 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Call once per step: `adjust` before the mask, `sample` after it. `stop_token_ids` are the model's own.
-
-    Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default). With
-    `logprobs_mode` masked they are those of the logits after bias, penalties and mask.
-    """
+    """Call once per step: `adjust` before the mask, `sample` after it. `stop_token_ids` are the model's own. Raw
+    log-probabilities are those before bias, penalties, mask and temperature (vLLM's default)."""
 
     def __init__(self, processors: LogitsProcessors, stop_token_ids: Collection[int]) -> None:
         self.processors = processors
@@ -137,8 +134,7 @@ class Sampler:
 
 
 def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Return the entries of each row of `logprobs`, float32 `[rows, vocab]`: its own token and the `counts[row]` most
-    likely."""
+    """Return each row's own token and its `counts[row]` most likely, from `logprobs`, float32 `[rows, vocab]`."""
     own = logprobs.gather(1, own_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)

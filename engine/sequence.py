@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -257,6 +258,8 @@ class SequenceGroup:
     compiled_time: float | None = None
     scheduled_time: float | None = None
     """When its first prefill began."""
+    search: Any = None
+    """`engine.beams.BeamSearch`, once it has begun."""
     step_parts: dict[str, float] | None = None
     """`EngineStats.step_parts` at `scheduled_time`. Once it has ended: the increase from then on."""
     first_token_time: float | None = None

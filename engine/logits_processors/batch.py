@@ -13,11 +13,8 @@ from engine.sequence import Sequence
 
 
 class PersistentBatch:
-    """Computes a `BatchUpdate` from the rows of each step.
-
-    As in vLLM's model runner, new sequences take the lowest free places, then places at the end. Moves then fill the
-    places that are still free, and swaps bring each sequence to its row.
-    """
+    """Computes a `BatchUpdate` from the rows of each step. As in vLLM's model runner, new sequences take the lowest
+    free places, then places at the end. Moves fill the places that are still free, and swaps bring each to its row."""
 
     def __init__(self) -> None:
         self._rows: list[Sequence] = []

@@ -30,10 +30,8 @@ class LogitsProcessorFailed(InternalError):
 
 
 class _Host:
-    """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one.
-
-    A late sequence stays in the batch, so that the processor keeps its state of it.
-    """
+    """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one. A late
+    sequence stays in the batch, so that the processor keeps its state of it."""
 
     def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
         self.name = kind.__name__
@@ -97,11 +95,8 @@ class LogitsProcessors:
         """Those that run on masked and scaled logits. Those of greedy rows are included and not used afterwards."""
 
     def validate(self, params: SamplingParams) -> None:
-        """Let the custom processors check a request. Call it from any thread.
-
-        Raises `InvalidRequest` if one rejects it, `LogitsProcessorFailed` if one raises something else than a
-        `ValueError`.
-        """
+        """Let the custom processors check a request, in any thread. Raises `InvalidRequest` if one rejects it by a
+        `ValueError`, and `LogitsProcessorFailed` if one raises something else."""
         for one in self.classes:
             try:
                 one.validate_params(params)

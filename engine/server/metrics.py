@@ -154,7 +154,7 @@ class _EngineCollector(Collector):
             ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),
             ("num_requests_waiting_for_grammar", "Requests that wait for a grammar.", health.num_waiting_for_grammar),
             ("num_sequences_late", "Sequences that wait for a late mask.", stats.late),
-            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
+            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", 1 - blocks.num_free / blocks.num_blocks),
         )
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
         counters = (

@@ -39,7 +39,6 @@ TIGHT = {"block_size": 4, "num_blocks": 48, "max_model_len": 72}
 CHUNKS = {"block_size": 4, "max_num_batched_tokens": 8, "max_num_seqs": 12}
 ENGINES: dict[str, dict[str, Any]] = {
     "late": {},
-    "late, without waiting": {"mask_deadline": 0.0},
     "tight": TIGHT,
     "late and tight": TIGHT,
     "chunks": CHUNKS,
