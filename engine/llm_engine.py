@@ -23,7 +23,6 @@ from engine.config import EngineConfig
 from engine.drafter import Drafter
 from engine.keywords import refuse_unknown, without_neutral
 from engine.kv_cache import main_memory_share, plan_blocks
-from engine.late_rows import LateRows
 from engine.logits_processors.loading import describe, load_classes
 from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
@@ -89,7 +88,6 @@ class LLMEngine:
             drafter=self.drafter,
         )
         self.stats = EngineStats()
-        self.late_rows = LateRows(self.scheduler, self.stats)
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
@@ -198,7 +196,7 @@ class LLMEngine:
                 sampled = self.sample(logits, batch, report)
                 self.append(sampled, batch)
                 self.stats.note_step(time.perf_counter() - started, report.wait_seconds)
-        self.stats.late = len(self.late_rows)
+        self.stats.late = sum(sequence.is_late for sequence in self.scheduler.skipped)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished()]
 
@@ -237,11 +235,11 @@ class LLMEngine:
         for request_id, error in self.processor.failures().items():
             if request_id in self.groups:
                 self._fail(self.groups[request_id], error)
-        if self.late_rows:
-            self.late_rows.resume(self.processor.decided())
+        if self.scheduler.skipped:
+            self.stats.computed_again += self.scheduler.resume(self.processor.decided())
         batch = self.scheduler.schedule()
-        if batch.is_empty and self.late_rows:
-            self.late_rows.resume_all()
+        if batch.is_empty and self.scheduler.skipped:
+            self.stats.computed_again += self.scheduler.resume()
             batch = self.scheduler.schedule()
         for chunk in batch.prefills:
             group = chunk.sequences[0].group
@@ -358,7 +356,8 @@ class LLMEngine:
                 skipped.add(row)
             else:
                 late.append(row)
-        return frozenset(skipped) | self.late_rows.add(batch, late, skipped)
+        self.stats.late_rows += len(late)
+        return frozenset(skipped) | self.scheduler.skip(batch, late, skipped)
 
     def append(self, sampled: SamplerOutput, batch: Batch) -> None:
         """Append the tokens, accept drafts, apply the post-processor's edits, continue beams, end what is complete."""

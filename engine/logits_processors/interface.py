@@ -74,7 +74,7 @@ RequestLogitsProcessor = (
 @dataclass(frozen=True)
 class BatchUpdate:
     """The difference to the previous batch: apply `removed`, then `added`, then `moved`, each in order. An added
-    request replaces the one at its index, which is not in `removed`. `batch_size` is the number of requests afterwards."""
+    request replaces the one at its index, which is not in `removed`. `batch_size` is the new number of requests."""
 
     batch_size: int
     removed: Sequence[int]
