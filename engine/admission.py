@@ -84,15 +84,14 @@ class Admission:
 
     def _context_error(self, token_ids: list[int], params: SamplingParams) -> InvalidRequest | None:
         """Return the error of every API for a request that is too long for the context."""
-        have, most, limit = len(token_ids), params.max_tokens, self._max_model_len
-        if have + (most or 1) <= limit:
+        have, most, limit = len(token_ids), params.max_tokens or 1, self._max_model_len
+        if have + most <= limit:
             return None
-        if have >= limit:
-            param, what = "prompt", "messages"
-            why = f"your messages resulted in {have} tokens, and the output needs at least one"
-        else:
+        param, what = "prompt", "messages"
+        why = f"your messages resulted in {have} tokens, and the output needs at least one"
+        if have < limit:
             param, what = "max_tokens", "messages or completion"
-            why = f"you requested {have + (most or 1)} tokens ({have} in the messages, {most} in the completion)"
+            why = f"you requested {have + most} tokens ({have} in the messages, {most} in the completion)"
         return ContextLengthExceeded(
             f"This model's maximum context length is {limit} tokens. However, {why}."
             f" Please reduce the length of the {what}.",

@@ -25,19 +25,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """A snapshot of the engine, for `/health` and the metrics."""
+    """A snapshot of the engine, for `/health` and the metrics. `error` has ended the engine's thread, unless `alive`.
+    `num_running` counts sequences, `num_waiting` groups that could run and preempted sequences."""
 
     error: str | None
-    """The error that ended the engine's thread."""
     alive: bool
-    """The engine's thread runs."""
     pool: PoolStatus
     num_running: int
-    """Sequences."""
     num_waiting: int
-    """Groups that could run, plus preempted sequences."""
     num_waiting_for_grammar: int
-    """Groups."""
     stats: EngineStats
 
 

@@ -55,8 +55,9 @@ class MaskDetails:
     forced: list[bool] = field(default_factory=list)
     """For each output token: it was appended without a forward pass of its own."""
     exposed_seconds: float = 0.0
+    """By how much masks have lengthened the sequence's steps."""
     mask_seconds: float = 0.0
-    """By how much masks have lengthened the sequence's steps, and what they took the workers (in snapshots)."""
+    """What its masks took the workers. Set in snapshots."""
 
 
 @dataclass(slots=True)

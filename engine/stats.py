@@ -21,17 +21,15 @@ class EngineStats:
     """Moving average of a step's seconds, without the time that it waits for masks."""
     prepare_seconds: float = 0.0
     wait_seconds: float = 0.0
-    """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
     kernel_seconds: float = 0.0
+    """These three are the exposed mask time: `wait_seconds` is that for masks in `apply`."""
     forward_seconds: float = 0.0
-    """Forward passes and logits."""
     sample_seconds: float = 0.0
     mask_seconds: float = 0.0
     hidden_seconds: float = 0.0
     """Mask time of the workers, and the part of it that no step waited for."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Draft tokens, and those that were accepted."""
     forced_tokens: int = 0
     """Tokens that were appended without a forward pass of their own."""
     late: int = 0

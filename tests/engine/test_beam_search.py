@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from sample_processors import DummyLogitsProcessor
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 from transformers_generation import SCHEMA, Replaying, check
 
-from engine.logits_processors import LogitsProcessor
 from engine.sampling_params import SamplingParams
 from guided.constraint import Constraint
 from guided.errors import InvalidRequest
@@ -133,12 +133,7 @@ def test_a_stop_string_ends_beams(make_engine: MakeEngine, run: Run) -> None:
 def test_beams_of_a_temperature(make_engine: MakeEngine, run: Run) -> None:
     """The search is that of a model with logits divided by the temperature."""
 
-    class Cooling(LogitsProcessor):
-        def __init__(self, *_: Any) -> None: ...
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def update_state(self, batch_update: Any) -> None: ...
+    class Cooling(DummyLogitsProcessor):
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             return logits / 3.0
 

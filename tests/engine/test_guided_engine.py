@@ -15,18 +15,15 @@ from guided.pools.protocol import StepMasks
 from tests.engine.conftest import MakeEngine, Run
 
 PROMPT = "Zwölf Boxkämpfer"
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "ok": {"type": "boolean"}},
-    "required": ["name", "ok"],
-    "additionalProperties": False,
-}
 
 
 def mixed(**others: Any) -> dict[str, tuple[Any, SamplingParams]]:
     """Guided and free requests, greedy and random, one and several outputs."""
     fields: dict[str, dict[str, Any]] = {
-        "schema": {"json_schema": SCHEMA, "whitespace_pattern": "", "n": 2},
+        "schema": {
+            "json_schema": {"type": "array", "items": {"enum": ["abc", 12]}, "minItems": 2, "maxItems": 4},
+            "n": 2,
+        },
         "regex": {"regex": "[0-9]{3}-[a-f]{4,9}", "temperature": 0.0},
         "choice": {"choice": ["yes", "no", "naïve"], "seed": 1},
         "grammar": {"grammar": 'start: "(" start ")" | "x"', "temperature": 0.0},

@@ -8,6 +8,7 @@ import pytest
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.sequence import sequence_seed
 from guided.errors import InvalidRequest
 from tests.engine.conftest import MakeEngine, Run
 
@@ -81,6 +82,8 @@ def test_a_seed_repeats_in_any_batch_and_with_any_id(make_engine: MakeEngine, ru
     crowded = run(make_engine(), {**others, "another id": (PROMPT, mine)})["another id"]
     assert [one.token_ids for one in crowded.outputs] == [one.token_ids for one in alone.outputs]
     assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
+    seeds = [sequence_seed(*each) for each in ((0, "a", None, 0), (1, "a", None, 0), (0, "b", None, 0), (0, "a", 7, 0))]
+    assert len(set(seeds)) == 4
 
 
 def test_a_prompt_too_long_is_ignored_and_says_why(make_engine: MakeEngine, run: Run) -> None:

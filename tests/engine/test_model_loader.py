@@ -23,15 +23,8 @@ from transformers import (
 from engine.attention import UnsupportedModelError
 from engine.model_loader import LoadedModel, load_model, prepare_model
 
-TINY: dict[str, Any] = {
-    "vocab_size": 640,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+TINY = {"vocab_size": 640, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, **HEADS}
 
 
 def test_a_directory_is_loaded_and_described(tiny_model: LoadedModel) -> None:

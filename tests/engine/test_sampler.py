@@ -14,7 +14,7 @@ from engine.logprobs import TokenLogprobs
 from engine.penalties import SUPPRESSED
 from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence, sequence_seed
+from engine.sequence import Sequence
 from tests.engine.conftest import new_sequence
 
 VOCAB = 12
@@ -144,13 +144,6 @@ def test_a_row_that_is_all_forbidden_is_broken_and_no_token() -> None:
     sampler, batch = begun(*rows)
     assert sampler.sample(logits, batch).broken == [0, 1, 2]
     assert sampler.sample(logits, batch, skip=frozenset({0, 2})).broken == [1]
-
-
-def test_seeds_differ_by_request_index_and_seed() -> None:
-    seeds = {sequence_seed(0, "a", None, 0), sequence_seed(1, "a", None, 0), sequence_seed(0, "b", None, 0)}
-    seeds |= {sequence_seed(0, "a", None, 1), sequence_seed(0, "a", 7, 0), sequence_seed(0, "a", 7, 1)}
-    assert len(seeds) == 6
-    assert sequence_seed(0, "a", 7, 0) == sequence_seed(3, "b", 7, 0), "a request's own seed is all that counts"
 
 
 # -- logprobs

@@ -57,20 +57,6 @@ def test_sequences_and_tokens_of_a_step_are_limited() -> None:
     assert [one.num_output_tokens for one in it.running] == [2, 1, 1]
 
 
-def test_a_preempted_part_of_a_prefill_starts_again() -> None:
-    it = scheduler(num_blocks=64, max_num_batched_tokens=20)
-    it.add(group("long", 50, n=2))
-    it.schedule()
-    second = it.running.pop()
-    it.preempt(second)
-    for expected in ([(20, 40)], [(40, 50), (0, 10)], [(10, 29)]):
-        batch = it.schedule()
-        assert spans(batch) == expected
-        sample(batch)
-    it.remove(second.group)
-    assert it.blocks.num_free == it.blocks.num_blocks
-
-
 def test_a_group_that_waits_for_its_grammar_keeps_its_place() -> None:
     it = scheduler(max_num_seqs=2)
     waiting, second, third = group("waiting", 4), group("second", 4), group("third", 4)

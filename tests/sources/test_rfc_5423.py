@@ -420,26 +420,28 @@ def test_a_class_is_made_with_the_engines_config(tiny_model: LoadedModel, given:
     with LLM(tiny_model, "inline", processor=Configured if given == "class" else f"{__name__}:Configured") as llm:
         llm.generate(PROMPT, FREE, use_tqdm=False)
     assert Configured.newest is tiny_model.tokenizer
-    for wrong, why in (("nowhere:It", "It can't be loaded"), (dict, "not a subclass"), (Broken, "can't be made")):
-        with pytest.raises(ValueError, match=why):
-            LLM(tiny_model, "inline", processor=wrong)
+
+
+def with_method(name: str, method: Any) -> tuple[type, str]:
+    return type("Wrong", (LogitPostProcessor,), {name: method}), f"Wrong needs the method {name}"
 
 
 @source("class LogitPostProcessor", differs="a class with other signatures is refused when it is loaded")
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "why"),
     [
-        {"prepare": lambda self, sequences, rows: None},
-        {"apply": lambda self, *, logits: None},
-        {"initialize": lambda self: None},
-        {"sampled": lambda self, seq, token: None},
+        ("nowhere:It", "It can't be loaded"),
+        (dict, "not a subclass"),
+        (Broken, "can't be made"),
+        with_method("prepare", lambda self, sequences, rows: None),
+        with_method("apply", lambda self, *, logits: None),
+        with_method("initialize", lambda self: None),
+        with_method("sampled", lambda self, seq, token: None),
     ],
-    ids=lambda one: next(iter(one)),
 )
-def test_wrong_signatures_are_refused(tiny_model: LoadedModel, wrong: dict[str, Any]) -> None:
-    kind = type("Wrong", (LogitPostProcessor,), wrong)
-    with pytest.raises(ValueError, match=f"Wrong needs the method {next(iter(wrong))}"):
-        LLM(tiny_model, "inline", processor=kind)
+def test_what_is_no_post_processor_is_refused(tiny_model: LoadedModel, wrong: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        LLM(tiny_model, "inline", processor=wrong)
 
 
 @source("there is only one LogitPostProcessor per LLMEngine")
@@ -458,24 +460,20 @@ def test_a_constraint_needs_the_standard_processor(tiny_model: LoadedModel) -> N
     differs="the standard processor gets the constrained rows only (`all_rows` is False)",
 )
 def test_prepare_gets_what_the_rfc_needs_of_each_row(tiny_model: LoadedModel, finish: Run) -> None:
-    seen: dict[bool, list[GuidedSequence]] = {True: [], False: []}
-
     class Looking(LogitPostProcessor):
         def __init__(self, all_rows: bool) -> None:
-            self.all_rows = all_rows
+            self.all_rows, self.seen = all_rows, dict[GuidedSequence, None]()
 
         def prepare(self, sequences: Any, logits_rows: Any = None, new_tokens: Any = None) -> None:
-            seen[self.all_rows] += [one for one in sequences if one not in seen[self.all_rows]]
+            self.seen.update(dict.fromkeys(sequences))
 
-    pool = InlinePool(tiny_model.vocabulary)
-    bundle = ProcessorBundle(GuidedProcessor(pool), Looking(True), Looking(False))
-    engine = LLMEngine(tiny_model, pool=pool, processor=bundle)
-    free, guided = engine.add_request("free", [5, 6], FREE), engine.add_request("guided", [7], DIGITS)
+    pool, every, some = InlinePool(tiny_model.vocabulary), Looking(True), Looking(False)
+    engine = LLMEngine(tiny_model, pool=pool, processor=ProcessorBundle(GuidedProcessor(pool), every, some))
+    groups = engine.add_request("free", [5, 6], FREE), engine.add_request("guided", [7], DIGITS)
     finish(engine)
-    assert [one.request_id for one in seen[True]] == ["free", "guided"]
-    assert [one.request_id for one in seen[False]] == ["guided"]
-    for one, group in zip(seen[True], (free, guided), strict=True):
+    assert [one.request_id for one in some.seen] == ["guided"]
+    for one, group in zip(every.seen, groups, strict=True):
         data = group.sequences[0].data
         assert (one.sequence_id, one.sampling_params) == (group.sequences[0].seq_id, group.sampling_params)
         assert (one.prompt_token_ids, one.output_token_ids) == (data.prompt_token_ids, data.output_token_ids)
-        assert one.constrained == (group is guided)
+        assert (one.request_id, one.constrained) == (group.request_id, group.request_id == "guided")

@@ -27,17 +27,12 @@ def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
     return {name: [list(one.token_ids) for one in output.outputs] for name, output in found.items()}
 
 
-@pytest.mark.parametrize("config", [{}, TIGHT])
-def test_a_processor_sees_prompt_and_output(make_engine: MakeEngine, run: Run, config: dict[str, Any]) -> None:
-    requests = {
-        f"{n}": ([10 + n, 20 + n, 30 + n], SamplingParams(max_tokens=9 + 7 * n, extra_args={"echo": True}))
-        for n in range(7)
-    }
-    engine = make_engine(logits_processors=(sample.EchoLogitsProcessor,), max_num_seqs=7, **config)
-    found = tokens(run(engine, requests))
-    assert (engine.scheduler.num_preemptions > 0) == bool(config)
-    for n in range(7):
-        assert found[f"{n}"] == [[(10 + n, 20 + n, 30 + n)[place % 3] for place in range(9 + 7 * n)]]
+def test_a_processor_sees_prompt_and_output(make_engine: MakeEngine, run: Run) -> None:
+    echo = SamplingParams(max_tokens=30, extra_args={"echo": True})
+    engine = make_engine(logits_processors=(sample.EchoLogitsProcessor,), **TIGHT)
+    found = tokens(run(engine, {f"{n}": ([n, 20 + n, 30 + n], echo) for n in range(10, 17)}))
+    assert engine.scheduler.num_preemptions > 0
+    assert found == {f"{n}": [[n, 20 + n, 30 + n] * 10] for n in range(10, 17)}
 
 
 def requests(bias: str, min_p: str) -> dict[str, tuple[Any, SamplingParams]]:
