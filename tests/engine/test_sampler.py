@@ -11,8 +11,7 @@ from engine.batch import Batch
 from engine.logits_processors import VllmConfig
 from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
-from engine.penalties import SUPPRESSED
-from engine.sampler import Sampler
+from engine.sampler import SUPPRESSED, Sampler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.engine.conftest import new_sequence
