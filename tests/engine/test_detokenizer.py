@@ -73,14 +73,6 @@ def test_the_stop_string_that_ends_first_cuts(
     assert detokenizer.visible(True) == expected
 
 
-def test_a_stop_string_across_tokens_is_found(texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    detokenizer = Detokenizer(texts, SamplingParams(stop=["狐狸"]))
-    ids = tiny_tokenizer.encode("棕色狐狸跳")
-    found = next(stop for count in range(1, len(ids) + 1) if (stop := detokenizer.find_stop(ids[:count], 0)))
-    assert found == "狐狸"
-    assert detokenizer.text == "棕色"
-
-
 def test_a_constraints_text_ends_with_a_whole_character(
     texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:

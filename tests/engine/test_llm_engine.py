@@ -149,8 +149,5 @@ def test_a_request_that_does_not_stream_is_reported_at_the_end(make_engine: Make
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused(make_engine: MakeEngine) -> None:
-    with pytest.raises(ValueError, match="max_model_len 128 needs 8"):
+    with pytest.raises(ValueError, match=r"max_model_len 128 needs 8 .*kv_cache_bytes"):
         make_engine(num_blocks=7)
-    with pytest.raises(ValueError, match="kv_cache_bytes"):
-        make_engine(kv_cache_bytes=1000)
-    assert make_engine(max_num_seqs=3).blocks.num_blocks == 24, "no more than all sequences can use"

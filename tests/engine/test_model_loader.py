@@ -21,18 +21,10 @@ from transformers import (
 )
 
 from engine.attention import UnsupportedModelError
-from engine.model_loader import LoadedModel, load_model, prepare_model
+from engine.model_loader import load_model, prepare_model
 
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
 TINY = {"vocab_size": 640, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, **HEADS}
-
-
-def test_a_directory_is_loaded_and_described(tiny_model: LoadedModel) -> None:
-    assert tiny_model.dtype == torch.float32
-    assert tiny_model.max_model_len == 512
-    assert tiny_model.vocabulary.padded_vocab_size == 640
-    assert tiny_model.vocabulary.stop_token_ids == (tiny_model.tokenizer.eos_token_id,)
-    assert {(s.kv_heads, s.key_dim, s.value_dim) for s in tiny_model.layers.values()} == {(2, 16, 16)}
 
 
 @pytest.mark.parametrize("is_fast", [False, True])

@@ -10,7 +10,7 @@ import sample_processors as sample
 import torch
 from faulty_pool import FaultyPool
 
-from engine.logits_processors import BatchUpdate, LogitsProcessor
+from engine.logits_processors import BatchUpdate
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -103,26 +103,24 @@ def test_the_order_in_which_logits_are_changed(make_engine: MakeEngine, tiny_mod
     eos = next(iter(tiny_model.vocabulary.stop_token_ids))
     seen: list[torch.Tensor] = []
 
-    class Before(sample.DummyLogitsProcessor):
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            seen.append(logits.clone())
-            return logits
+    def logits_of(is_after: bool, **params: Any) -> torch.Tensor:
+        class Looking(sample.DummyLogitsProcessor):
+            def is_argmax_invariant(self) -> bool:
+                return is_after
 
-    class After(Before):
-        def is_argmax_invariant(self) -> bool:
-            return True
+            def apply(self, logits: torch.Tensor) -> torch.Tensor:
+                seen.append(logits.clone())
+                return logits
 
-    def logits_of(processor: type[LogitsProcessor], **params: Any) -> torch.Tensor:
-        engine = make_engine(logits_processors=(processor,))
-        run(engine, {"r": ([5, 6, 7], SamplingParams(max_tokens=1, **params))})
+        run(make_engine(logits_processors=(Looking,)), {"r": ([5, 6, 7], SamplingParams(max_tokens=1, **params))})
         return seen.pop()[0]
 
-    raw = logits_of(Before)
-    assert torch.equal(logits_of(Before, repetition_penalty=2.0, regex="[0-9]"), raw), "not penalised, not masked"
-    biased = logits_of(Before, logit_bias={9: 3.0}, min_tokens=1)
+    raw = logits_of(False)
+    assert torch.equal(logits_of(False, repetition_penalty=2.0, regex="[0-9]"), raw), "not penalised, not masked"
+    biased = logits_of(False, logit_bias={9: 3.0}, min_tokens=1)
     assert biased[9] == raw[9] + 3.0
     assert biased[eos] == pytest.approx(-1e30)
-    after = logits_of(After, repetition_penalty=2.0, temperature=0.5, regex="[0-9]", min_p=0.5)
+    after = logits_of(True, repetition_penalty=2.0, temperature=0.5, regex="[0-9]", min_p=0.5)
     allowed = after.isfinite()
     assert 0 < allowed.sum() < 12, "masked, and min_p is over"
     assert 5 not in allowed.nonzero()
@@ -195,8 +193,9 @@ def test_what_forbids_all_tokens_is_an_error_of_that_request(make_engine: MakeEn
             logits[self.bias[: self.size, 0] != 0] = float("-inf")
             return logits
 
-    params = {"none": SamplingParams(extra_args={"bias": {0: 1.0}}), "some": SamplingParams(max_tokens=3)}
-    found = run(make_engine(logits_processors=(Nothing,)), {name: (PROMPT, each) for name, each in params.items()})
+    none = SamplingParams(extra_args={"bias": {0: 1.0}})
+    both = {"none": (PROMPT, none), "some": (PROMPT, SamplingParams(max_tokens=3))}
+    found = run(make_engine(logits_processors=(Nothing,)), both)
     assert "finite" in str(found["none"].error)
     assert found["some"].error is None
 
