@@ -19,8 +19,7 @@ Prompt = str | Tokens[int] | Mapping[str, Any]
 
 
 class Admission:
-    """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.
-    `validate` lets the logits processors check a request."""
+    """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Paged attention for transformers' models: keys and values are stored in blocks, and block tables find them.
 
-The function is registered with transformers' `AttentionInterface`, so that transformers' modeling code calls it. All
-sequences of a step are flattened in one row: chunks of prefills first, then one token of each decoding sequence. (The
-layout is vLLM's, arXiv:2309.06180.)
+transformers' modeling code calls the function through its `AttentionInterface`. All sequences of a step are flattened
+in one row: chunks of prefills first, then one token of each decoding sequence. (The layout is vLLM's, arXiv:2309.06180.)
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ class PagedContext:
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def mask(self, part: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive mask `[sequences, 1, 1, slots]` of the gathered keys of a part of `decodes`, built once
-        per step and window."""
+        """Return the additive mask `[sequences, 1, 1, slots]` of the keys of a part, built once per step."""
         mask = self._masks.get((part, window))
         if mask is None:
             tables, lengths = self.decodes[part]

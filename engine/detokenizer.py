@@ -14,8 +14,7 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """The bytes that each token id adds to the text. Shared by all sequences of an engine. The text of special tokens,
-    which have no bytes in the vocabulary, is the tokenizer's."""
+    """The bytes that each token id adds to the text. The text of special tokens is the tokenizer's."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any) -> None:
         ordinary = list(vocabulary.token_bytes)

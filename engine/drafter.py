@@ -33,8 +33,7 @@ class _History:
 
 
 class Drafter:
-    """Proposes up to `max_drafts` drafts per sequence and step, and makes the rows that are computed for them. Their
-    matchers are open in `processor`."""
+    """Proposes up to `max_drafts` drafts per sequence and step, and makes their rows, with matchers in `processor`."""
 
     def __init__(self, max_drafts: int, processor: LogitPostProcessor) -> None:
         self.max_drafts, self._processor = max_drafts, processor

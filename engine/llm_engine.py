@@ -91,7 +91,7 @@ class LLMEngine:
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
-        """Set when a step could do something new. The thread that waits for it clears it."""
+        """Set when a step could do something new."""
         admission = Admission(model, config, self.max_model_len, num_blocks, self.logits_processors.validate)
         self.texts = admission.texts
         self.admit = admission.admit
@@ -183,8 +183,7 @@ class LLMEngine:
     # -- the step
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests that have changed; without `stream`, only those that have finished. If no
-        sequence can run, it returns at once."""
+        """Run one step, if a sequence can run. Returns requests that have changed; without `stream`, at their end."""
         started = time.perf_counter()
         batch = self.schedule()
         if not batch.is_empty:
@@ -282,8 +281,7 @@ class LLMEngine:
             return self.runner.execute(batch)
 
     def compute_logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask. Score
-        the other tokens with requested log-probabilities."""
+        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask."""
 
         def raw() -> torch.Tensor:
             return self.runner.compute_logits(hidden, batch.selected)

@@ -1,10 +1,8 @@
-"""Ranks: the other processes of tensor parallelism, as the engine's process sees them.
+"""Ranks: the processes of tensor parallelism. transformers splits the layers of a model over them.
 
-transformers splits the layers of a model over processes, the ranks, by the model's own plan. The engine's process is
-rank 0: it alone has sequences, masks and sampling. It sends each step to the other ranks (`serve`), and all run it
-together. torch.distributed adds their parts up, with gloo on CPUs and NCCL on GPUs.
-
-The ranks are child processes, not Ray actors: they end with the engine, and a closed socket tells that one has died.
+The engine's process is rank 0: it alone has sequences, masks and sampling. It sends each step to the other ranks
+(`serve`), and all run it together. torch.distributed adds their parts up. The ranks are child processes, not Ray
+actors: they end with the engine, and a closed socket tells that one has died.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from engine.sampling_params import GREEDY_BELOW
 from guided.sequence import SequenceOutput
 
 SUPPRESSED = -1e30
-"""The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it. Where
-a constraint allows no other token, its mask wins."""
+"""The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
 
 
 @dataclass(slots=True)

@@ -93,8 +93,7 @@ class Scheduler:
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
         """Assign slots to the new tokens of each running sequence. Preempt the newest while there are too few blocks. A
-        sequence with several new tokens (forced tokens) becomes a prefill of its own. Returns the sequences with one
-        new token, and the blocks to copy."""
+        sequence with forced tokens becomes a prefill. Returns those with one new token, and the blocks to copy."""
         copies: list[tuple[int, int]] = []
         append_slot, block_size = self.blocks.append_slot, self.blocks.block_size
         skipped = {sequence for prefill in self.prefilling for sequence in prefill}

@@ -35,9 +35,8 @@ class EngineStats:
     late: int = 0
     """Sequences that did not run in the last step because of a late mask."""
     late_rows: int = 0
-    """Rows without a mask at the step's deadline."""
     computed_again: int = 0
-    """Late sequences that run again: the last token of each is computed a second time."""
+    """Rows without a mask at the deadline, and sequences that ran again after one."""
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
 

@@ -67,8 +67,7 @@ def _reorder(places: list[Sequence | None], rows: list[Sequence]) -> list[MovedR
 
 
 class IndexedBatch:
-    """Tells a processor of the revised model (RFC 25389) the rows of each step. Each sequence has a fixed index. One
-    array has the tokens of all."""
+    """Tells a processor of the revised model (RFC 25389) the rows of each step. Each sequence has a fixed index."""
 
     def __init__(self, processor: Any, config: VllmConfig) -> None:
         count = config.scheduler_config.max_num_seqs

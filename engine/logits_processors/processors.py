@@ -72,8 +72,7 @@ class _Host:
 
 
 class LogitsProcessors:
-    """The custom processors of an engine; `classes` run in their order. The `ValueError` of one that cannot be created
-    names it."""
+    """The custom processors of an engine, in the order of `classes`. Raises `ValueError` if one cannot be created."""
 
     def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[type[LogitsProcessor]] = ()) -> None:
         self.classes = tuple(classes)
@@ -124,8 +123,7 @@ class LogitsProcessors:
     def run(
         self, hosts: list[_Host], logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run `before` or `after` on float32 `[rows, vocab]`. `again` computes the unchanged logits again, in case a
-        processor raises."""
+        """Run `before` or `after` on float32 `[rows, vocab]`. `again` computes the unchanged logits if one raises."""
         while True:  # each failing round adds a broken host
             for host in hosts:
                 if host in self._broken:
