@@ -1,7 +1,7 @@
 """Paged attention for transformers' models: keys and values are stored in blocks, and block tables find them.
 
 transformers' modeling code calls the function through its `AttentionInterface`. All sequences of a step are flattened
-in one row: chunks of prefills first, then one token of each decoding sequence. (The layout is vLLM's, arXiv:2309.06180.)
+in one row: chunks of prefills first, then one token of each decoding one. (The layout is vLLM's, arXiv:2309.06180.)
 """
 
 from __future__ import annotations
