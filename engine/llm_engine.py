@@ -240,10 +240,6 @@ class LLMEngine:
         if batch.is_empty and self.scheduler.skipped:
             self.stats.computed_again += self.scheduler.resume()
             batch = self.scheduler.schedule()
-        for chunk in batch.prefills:
-            group = chunk.sequences[0].group
-            if group.scheduled_time is None:
-                group.scheduled_time, group.step_parts = time.monotonic(), self.stats.step_parts()
         return batch
 
     def _finish_compilation(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
@@ -277,8 +273,7 @@ class LLMEngine:
     def execute(self, batch: Batch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`."""
         self.stats.steps += 1
-        with self.stats.timing("forward_seconds"):
-            return self.runner.execute(batch)
+        return self.runner.execute(batch)
 
     def compute_logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask."""
@@ -286,11 +281,10 @@ class LLMEngine:
         def raw() -> torch.Tensor:
             return self.runner.compute_logits(hidden, batch.selected)
 
-        with self.stats.timing("forward_seconds"):
-            for chunk in batch.prefills:
-                for first, last in chunk.unscored():
-                    self._score(chunk, first, last, hidden)
-            return self.sampler.adjust(raw, batch)
+        for chunk in batch.prefills:
+            for first, last in chunk.unscored():
+                self._score(chunk, first, last, hidden)
+        return self.sampler.adjust(raw, batch)
 
     def _score(self, chunk: Chunk, first: int, last: int, hidden: torch.Tensor) -> None:
         """Add the log-probabilities of tokens `first` to `last` of a chunk's sequence."""
@@ -324,11 +318,10 @@ class LLMEngine:
     def sample(self, logits: torch.Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
         """Sample a token for each row. Rows with a failed mask or logits processor are skipped, and their groups end.
         Rows with a late mask are skipped, and their sequences do not run until it is ready."""
-        with self.stats.timing("sample_seconds"):
-            skipped: frozenset[int] = frozenset()
-            if report.failed or report.late or self.logits_processors.failed or batch.beams:
-                skipped = self._skip(batch, report)
-            sampled = self.sampler.sample(logits, batch, skipped)
+        skipped: frozenset[int] = frozenset()
+        if report.failed or report.late or self.logits_processors.failed or batch.beams:
+            skipped = self._skip(batch, report)
+        sampled = self.sampler.sample(logits, batch, skipped)
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
@@ -488,8 +481,6 @@ class LLMEngine:
 
     def _forget(self, group: SequenceGroup) -> None:
         """Release everything that belongs to a group that has ended."""
-        if (before := group.step_parts) is not None:
-            group.step_parts = {name: now - before[name] for name, now in self.stats.step_parts().items()}
         group.finished_time = time.monotonic()
         self.scheduler.remove(group)
         for sequence in group.sequences:

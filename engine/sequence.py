@@ -257,12 +257,8 @@ class SequenceGroup:
     """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)
     compiled_time: float | None = None
-    scheduled_time: float | None = None
-    """When its first prefill began."""
     search: Any = None
     """`engine.beams.BeamSearch`, once it has begun."""
-    step_parts: dict[str, float] | None = None
-    """`EngineStats.step_parts` at `scheduled_time`. Once it has ended: the increase from then on."""
     first_token_time: float | None = None
     finished_time: float | None = None
 

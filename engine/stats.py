@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from guided.post_processor import ApplyReport
@@ -23,8 +20,6 @@ class EngineStats:
     wait_seconds: float = 0.0
     kernel_seconds: float = 0.0
     """These three are the exposed mask time: `wait_seconds` is that for masks in `apply`."""
-    forward_seconds: float = 0.0
-    sample_seconds: float = 0.0
     mask_seconds: float = 0.0
     hidden_seconds: float = 0.0
     """Mask time of the workers, and the part of it that no step waited for."""
@@ -40,11 +35,6 @@ class EngineStats:
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
 
-    def step_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the steps so far, and their number."""
-        parts = {"prepare": self.prepare_seconds, "forward": self.forward_seconds, "mask wait": self.wait_seconds}
-        return {**parts, "sample": self.sample_seconds, "steps": self.steps}
-
     def note_masks(self, report: ApplyReport) -> None:
         """Add what `apply` reports."""
         self.wait_seconds += report.wait_seconds
@@ -57,12 +47,3 @@ class EngineStats:
         self.step_seconds += seconds
         weight = max(1 / self.steps, 0.02)
         self.mean_step += weight * (seconds - waited - self.mean_step)
-
-    @contextlib.contextmanager
-    def timing(self, counter: str) -> Iterator[None]:
-        """Add the seconds that the block takes to a counter."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, counter, getattr(self, counter) + time.perf_counter() - began)

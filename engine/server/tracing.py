@@ -71,14 +71,6 @@ class Tracing:
         if group.sampling_params.constraint is not None:
             compiled = group.compiled_time or ended
             span("compile", group.arrival_time, compiled)
-        at = max(compiled, group.scheduled_time or ended)
-        if at > compiled:
-            span("queue", compiled, at)
-        if group.step_parts is not None and group.finished_time is not None:
-            *parts, (_, steps) = group.step_parts.items()
-            for name, took in parts:
-                span(name, at, at + took, {"guided.steps": int(steps)})
-                at += took
         root.end(int((ended + offset) * 1e9))
 
 

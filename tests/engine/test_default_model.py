@@ -12,11 +12,11 @@ import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from engine.default_model import checkpoint_path
+from examples.default_model_training import train
 from examples.default_model_training.corpus import example
-from examples.default_model_training.train import main
 from examples.default_model_training.values import Values, is_held_out
 from guided.vocabulary import Vocabulary
 
@@ -47,11 +47,11 @@ def test_it_answers_with_the_facts_and_ends(model: torch.nn.Module, tokenizer: P
 
 def test_it_calls_the_right_function(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
     right = 0
-    for index in range(24):
+    for index in range(12):
         one = example(index, held_out=True, tool_share=1)
         name = one.answer[: one.answer.index(",")]
         right += name in answer(model, tokenizer, one.messages(), tools=one.tools)
-    assert right >= 15  # guessing would give 8
+    assert right >= 8  # guessing would give 4
 
 
 @pytest.mark.parametrize("text", ["Łódź, 12 °C", "東京都 2026年", "مرحبا", "👩‍👩‍👧 ok", "a\tb\r\n\n  c", "\u0000\x7f"])
@@ -79,8 +79,10 @@ def test_held_out_values_are_never_drawn_for_training(draw: str) -> None:
     assert all(is_held_out(getattr(held, draw)()) for _ in range(100))
 
 
-def test_training_lowers_the_loss_and_writes_a_checkpoint(tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_writes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps at one learning rate, one batch of four examples to a pool. The tokenizer is there already."""
+    tiny = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    monkeypatch.setattr(train, "LlamaConfig", lambda **sizes: LlamaConfig(**sizes | tiny))
     work, losses = tmp_path / "work", []
     (work / "tokenizer").mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -89,7 +91,7 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint(tmp_path: Path) -> Non
     sizes.append("--no-bfloat16")  # slow on CPUs without instructions for it
     for steps in (1, 2):
         out = tmp_path / f"after-{steps}"
-        main(["--work", str(work), "--out", str(out), "--steps", str(steps), *sizes])
+        train.main(["--work", str(work), "--out", str(out), "--steps", str(steps), *sizes])
         losses.append(json.loads((work / "log.jsonl").read_text().splitlines()[-1])["held_out_loss"])
         assert load_file(out / "model.safetensors")["model.norm.weight"].isfinite().all()
     assert losses[1] < losses[0]

@@ -23,8 +23,16 @@ OPTIONS: dict[str, Any] = {"pool": "inline", "dtype": "float32", "device": "cpu"
 PROMPTS = ["The fox", "As JSON: ", "a b c d e f g h", "Zwölf"]
 
 
-IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "max_position_embeddings": 128}
-SIZES = {"vocab_size": 640, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, **IDS}
+SIZES: dict[str, Any] = {
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
 CONFIGS: dict[str, PreTrainedConfig | None] = {
     "llama": None,
     "llama-tied": None,
