@@ -9,7 +9,6 @@ import inspect
 import os
 import re
 import signal
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Dict, List, Tuple  # noqa: UP035  as in the RFC
 from unittest import mock
@@ -80,13 +79,12 @@ class Raising(LogitPostProcessor):
 
     def __init__(self, method: str, all_rows: bool) -> None:
         self.all_rows, self.max_rollback = all_rows, 1
-        self.calls: Counter[str] = Counter()
-        self.raised = False
+        self.calls, self.raised = 0, False
         real = getattr(self, method)
 
         def raising(*arguments: Any, **named: Any) -> Any:
-            self.calls[method] += 1
-            if self.calls[method] >= (1 if "free" in method else 3) and not self.raised:
+            self.calls += 1
+            if self.calls >= (1 if "free" in method else 3) and not self.raised:
                 self.raised = True
                 raise LookupError(f"once, in {method}")
             return real(*arguments, **named)
