@@ -19,8 +19,7 @@ Prompt = str | Tokens[int] | Mapping[str, Any]
 
 
 class Admission:
-    """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.
-    `validate` lets the logits processors check a request."""
+    """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class Admission:
             raise too_long
         sequences = [self._sequence(index, request_id, token_ids, params) for index in range(params.width)]
         if params.use_beam_search:
-            self._check_beams(params.width, sequences[0].max_length)
+            self._check_beams(params.width, params.width * sequences[0].max_length)
         streams = stream and params.width == params.n and not params.use_beam_search
         group = SequenceGroup(request_id, sequences, params, text, streams)
         if too_long is not None:
@@ -57,37 +56,22 @@ class Admission:
                 sequence.finish(SequenceStatus.FINISHED_IGNORED, too_long)
         return group
 
-    def _check_beams(self, width: int, max_length: int) -> None:
-        most = max(1, self._config.max_num_seqs // 2)
-        why = None
-        if width > most:  # others could not run beside them
-            why = f"the limit is {most}, half of the sequences of a step"
-        elif width * max_length > self._num_tokens:
+    def _check_beams(self, width: int, num_tokens: int) -> None:
+        if num_tokens > self._num_tokens:
             cache = f"the KV cache of {self._num_tokens} tokens"
-            why = f"with {max_length} tokens each they don't fit in {cache}: lower best_of or max_tokens"
-        if why is not None:
-            raise InvalidRequest(f"{width} beams: {why}", param="best_of")
+            why = f"{width} beams with {num_tokens} tokens don't fit in {cache}: lower best_of or max_tokens"
+            raise InvalidRequest(why, param="best_of")
 
     def _sequence(self, index: int, request_id: str, token_ids: list[int], params: SamplingParams) -> Sequence:
-        constrained = params.constraint is not None
-        eos = self._eos if constrained or not params.ignore_eos else frozenset[int]()
-        length = len(token_ids)
-        detokenizer = Detokenizer(
-            self.texts,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between=params.spaces_between_special_tokens and not constrained,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            whole_characters=constrained,
-        )
+        ignores_eos = params.ignore_eos and params.constraint is None
         return Sequence(
             index,
             params,
             token_ids,
-            max_length=self._max_model_len if params.max_tokens is None else length + params.max_tokens,
-            stop_ids=eos.union(params.stop_token_ids),
+            max_length=self._max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens,
+            stop_ids=frozenset(params.stop_token_ids) if ignores_eos else self._eos.union(params.stop_token_ids),
             seed=sequence_seed(self._config.seed, request_id, params.seed, index),
-            detokenizer=detokenizer,
+            detokenizer=Detokenizer(self.texts, params),
         )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
@@ -99,15 +83,14 @@ class Admission:
 
     def _context_error(self, token_ids: list[int], params: SamplingParams) -> InvalidRequest | None:
         """Return the error of every API for a request that is too long for the context."""
-        have, most, limit = len(token_ids), params.max_tokens, self._max_model_len
-        if have + (most or 1) <= limit:
+        have, most, limit = len(token_ids), params.max_tokens or 1, self._max_model_len
+        if have + most <= limit:
             return None
-        if have >= limit:
-            param, what = "prompt", "messages"
-            why = f"your messages resulted in {have} tokens, and the output needs at least one"
-        else:
+        param, what = "prompt", "messages"
+        why = f"your messages resulted in {have} tokens, and the output needs at least one"
+        if have < limit:
             param, what = "max_tokens", "messages or completion"
-            why = f"you requested {have + (most or 1)} tokens ({have} in the messages, {most} in the completion)"
+            why = f"you requested {have + most} tokens ({have} in the messages, {most} in the completion)"
         return ContextLengthExceeded(
             f"This model's maximum context length is {limit} tokens. However, {why}."
             f" Please reduce the length of the {what}.",
@@ -115,7 +98,7 @@ class Admission:
         )
 
     def _check_params(self, params: SamplingParams) -> None:
-        most = min(self._config.max_n or self._config.max_num_seqs, self._config.max_num_seqs)
+        most = self._config.max_num_seqs
         if params.width > most:
             name = "n" if params.best_of is None else "best_of"
             raise InvalidRequest(f"{name} is {params.width}; the limit is {most}", param=name)

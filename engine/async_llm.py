@@ -25,25 +25,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """A snapshot of the engine, for `/health` and the metrics."""
+    """A snapshot of the engine, for `/health` and the metrics. `error` has ended the engine's thread, unless `alive`.
+    `num_running` counts sequences, `num_waiting` groups that could run and preempted sequences."""
 
     error: str | None
-    """The error that ended the engine's thread."""
     alive: bool
-    """The engine's thread runs."""
     pool: PoolStatus
     num_running: int
-    """Sequences."""
     num_waiting: int
-    """Groups that could run, plus preempted sequences."""
     num_waiting_for_grammar: int
-    """Groups."""
-    kv_cache_usage: float
-    """Share of the blocks in use, 0 to 1."""
-    num_preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    """Prompt tokens that were looked up in the prefix cache, and those that it had."""
     stats: EngineStats
 
 
@@ -93,10 +83,8 @@ class AsyncLLM(BaseLLM):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request and yield snapshots of its output.
-
-        The first one comes once the constraint is compiled; its outputs may be empty. The last one has `finished`.
-        Without `stream`, only that one comes. Leaving the iteration early, or cancelling it, aborts the request.
+        """Run one request and yield snapshots of its output, from when the constraint is compiled. The last one has
+        `finished`; without `stream`, only that one comes. Leaving the iteration, or cancelling it, aborts the request.
 
         Raises:
             GuidedError: the request failed before it was admitted, or at any time if `stream` is False. A later failure
@@ -141,7 +129,7 @@ class AsyncLLM(BaseLLM):
 
     def health(self) -> EngineHealth:
         """Take a snapshot. Call it from any thread."""
-        scheduler, blocks = self.engine.scheduler, self.engine.blocks
+        scheduler = self.engine.scheduler
         waiting = list(scheduler.waiting)
         for_grammar = sum(group.waits_for_grammar for group in waiting)
         return EngineHealth(
@@ -151,10 +139,6 @@ class AsyncLLM(BaseLLM):
             num_running=len(scheduler.running),
             num_waiting=len(waiting) - for_grammar + len(scheduler.preempted),
             num_waiting_for_grammar=for_grammar,
-            kv_cache_usage=1.0 - blocks.num_free / blocks.num_blocks,
-            num_preemptions=scheduler.num_preemptions,
-            prefix_cache_queries=blocks.tokens_looked_up,
-            prefix_cache_hits=blocks.tokens_found,
             stats=self.engine.stats,
         )
 
@@ -173,7 +157,11 @@ class AsyncLLM(BaseLLM):
                 while self._inbox:
                     self._take(self._inbox.popleft())
                 if self.engine.has_work:
-                    self._deliver(self.engine.step())
+                    outputs = self.engine.step()
+                    self._post([(self._streams[one.request_id], one) for one in outputs])
+                    for one in outputs:
+                        if one.finished:
+                            del self._streams[one.request_id]
                 else:
                     self.engine.awake.wait()
         except BaseException as error:
@@ -189,21 +177,11 @@ class AsyncLLM(BaseLLM):
         try:
             if request_id in self._streams:
                 raise ValueError(f"request {request_id!r} is running already")
-            self._streams[request_id] = item
             self.engine.submit(item.group)
+            self._streams[request_id] = item
         except Exception as error:  # an error of one request never ends the thread
-            if self._streams.get(request_id) is item:
-                del self._streams[request_id]
             known = isinstance(error, GuidedError | ValueError)
             self._post([(item, error if known else InternalError(bounded(repr(error))))])
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Deliver a step's outputs to their streams."""
-        items = [(self._streams[one.request_id], one) for one in outputs if one.request_id in self._streams]
-        for _, output in items:
-            if output.finished:
-                del self._streams[output.request_id]
-        self._post(items)
 
     def _post(self, items: Sequence[tuple[_Stream, RequestOutput | BaseException]]) -> None:
         """Put each item into its stream, with one call into each event loop."""

@@ -1,8 +1,7 @@
 """Paged attention for transformers' models: keys and values are stored in blocks, and block tables find them.
 
-The function is registered with transformers' `AttentionInterface`, so that transformers' modeling code calls it. All
-sequences of a step are flattened in one row: chunks of prefills first, then one token of each decoding sequence. (The
-layout is vLLM's, arXiv:2309.06180.)
+transformers' modeling code calls the function through its `AttentionInterface`. All sequences of a step are flattened
+in one row: chunks of prefills first, then one token of each decoding one. (The layout is vLLM's, arXiv:2309.06180.)
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache
 
 
 class UnsupportedModelError(ValueError):
-    """The model needs something that this engine does not support. The message names it."""
+    """The engine cannot serve this model. The message says why."""
 
 
 Prefill = tuple[int, int, int, NDArray[np.int64] | None]
@@ -37,11 +36,8 @@ in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
 
 @dataclass
 class PagedContext:
-    """A step for the model: the chunks' tokens first, then one of each decoding sequence.
-
-    The fields are arrays that do not depend on the process: with tensor parallelism each rank gets them. `run` moves
-    them to the device.
-    """
+    """A step for the model: the chunks' tokens first, then one of each decoding sequence. With tensor parallelism each
+    rank gets it."""
 
     packed: NDArray[np.int64]
     """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
@@ -74,8 +70,7 @@ class PagedContext:
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def mask(self, part: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive mask `[sequences, 1, 1, slots]` of the gathered keys of a part of `decodes`, built once
-        per step and window."""
+        """Return the additive mask `[sequences, 1, 1, slots]` of the keys of a part, built once per step."""
         mask = self._masks.get((part, window))
         if mask is None:
             tables, lengths = self.decodes[part]
@@ -91,13 +86,8 @@ class PagedContext:
 def split_decodes(
     tables: torch.Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. If they are
-    sorted by length, there is little padding.
-
-    Args:
-        tables: int64 `[sequences, blocks]`, on the device.
-        lengths: int64 `[sequences]`: their numbers of tokens, including the current one.
-    """
+    """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. `tables` is
+    int64 `[sequences, blocks]`, on the device. `lengths`, int64 `[sequences]`, includes the current token."""
     starts, longest = [0], 0
     for row, length in enumerate(lengths.tolist()):
         longest = max(longest, length)
@@ -124,23 +114,15 @@ def paged_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Store this layer's keys and values, and compute attention.
-
-    Args:
-        query: `[1, heads, tokens, dim]`. key, value: `[1, kv_heads, tokens, dim]`, not repeated for grouped queries.
-        attention_mask: always None. `paged` determines which tokens attend to which.
-        sliding_window: number of tokens that a token attends to, including itself. None: all.
-
-    Returns:
-        `[1, tokens, heads, dim]`, and None for the attention weights.
-    """
-    if attention_mask is not None or not _HARMLESS.issuperset(others):
-        others["attention_mask"] = attention_mask
-        unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
-        if unknown:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
-            )
+    """Store this layer's keys and values, `[1, kv_heads, tokens, dim]`, and compute the attention of `query`,
+    `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights. `sliding_window` is the number of
+    tokens that a token attends to, including itself; None: all. `attention_mask` is always None."""
+    others["attention_mask"] = attention_mask
+    unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
+        )
     layer: int = module.layer_idx  # type: ignore[assignment]
     paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:

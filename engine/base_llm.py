@@ -74,8 +74,9 @@ class BaseLLM:
         self._own_ranks = self.model.ranks if isinstance(model, str) else None
         try:
             self.max_model_len = self.model.context_length(config.max_model_len)
-            if self.model.device.type == "cpu" and (threads := config.cpu_threads or _default_threads(self.model)):
-                torch.set_num_threads(threads)
+            num_parameters = sum(parameter.numel() for parameter in self.model.body.parameters())
+            if self.model.device.type == "cpu" and num_parameters < 50_000_000:
+                torch.set_num_threads(1)  # with fewer parameters, a second thread costs more than it gains
             if pool is None or isinstance(pool, str):
                 pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config.forced_tokens)
             self.pool: MaskPool = pool
@@ -124,9 +125,3 @@ def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOp
         pool: MaskPool = RayPool(vocabulary, options, forced_tokens=forced_tokens)
         return pool
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")
-
-
-def _default_threads(model: LoadedModel) -> int | None:
-    """Return the number of torch's threads for a small model. None: torch's own default."""
-    # With fewer parameters, a second CPU thread costs more than it gains.
-    return 1 if sum(parameter.numel() for parameter in model.body.parameters()) < 50_000_000 else None

@@ -35,9 +35,8 @@ class Chunk:
         return self.sequences[0].data.span(self.start, self.end) + [draft.last_token for draft in self.drafts]
 
     def unscored(self) -> Iterator[tuple[int, int]]:
-        """Yield (first, last) of tokens that its rows predict, that were not sampled (prompt tokens, forced tokens),
-        and that have no log-probabilities yet although they are wanted. Row `row + first - 1 - start` predicts `first`.
-        """
+        """Yield (first, last) of its prompt tokens and forced tokens that have no log-probabilities yet, although they
+        are wanted. Row `row + first - 1 - start` predicts `first`."""
         sequence = self.sequences[0]
         num_prompt = len(sequence.data.prompt_token_ids)
         if sequence.params.prompt_logprobs is not None:

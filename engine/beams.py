@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.batch import Batch
+from engine.block_manager import BlockManager
 from engine.logprobs import TokenLogprobs
 from engine.sampler import SamplerOutput, ranked_logprobs
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, common_length
 from guided.post_processor import LogitPostProcessor
 
@@ -101,66 +101,54 @@ class BeamSearch:
         return self._score(best.logprob, longest) > self.finished[-1].score
 
 
-class Beams:
-    """The searches of an engine. Each step continues every sequence from the beam that its search chooses: output,
-    blocks and matcher."""
+def advance_beams(
+    sampled: SamplerOutput, batch: Batch, blocks: BlockManager, processor: LogitPostProcessor
+) -> dict[SequenceGroup, list[Hypothesis]]:
+    """Continue each beam of a step from the beam that its search chooses: output, blocks and matcher. Returns the
+    searches that have ended: free them, then call `show_result`."""
+    groups: dict[SequenceGroup, dict[Sequence, int]] = {}
+    for place, row in enumerate(batch.beams):
+        sequence = batch.sequences[row]
+        if row not in sampled.skipped and not sequence.is_finished():
+            groups.setdefault(sequence.group, {})[sequence] = place
+    ended: dict[SequenceGroup, list[Hypothesis]] = {}
+    for group, places in groups.items():
+        group.search = group.search or BeamSearch(group)
+        if not _advance(group, [places[one] for one in group.sequences], sampled, blocks, processor):
+            ended[group] = group.search.finished
+    return ended
 
-    def __init__(self, scheduler: Scheduler, processor: LogitPostProcessor) -> None:
-        self._scheduler, self._processor = scheduler, processor
-        self._searches: dict[SequenceGroup, BeamSearch] = {}
 
-    def advance(self, sampled: SamplerOutput, batch: Batch) -> dict[SequenceGroup, list[Hypothesis]]:
-        """Continue the searches of a step. Returns those that have ended: free them, then call `show_result`."""
-        groups: dict[SequenceGroup, dict[Sequence, int]] = {}
-        for place, row in enumerate(batch.beams):
-            sequence = batch.sequences[row]
-            if row not in sampled.skipped and not sequence.is_finished():
-                groups.setdefault(sequence.group, {})[sequence] = place
-        ended: dict[SequenceGroup, list[Hypothesis]] = {}
-        for group, places in groups.items():
-            search = self._searches.get(group) or self._searches.setdefault(group, BeamSearch(group))
-            if not self._advance(search, group, places, sampled):
-                ended[group] = search.finished
-        return ended
+def _advance(
+    group: SequenceGroup, rows: list[int], sampled: SamplerOutput, blocks: BlockManager, processor: LogitPostProcessor
+) -> bool:
+    """Continue one search. `rows` are those of its beams. Returns False if it has ended."""
+    beams, count = group.sequences, group.sampling_params.logprobs
+    assert sampled.beam_scores is not None
+    group.first_token_time = group.first_token_time or time.monotonic()
+    outputs, logprobs = [one.data.output_token_ids[:] for one in beams], [one.output_logprobs[:] for one in beams]
+    chosen = group.search.advance(sampled.beam_scores[rows], outputs)
 
-    def forget(self, group: SequenceGroup) -> None:
-        """Drop the search of a group that has ended, if it has one."""
-        self._searches.pop(group, None)
+    def scored(one: Candidate) -> list[TokenLogprobs]:
+        if count is None:
+            return []
+        assert sampled.beam_logprobs is not None
+        row = sampled.beam_logprobs[rows[one.beam]]
+        return logprobs[one.beam] + ranked_logprobs(row[None], row.new_tensor([one.token]).long(), [count])
 
-    def _advance(
-        self, search: BeamSearch, group: SequenceGroup, places: dict[Sequence, int], sampled: SamplerOutput
-    ) -> bool:
-        """Continue one search. Returns False if it has ended."""
-        beams, count = group.sequences, group.sampling_params.logprobs
-        assert sampled.beam_scores is not None
-        group.first_token_time = group.first_token_time or time.monotonic()
-        rows = [places[one] for one in beams]
-        outputs, logprobs = [one.data.output_token_ids[:] for one in beams], [one.output_logprobs[:] for one in beams]
-        chosen = search.advance(sampled.beam_scores[rows], outputs)
-
-        def scored(one: Candidate) -> list[TokenLogprobs]:
-            if count is None:
-                return []
-            assert sampled.beam_logprobs is not None
-            row = sampled.beam_logprobs[rows[one.beam]]
-            return [
-                *logprobs[one.beam], *ranked_logprobs(row[None], row.new_tensor([one.token]).long(), [count])
-            ]  # fmt: skip
-
-        for one in search.finished:
-            if len(one.tokens) > len(outputs[0]):  # finished in this step
-                one.logprobs = scored(one.candidate)
-        if chosen is None:
-            return False
-        ids = [one.seq_id for one in beams]
-        parents = {ids[own]: ids[one.beam] for own, one in enumerate(chosen) if own != one.beam}
-        self._scheduler.blocks.take_over(parents)
-        for own, sequence, candidate in zip(outputs, beams, chosen, strict=True):
-            output = outputs[candidate.beam]
-            if own != output and sequence.guided is not None:
-                self._processor.rollback(sequence.seq_id, common_length(own, output))
-            sequence.take_over([*output, candidate.token], candidate.logprob, scored(candidate))
-        return True
+    for one in group.search.finished:
+        if len(one.tokens) > len(outputs[0]):  # finished in this step
+            one.logprobs = scored(one.candidate)
+    if chosen is None:
+        return False
+    ids = [one.seq_id for one in beams]
+    blocks.take_over({ids[own]: ids[one.beam] for own, one in enumerate(chosen) if own != one.beam})
+    for own, sequence, candidate in zip(outputs, beams, chosen, strict=True):
+        output = outputs[candidate.beam]
+        if own != output and sequence.guided is not None:
+            processor.rollback(sequence.seq_id, common_length(own, output))
+        sequence.take_over([*output, candidate.token], candidate.logprob, scored(candidate))
+    return True
 
 
 def show_result(group: SequenceGroup, finished: list[Hypothesis]) -> None:

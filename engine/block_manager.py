@@ -59,8 +59,7 @@ class BlockManager:
 
     def allocate(self, seq_ids: Sequence[int], num_tokens: int, tokens: Sequence[int] = ()) -> int:
         """Assign blocks for the `num_tokens` tokens that the sequences have in common. Raises `MemoryError` if too few
-        are free. Looks `tokens` up in the prefix cache, and returns the length of the beginning that was found: never
-        all of it, because the last token has to be computed."""
+        are free. Returns how many of `tokens` the prefix cache has: never all, because the last has to be computed."""
         first, *others = seq_ids
         prefixes, found = self._find(tokens)
         needed = self.blocks_for(num_tokens) - len(found)

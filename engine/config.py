@@ -13,11 +13,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded. `guided serve --help` describes the fields. `chat_template` is the path of a file.
-
-    Raises:
-        ValueError: a value is out of range, or the dtype is unknown.
-    """
+    """How a model is loaded. `guided serve --help` describes the fields. `chat_template` is the path of a file."""
 
     tokenizer: str | None = None
     chat_template: str | None = None
@@ -48,17 +44,13 @@ class EngineConfig:
         kv_cache_bytes: memory for the KV cache, in each process of tensor parallelism. None: on a GPU, what the largest
             step leaves free; else a quarter of the free memory, at most 4 GiB.
         enable_prefix_caching: keep blocks for prompts that begin alike. Outputs are the same, except for rounding.
-        cpu_threads: torch's threads on a CPU. None: one for a small model (docs/design.md), else torch's own default.
         seed: seed of the engine. A request without a seed derives its own from it.
         forced_tokens: append tokens without an alternative without a forward pass for each. Outputs are the same. Read
             where the mask pool is started.
         num_speculative_tokens: maximum number of draft tokens per sequence and step, which followed an earlier
             occurrence of the newest tokens. Outputs are the same, except for rounding. Useful where outputs copy from
             prompts. Not with custom logits processors. 0: off.
-        mask_deadline: seconds that a step waits for masks after its forward pass. Rows without a mask are computed
-            again when it is ready: the same tokens, later. None: 5 % of the mean step, at least 1 ms.
         limits: limits of the constraint of a request.
-        max_n: maximum number of outputs (`n`) of one request. None: `max_num_seqs`.
         logits_processors: custom logits processors in their order: classes, or `module:Class`
             (docs/logits-processors.md).
         logits_processor_plugins: load those of installed packages too; they run before the others.
@@ -71,20 +63,17 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
-    cpu_threads: int | None = None
     seed: int = 0
     forced_tokens: bool = True
     num_speculative_tokens: int = 0
-    mask_deadline: float | None = None
     limits: Limits = DEFAULT_LIMITS
-    max_n: int | None = None
     logits_processors: tuple[str | type, ...] = ()
     logits_processor_plugins: bool = True
 
     RANGES: ClassVar[Mapping[str, Range]] = {
-        **dict.fromkeys(("mask_deadline", "num_speculative_tokens"), Range(0)),
-        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_n"), Range(1)),
-        **dict.fromkeys(("block_size", "num_blocks", "kv_cache_bytes", "cpu_threads"), Range(1)),
+        "num_speculative_tokens": Range(0),
+        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len"), Range(1)),
+        **dict.fromkeys(("block_size", "num_blocks", "kv_cache_bytes"), Range(1)),
     }
 
     def __post_init__(self) -> None:

@@ -7,14 +7,14 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from engine.sampling_params import SamplingParams
 from guided.vocabulary import Vocabulary
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """The bytes that each token id adds to the text. Shared by all sequences of an engine. The text of special tokens,
-    which have no bytes in the vocabulary, is the tokenizer's."""
+    """The bytes that each token id adds to the text. The text of special tokens is the tokenizer's."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any) -> None:
         ordinary = list(vocabulary.token_bytes)
@@ -39,28 +39,17 @@ class TokenTexts:
 class Detokenizer:
     """The text of one sequence. A character appears once all its bytes are there. Invalid UTF-8 becomes U+FFFD.
 
-    Args:
-        spaces_between: write a space between special tokens that follow each other.
-        stop: strings that end the text. Its end is held back while it may be the beginning of one.
-        include_stop: keep the stop string in the text.
-        whole_characters: leave an incomplete character at the end out, instead of replacing it by U+FFFD, which the
-            constraint may not allow.
+    The end of the text is held back while it may be the beginning of a stop string. With a constraint, an incomplete
+    character at the end is left out instead: the constraint may not allow U+FFFD.
     """
 
-    def __init__(
-        self,
-        texts: TokenTexts,
-        *,
-        skip_special_tokens: bool = True,
-        spaces_between: bool = False,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        whole_characters: bool = False,
-    ) -> None:
-        self._pieces = texts.without_special if skip_special_tokens else texts.with_special
-        self._special = texts.special if spaces_between and not skip_special_tokens else frozenset[int]()
-        self._stop, self._include_stop, self._whole_characters = tuple(stop), include_stop, whole_characters
-        self._held_back = 0 if include_stop else max([0, *(len(text) - 1 for text in self._stop)])
+    def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
+        spaces = params.spaces_between_special_tokens and not params.skip_special_tokens and params.constraint is None
+        self._pieces = texts.without_special if params.skip_special_tokens else texts.with_special
+        self._special = texts.special if spaces else frozenset[int]()
+        self._stop, self._include_stop = tuple(params.stop), params.include_stop_str_in_output
+        self._whole_characters = params.constraint is not None
+        self._held_back = 0 if self._include_stop else max([0, *(len(text) - 1 for text in self._stop)])
         self._begin()
 
     def _begin(self) -> None:

@@ -8,6 +8,7 @@ Outputs are those of decoding one by one: each position has its own mask and its
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass, field, replace
 
 from engine.sequence import Sequence, SequenceData, common_length
@@ -32,8 +33,7 @@ class _History:
 
 
 class Drafter:
-    """Proposes up to `max_drafts` drafts per sequence and step, and makes the rows that are computed for them. Their
-    matchers are open in `processor`."""
+    """Proposes up to `max_drafts` drafts per sequence and step, and makes their rows, with matchers in `processor`."""
 
     def __init__(self, max_drafts: int, processor: LogitPostProcessor) -> None:
         self.max_drafts, self._processor = max_drafts, processor
@@ -67,7 +67,8 @@ class Drafter:
             row.data = SequenceData(sequence.data.prompt_token_ids, sequence.data.output_token_ids + drafts[:count])
             row.length, row.last_token = sequence.length + count, drafts[count - 1]
             row.output_logprobs = []
-            row.uniforms = sequence.uniforms.ahead(count)
+            row.uniforms = copy.copy(sequence.uniforms)
+            next(itertools.islice(row.uniforms, count - 1, None))  # `count` numbers ahead
             if sequence.guided is not None:
                 row.guided = self._guided(sequence, sequence.guided, count, row.data.output_token_ids)
                 row.seq_id = row.guided.sequence_id

@@ -46,8 +46,7 @@ class KVCache:
         self._keys = {index: empty(shape.kv_heads, shape.key_dim) for index, shape in layers.items()}
         self._values = {index: empty(shape.kv_heads, shape.value_dim) for index, shape in layers.items()}
         self._gathered = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
-        """Keys and values that were gathered last. The memory is reused: the system clears each page of new memory,
-        which takes longer than the copy."""
+        """Keys and values that were gathered last. Memory is reused: clearing new pages takes longer than the copy."""
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `[tokens, kv_heads, dim]` at `slots`, int64 `[tokens]`."""

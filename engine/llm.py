@@ -93,8 +93,7 @@ class LLM(BaseLLM):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate answers to one or many conversations, lists of `{"role", "content"}`, in the tokenizer's chat
-        template. As `generate`; without a template, `InvalidRequest`."""
+        """Generate answers to one or many conversations, as `generate`. Without a chat template, `InvalidRequest`."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest("this model's tokenizer has no chat template: use generate()", param="messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages

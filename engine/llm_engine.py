@@ -17,13 +17,12 @@ import torch
 
 from engine.admission import Admission, Prompt
 from engine.batch import Batch, Chunk
-from engine.beams import Beams, show_result
+from engine.beams import advance_beams, show_result
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.drafter import Drafter
 from engine.keywords import refuse_unknown, without_neutral
 from engine.kv_cache import main_memory_share, plan_blocks
-from engine.late_rows import LateRows
 from engine.logits_processors.loading import describe, load_classes
 from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
@@ -39,7 +38,7 @@ from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, GuidedError, InternalError, PostProcessorFailed, bounded
 from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
-from guided.processor import FIRST_MASK_SECONDS, GuidedProcessor
+from guided.processor import GuidedProcessor
 from guided.sequence import SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -74,15 +73,14 @@ class LLMEngine:
         self.sampler = Sampler(self.logits_processors, model.vocabulary.stop_token_ids)
         if not isinstance(processor, ProcessorBundle):  # it contains the exceptions of its members
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
-            members = [*standard, *([] if processor is None else [processor])] or [_NoProcessor()]
-            processor = ProcessorBundle(*members, config=description)
+            processor = ProcessorBundle(*standard, *([] if processor is None else [processor]), config=description)
         self.processor = processor
-        drafts = config.num_speculative_tokens
-        if drafts and self.logits_processors.classes:
-            raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
-        if drafts and processor.needs_samples:
-            raise ValueError("num_speculative_tokens does not work with a post-processor that overrides sampled()")
-        self.drafter = Drafter(drafts, processor)
+        if config.num_speculative_tokens and (self.logits_processors.classes or processor.needs_samples):
+            raise ValueError(
+                "num_speculative_tokens does not work with custom logits processors, nor with a post-processor that "
+                "overrides sampled(): use one of them"
+            )
+        self.drafter = Drafter(config.num_speculative_tokens, processor)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
@@ -90,12 +88,10 @@ class LLMEngine:
             drafter=self.drafter,
         )
         self.stats = EngineStats()
-        self.late_rows = LateRows(self.scheduler, self.stats)
-        self.beams = Beams(self.scheduler, self.processor)
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
-        """Set when a step could do something new. The thread that waits for it clears it."""
+        """Set when a step could do something new."""
         admission = Admission(model, config, self.max_model_len, num_blocks, self.logits_processors.validate)
         self.texts = admission.texts
         self.admit = admission.admit
@@ -109,11 +105,10 @@ class LLMEngine:
 
     def _memory_for_cache(self) -> int:
         """Return the bytes that the KV cache may take in this process."""
-        model, config = self.model, self.config
-        if model.device.type == "cuda":
-            tokens = config.tokens_per_step(on_cpu=False)
-            return self.runner.memory_for_cache(tokens, config.max_num_seqs, self.max_model_len)
-        return main_memory_share(1 if model.ranks is None else model.ranks.size)
+        if self.model.device.type != "cuda":
+            return main_memory_share(1 if self.model.ranks is None else self.model.ranks.size)
+        tokens = self.config.tokens_per_step(on_cpu=False)
+        return self.runner.memory_for_cache(tokens, self.config.max_num_seqs, self.max_model_len)
 
     # -- requests
 
@@ -188,8 +183,7 @@ class LLMEngine:
     # -- the step
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests that have changed; without `stream`, only those that have finished. If no
-        sequence can run, it returns at once."""
+        """Run one step, if a sequence can run. Returns requests that have changed; without `stream`, at their end."""
         started = time.perf_counter()
         batch = self.schedule()
         if not batch.is_empty:
@@ -201,14 +195,13 @@ class LLMEngine:
                 sampled = self.sample(logits, batch, report)
                 self.append(sampled, batch)
                 self.stats.note_step(time.perf_counter() - started, report.wait_seconds)
-        self.stats.late = len(self.late_rows)
+        self.stats.late = sum(sequence.is_late for sequence in self.scheduler.skipped)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished()]
 
     @contextlib.contextmanager
     def _surviving(self, batch: Batch) -> Iterator[None]:
-        """If the device runs out of memory in a step, fail its newest group. The others are prefilled again, as all are
-        after another exception."""
+        """If the device runs out of memory, fail the newest group. The others, as after any exception, start again."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -241,16 +234,12 @@ class LLMEngine:
         for request_id, error in self.processor.failures().items():
             if request_id in self.groups:
                 self._fail(self.groups[request_id], error)
-        if self.late_rows:
-            self.late_rows.resume(self.processor.decided())
+        if self.scheduler.skipped:
+            self.stats.computed_again += self.scheduler.resume(self.processor.decided())
         batch = self.scheduler.schedule()
-        if batch.is_empty and self.late_rows:
-            self.late_rows.resume_all()
+        if batch.is_empty and self.scheduler.skipped:
+            self.stats.computed_again += self.scheduler.resume()
             batch = self.scheduler.schedule()
-        for chunk in batch.prefills:
-            group = chunk.sequences[0].group
-            if group.scheduled_time is None:
-                group.scheduled_time, group.step_seconds = time.monotonic(), self.stats.of_steps
         return batch
 
     def _finish_compilation(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
@@ -284,21 +273,18 @@ class LLMEngine:
     def execute(self, batch: Batch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`."""
         self.stats.steps += 1
-        with self.stats.timing("forward_seconds"):
-            return self.runner.execute(batch)
+        return self.runner.execute(batch)
 
     def compute_logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask. Score
-        the other tokens with requested log-probabilities."""
+        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask."""
 
         def raw() -> torch.Tensor:
             return self.runner.compute_logits(hidden, batch.selected)
 
-        with self.stats.timing("forward_seconds"):
-            for chunk in batch.prefills:
-                for first, last in chunk.unscored():
-                    self._score(chunk, first, last, hidden)
-            return self.sampler.adjust(raw, batch)
+        for chunk in batch.prefills:
+            for first, last in chunk.unscored():
+                self._score(chunk, first, last, hidden)
+        return self.sampler.adjust(raw, batch)
 
     def _score(self, chunk: Chunk, first: int, last: int, hidden: torch.Tensor) -> None:
         """Add the log-probabilities of tokens `first` to `last` of a chunk's sequence."""
@@ -321,7 +307,7 @@ class LLMEngine:
         """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
         if not batch.guided:
             return _NOTHING_MASKED
-        report = self.processor.apply(logits, self._deadline(batch))
+        report = self.processor.apply(logits, max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step))
         self._prepared = None
         self.stats.note_masks(report)
         for row in batch.detailed:
@@ -329,21 +315,13 @@ class LLMEngine:
                 details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
-    def _deadline(self, batch: Batch) -> float:
-        given = self.config.mask_deadline
-        deadline = given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
-        if batch.beams and len({sequence.group for sequence in batch.sequences}) == 1:
-            return max(deadline, FIRST_MASK_SECONDS)  # beams wait for each other in any case
-        return deadline
-
     def sample(self, logits: torch.Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
         """Sample a token for each row. Rows with a failed mask or logits processor are skipped, and their groups end.
         Rows with a late mask are skipped, and their sequences do not run until it is ready."""
-        with self.stats.timing("sample_seconds"):
-            skipped: frozenset[int] = frozenset()
-            if report.failed or report.late or self.logits_processors.failed or batch.beams:
-                skipped = self._skip(batch, report)
-            sampled = self.sampler.sample(logits, batch, skipped)
+        skipped: frozenset[int] = frozenset()
+        if report.failed or report.late or self.logits_processors.failed or batch.beams:
+            skipped = self._skip(batch, report)
+        sampled = self.sampler.sample(logits, batch, skipped)
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
@@ -369,7 +347,8 @@ class LLMEngine:
                 skipped.add(row)
             else:
                 late.append(row)
-        return frozenset(skipped) | self.late_rows.add(batch, late, skipped)
+        self.stats.late_rows += len(late)
+        return frozenset(skipped) | self.scheduler.skip(batch, late, skipped)
 
     def append(self, sampled: SamplerOutput, batch: Batch) -> None:
         """Append the tokens, accept drafts, apply the post-processor's edits, continue beams, end what is complete."""
@@ -384,7 +363,7 @@ class LLMEngine:
             any_ended |= self._follow_edits(sampled, batch, others)
         if batch.beams:
             batch.is_repeatable = False  # penalties are counted again
-            for group, finished in self.beams.advance(sampled, batch).items():
+            for group, finished in advance_beams(sampled, batch, self.blocks, self.processor).items():
                 self._forget(group)
                 show_result(group, finished)
         if any_ended:
@@ -411,8 +390,7 @@ class LLMEngine:
         return any_ended
 
     def _accept(self, sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> bool:
-        """Append the tokens that were sampled after accepted drafts. Returns whether the sequence has ended. `row` is
-        its own; those of its drafts follow."""
+        """Append the tokens that were sampled after accepted drafts. Returns whether the sequence has ended."""
         self.stats.drafted_tokens += len(drafts)
         for draft in drafts:
             accepted = sampled.token_ids[row] == draft
@@ -422,7 +400,7 @@ class LLMEngine:
             self.stats.accepted_tokens += 1
             sequence.computed += 1
             if not sequence.params.is_greedy:
-                sequence.uniforms.next()
+                next(sequence.uniforms)
             sequence.append(sampled.token_ids[row], sampled.logprobs.get(row), sampled.allowed.get(row))
         return sequence.is_finished()
 
@@ -471,7 +449,7 @@ class LLMEngine:
             ended = sequence.append(token, entries, 1, forced=True)
             self.stats.forced_tokens += 1
             if not sequence.params.is_greedy:
-                sequence.uniforms.next()  # as if it were sampled
+                next(sequence.uniforms)  # as if it were sampled
             if ended:
                 return
         if edit.stop:
@@ -503,26 +481,16 @@ class LLMEngine:
 
     def _forget(self, group: SequenceGroup) -> None:
         """Release everything that belongs to a group that has ended."""
-        if group.step_seconds is not None:
-            group.step_seconds = self.stats.of_steps.since(group.step_seconds)
         group.finished_time = time.monotonic()
         self.scheduler.remove(group)
-        self.late_rows.forget(group.sequences)
-        self.beams.forget(group)
         for sequence in group.sequences:
             self.drafter.forget(sequence)
         if self.groups.pop(group.request_id, None) is not None:
             self.processor.free(group.request_id)
 
 
-class _NoProcessor(LogitPostProcessor):
-    """That of an engine without a pool, which rejects constraints."""
-
-    all_rows = False
-
-
 _NOTHING_MASKED = ApplyReport()
 _LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
-"""Default mask deadline: seconds, or this share of the mean step, whichever is more."""
+"""Mask deadline: seconds, or this share of the mean step, whichever is more."""
 _SCORED_ROWS = 256
 """Maximum number of prompt tokens that are scored at once: each takes a row of logits."""

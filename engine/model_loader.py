@@ -25,9 +25,7 @@ _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
 _PLANS: dict[str, dict[str, str]] = {
     "opt": {
         "model.decoder.embed_tokens": "embedding_rowwise",
-        "model.decoder.layers.*.self_attn.q_proj": "colwise",
-        "model.decoder.layers.*.self_attn.k_proj": "colwise",
-        "model.decoder.layers.*.self_attn.v_proj": "colwise",
+        **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
         "model.decoder.layers.*.self_attn.out_proj": "rowwise",
         "model.decoder.layers.*.fc1": "colwise",
         "model.decoder.layers.*.fc2": "rowwise",
@@ -39,21 +37,18 @@ _PLANS: dict[str, dict[str, str]] = {
 
 @dataclass
 class LoadedModel:
-    """A model that has passed the probe, and what the engine needs to know about it."""
+    """A model that has passed the probe. `body` makes hidden states `[1, tokens, hidden]`, and `head` logits `[rows,
+    padded_vocab_size]`. `layers` are by index; with tensor parallelism those of this process's heads."""
 
     name: str
     config: Any
     """transformers' config of the language model."""
     body: torch.nn.Module
-    """Token ids to hidden states `[1, tokens, hidden]`."""
     head: torch.nn.Module
-    """Hidden states to logits `[rows, padded_vocab_size]`."""
     layers: dict[int, LayerShapes]
-    """By layer index. With tensor parallelism: the shapes of this process's heads."""
     tokenizer: Any
     vocabulary: Vocabulary
     max_model_len: int
-    """Maximum context length, in tokens."""
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks | None = None
@@ -95,7 +90,7 @@ def load_model(model: str, **options: Any) -> LoadedModel:
 
 
 def load_part(model: str, how: LoadOptions) -> LoadedModel:
-    """Load the part of a rank of tensor parallelism. All ranks call this, or `load_model`, at the same time."""
+    """Load the part of a rank of tensor parallelism, while rank 0 calls `load_model`."""
     return _load(model, _find_config(model, how.revision), how)
 
 
@@ -208,36 +203,29 @@ def _find_config(model: str, revision: str | None) -> Any:
         ) from error
 
 
-def _check_config(config: Any) -> None:
-    """Reject what the configuration shows to be unsupported, before the weights are read."""
-    why = _unsupported(config)
-    if why is not None:
-        raise UnsupportedModelError(f"{_architecture(config)} {why}")
-
-
 def _architecture(config: Any) -> str:
     return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
 
 
-def _unsupported(config: Any) -> str | None:
+def _check_config(config: Any) -> None:
+    """Reject what the configuration shows to be unsupported, before the weights are read."""
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if model_class is None or getattr(config, "is_encoder_decoder", False):
-        return "is not a causal language model of transformers"
-    if isinstance(model_class, tuple):
-        model_class = model_class[0]
-    if not getattr(model_class, "_supports_attention_backend", False):
-        return "can't be served: its transformers code does not support other attention backends"
+    is_causal = model_class is not None and not getattr(config, "is_encoder_decoder", False)
+    is_pluggable = getattr(model_class, "_supports_attention_backend", False)
     text = config.get_text_config(decoder=True)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(text, name, None) is not None:
-            return f"can't be served: {name} (soft caps) is not supported"
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
-    if others:
-        return f"can't be served: it has {', '.join(others)} layers"
+    others = ", ".join(sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES))
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-    if rope in ("dynamic", "longrope"):
-        return f"can't be served: {rope} RoPE depends on the longest sequence of a batch"
-    return None
+    caps = [getattr(text, f"{name}_logit_softcapping", None) for name in ("attn", "final")]
+    reasons = {
+        "it is not a causal language model of transformers": not is_causal,
+        "its code does not support other attention backends": not is_pluggable,
+        "soft caps are not supported": any(cap is not None for cap in caps),
+        f"it has {others} layers": others,
+        f"{rope} RoPE depends on the longest sequence of a batch": rope in ("dynamic", "longrope"),
+    }
+    for why, applies in reasons.items():
+        if applies:
+            raise UnsupportedModelError(f"{_architecture(config)} can't be served: {why}")
 
 
 class _Recorder(KVCache):

@@ -83,10 +83,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def memory_for_cache(self, tokens: int, rows: int, max_model_len: int) -> int:
-        """Run the largest step, and return the bytes of the GPU that the KV cache may take beside it.
-
-        The step has `tokens` tokens of sequences of up to `max_model_len`, and `rows` sampled rows.
-        """
+        """Run the largest step: `tokens` tokens of sequences of up to `max_model_len`, and `rows` sampled rows. Return
+        the bytes of the GPU that the KV cache may take beside it."""
         device = self._model.device
         self._allocate(1)
         starts = np.arange(0, tokens, max_model_len).tolist()

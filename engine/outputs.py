@@ -50,8 +50,7 @@ class CompletionOutput:
 
     @property
     def parsed(self) -> Any:
-        """The answer as a value of `output_type`. None: there is no type, or the output did not end `stop`. Raises the
-        `ValueError` of a validator of the type."""
+        """The answer as a value of `output_type`, if it ended `stop`. Raises the `ValueError` of a validator."""
         if self.output_type is None or self.finish_reason != "stop":
             return None
         return parse_as(self.output_type, self.text)
@@ -92,8 +91,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A snapshot of a request. `outputs` has the `n` best sequences, those with the highest cumulative log-probability
-    so far first; of beams, those with the best scores."""
+    """A snapshot of a request. `outputs` has the `n` most likely sequences, the best first; of beams, those with the
+    best scores."""
 
     request_id: str
     prompt: str | None

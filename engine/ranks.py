@@ -1,19 +1,18 @@
-"""Ranks: the other processes of tensor parallelism, as the engine's process sees them.
+"""Ranks: the processes of tensor parallelism. transformers splits the layers of a model over them.
 
-transformers splits the layers of a model over processes, the ranks, by the model's own plan. The engine's process is
-rank 0: it alone has sequences, masks and sampling. It sends each step to the other ranks (`engine.rank_process`), and
-all run it together. torch.distributed adds their parts up, with gloo on CPUs and NCCL on GPUs.
-
-The ranks are child processes, not Ray actors: they end with the engine, and a closed socket tells that one has died.
+The engine's process is rank 0: it alone has sequences, masks and sampling. It sends each step to the other ranks
+(`serve`), and all run it together. torch.distributed adds their parts up. The ranks are child processes, not Ray
+actors: they end with the engine, and a closed socket tells that one has died.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -22,14 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from engine.attention import PagedContext
 from engine.config import LoadOptions
 from guided.errors import InternalError, bounded
 
 _TIMEOUT = timedelta(minutes=10)  # loading takes minutes. A rank that has ended is noticed at once.
 _EXIT_SECONDS = 5.0
-
-RankSetup = tuple[int, int, str, LoadOptions, str]
-"""The first message to a rank: its number, the port of the ranks' store, the model, its options, the type of device."""
 
 
 class CacheSize(NamedTuple):
@@ -54,16 +51,17 @@ class Ranks:
         try:
             store = open_store(0, size, is_master=True)
             for rank in range(1, size):
-                self._start((rank, store.port, model, options, device_type))
+                self._start(rank, store.port, model, options, device_type)
             for connection in self._connections:
                 connection.recv()  # its imports are done
             join(store, 0, size, device_type)
         except Exception as error:
             raise self.ended(error) from error
 
-    def _start(self, setup: RankSetup) -> None:
+    def _start(self, *setup: object) -> None:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "engine.rank_process", str(theirs.fileno())]
+        imports = "from engine.model_loader import load_part; from engine.ranks import serve"
+        command = [sys.executable, "-c", f"{imports}; serve({theirs.fileno()}, load_part)"]
         self._connections.append(ours)
         with theirs:  # a session of its own: Ctrl-C is for the engine
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
@@ -103,6 +101,32 @@ class Ranks:
         if self._processes and distributed.is_initialized():
             distributed.destroy_process_group()
         self._processes, self._connections = [], []
+
+
+@torch.inference_mode()
+def serve(descriptor: int, load_part: Callable[[str, LoadOptions], Any]) -> None:
+    """Run one rank other than 0, until the engine closes the socket `descriptor`, or until the first error, which the
+    other ranks notice in their next collective operation. The messages are the rank's setup, then `CacheSize`s,
+    `PagedContext`s, and rows of the last hidden states to run the head on (None: all)."""
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        rank, port, name, options, device_type = connection.recv()
+        os.environ["LOCAL_RANK"] = str(rank)  # transformers takes the GPU of this number
+        connection.send(None)
+        size = options.tensor_parallel_size
+        join(open_store(port, size), rank, size, device_type)
+        model = load_part(name, options)
+        cache, hidden = model.new_cache(1, 1), torch.empty(0)
+        while True:
+            message = connection.recv()
+            if isinstance(message, PagedContext):
+                hidden = message.run(model.body, cache, model.device)
+            elif isinstance(message, CacheSize):
+                torch.set_num_threads(message.threads)
+                cache = model.new_cache(message.num_blocks, message.block_size)
+            else:
+                model.head(hidden if message is None else hidden[message])
+    distributed.destroy_process_group()
 
 
 def open_store(port: int, size: int, *, is_master: bool = False) -> Any:

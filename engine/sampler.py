@@ -16,9 +16,11 @@ import torch
 from engine.batch import Batch
 from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
-from engine.penalties import Penalties
 from engine.sampling_params import GREEDY_BELOW
 from guided.sequence import SequenceOutput
+
+SUPPRESSED = -1e30
+"""The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
 
 
 @dataclass(slots=True)
@@ -45,16 +47,13 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Call once per step: `adjust` before the mask, `sample` after it. `stop_token_ids` are the model's own.
-
-    Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default). With
-    `logprobs_mode` masked they are those of the logits after bias, penalties and mask.
-    """
+    """Call once per step: `adjust` before the mask, `sample` after it. `stop_token_ids` are the model's own. Raw
+    log-probabilities are those before bias, penalties, mask and temperature (vLLM's default)."""
 
     def __init__(self, processors: LogitsProcessors, stop_token_ids: Collection[int]) -> None:
         self.processors = processors
         self._stop_token_ids = stop_token_ids
-        self._penalties: Penalties | None = None
+        self._penalties: _Penalties | None = None
         self._distribution: _Distribution | None = None
         self._raw: torch.Tensor | None = None
         self._beam_logprobs: torch.Tensor | None = None
@@ -69,7 +68,7 @@ class Sampler:
         if batch.biased or batch.penalised or batch.with_min_tokens:
             penalties = self._penalties
             if penalties is None or penalties.batch is not batch:
-                penalties = self._penalties = Penalties(batch, logits, self._stop_token_ids)
+                penalties = self._penalties = _Penalties(batch, logits, self._stop_token_ids)
 
         def biased(logits: torch.Tensor) -> torch.Tensor:
             if penalties is not None:
@@ -119,7 +118,7 @@ class Sampler:
         plan = self._distribution
         if plan is None or plan.batch is not batch:
             plan = self._distribution = _Distribution(batch, logits.device)
-        uniforms = [0.5 if row in skip else batch.sequences[row].uniforms.next() for row in plan.rows]
+        uniforms = [0.5 if row in skip else next(batch.sequences[row].uniforms) for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
         if self.processors.after:
 
@@ -137,8 +136,7 @@ class Sampler:
 
 
 def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Return the entries of each row of `logprobs`, float32 `[rows, vocab]`: its own token and the `counts[row]` most
-    likely."""
+    """Return each row's own token and its `counts[row]` most likely, from `logprobs`, float32 `[rows, vocab]`."""
     own = logprobs.gather(1, own_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
@@ -153,6 +151,71 @@ def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[
         )
         found.append(TokenLogprobs(entries))
     return found
+
+
+class _Penalties:
+    """The biased, penalised and short rows of a batch as tensors. Valid while the batch stays the same. All methods
+    change logits, float32 `[rows, vocab]`, in place. `stop_token_ids` are the model's own."""
+
+    def __init__(self, batch: Batch, logits: torch.Tensor, stop_token_ids: Collection[int]) -> None:
+        self.batch = batch
+        self._device = device = logits.device
+        bias = [(row, *one) for row in batch.biased for one in (batch.sequences[row].params.logit_bias or {}).items()]
+        self._bias = torch.tensor([value for *_, value in bias], dtype=torch.float32, device=device)
+        self._biased = _places([(row, token) for row, token, _ in bias], device)
+        self._short = [(row, batch.sequences[row]) for row in batch.with_min_tokens]
+        self._stops = {row: sorted({*stop_token_ids, *one.params.stop_token_ids}) for row, one in self._short}
+        self._suppressed = _places([(row, token) for row, tokens in self._stops.items() for token in tokens], device)
+        self._sequences = [batch.sequences[row] for row in batch.penalised]
+        params = [sequence.params for sequence in self._sequences]
+        self._rows = torch.tensor(batch.penalised, device=device)
+        self._repetition = torch.tensor([p.repetition_penalty for p in params], device=device)[:, None]
+        self._frequency = torch.tensor([p.frequency_penalty for p in params], device=device)[:, None]
+        self._presence = torch.tensor([p.presence_penalty for p in params], device=device)[:, None]
+        self._counts = torch.zeros(len(params), logits.shape[1], device=device)
+        self._in_prompt = torch.zeros(len(params), logits.shape[1], dtype=torch.bool, device=device)
+        self._seen = [0] * len(params)
+        for index, sequence in enumerate(self._sequences):
+            self._in_prompt[index, torch.tensor(sequence.data.prompt_token_ids, device=device)] = True
+
+    def add_bias(self, logits: torch.Tensor) -> None:
+        """Add `logit_bias`."""
+        if self.batch.biased:
+            logits[self._biased] += self._bias
+
+    def suppress_stop_tokens(self, logits: torch.Tensor) -> None:
+        """Suppress stop tokens in rows with fewer than `min_tokens` output tokens."""
+        short = [(row, one) for row, one in self._short if one.num_output_tokens < one.params.min_tokens]
+        if len(short) < len(self._short):
+            self._short = short
+            self._suppressed = _places([(row, token) for row, _ in short for token in self._stops[row]], self._device)
+        if short:
+            logits[self._suppressed] = SUPPRESSED
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Penalise tokens that have appeared. The repetition penalty (arXiv:1909.05858) comes first, then OpenAI's:
+        frequency once per occurrence, presence once."""
+        if not self.batch.penalised:
+            return
+        fresh: list[tuple[int, int]] = []
+        for index, sequence in enumerate(self._sequences):
+            new = sequence.data.output_token_ids[self._seen[index] :]
+            self._seen[index] += len(new)
+            fresh += [(index, token) for token in new]
+        if fresh:
+            self._counts.index_put_(_places(fresh, self._device), torch.ones((), device=self._device), accumulate=True)
+        picked = logits[self._rows]
+        appeared = self._counts > 0
+        factor = torch.where(appeared | self._in_prompt, self._repetition, 1.0)
+        picked = torch.where(picked > 0, picked / factor, picked * factor)
+        picked -= self._frequency * self._counts + self._presence * appeared
+        logits[self._rows] = picked
+
+
+def _places(pairs: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (row, token) pairs as two index tensors."""
+    rows, tokens = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
+    return rows, tokens
 
 
 class _Distribution:

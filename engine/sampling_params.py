@@ -43,8 +43,8 @@ class SamplingParams:
         output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of
             outlines. `CompletionOutput.parsed` is the answer as a value of it.
         backend: the grammar library that enforces the constraint. `auto` picks one.
-        complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest
-            still fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
+        complete: complete the constraint within `max_tokens`. `CompletionOutput.completed_early` tells whether tokens
+            were forbidden for it.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
         strict_schema: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
         n: number of outputs.
@@ -56,7 +56,7 @@ class SamplingParams:
         min_tokens: suppress stop tokens before this many tokens (unless nothing else is legal).
         stop: strings that end the output.
         stop_token_ids: tokens that end the output, besides the model's own stop tokens.
-        include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
+        include_stop_str_in_output: keep the stop string, or the stop token's text.
         ignore_eos: go on after the model's stop tokens. Without effect with a constraint: it ends with such a token.
         presence_penalty, frequency_penalty: OpenAI's, over the output, in [-2, 2].
         repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, in [0.01, 100]; 1 is off.
@@ -68,18 +68,15 @@ class SamplingParams:
         mask_details: report the allowed tokens and the time of each mask (`CompletionOutput.mask_details`).
         prompt_logprobs: number of alternatives to report per prompt token, as `logprobs`. None is off.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: write a space between special tokens that follow each other, where the text has
-            special tokens. Without effect with a constraint, which the text has to satisfy.
+        spaces_between_special_tokens: write a space between special tokens that follow each other. Without effect with
+            a constraint, which the text has to satisfy.
         extra_args: passed on to custom logits processors.
-        best_of: number of outputs that are generated. The `n` with the highest cumulative log-probability are returned;
-            with beam search, the beams. None: `n`.
-        use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`. With
-            a temperature other than 0, of the distribution at that temperature. There may be fewer than `n` outputs if
-            the constraint allows fewer.
-        length_penalty: beam search: outputs are compared by the sum of their log-probabilities, divided by their length
-            to this power, in [-10, 10].
-        early_stopping: beam search: end when there are `best_of` outputs (True), when none is likely to become better
-            (False), or when none can ("never").
+        best_of: number of outputs, or beams, of which the `n` most likely are returned. None: `n`.
+        use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`, of
+            the distribution at the temperature. There may be fewer than `n` outputs if the constraint allows fewer.
+        length_penalty: beams are compared by their log-probability divided by their length to this power, in [-10, 10].
+        early_stopping: end the search with `best_of` outputs (True), when none is likely to become better (False), or
+            when none can ("never").
 
     Raises:
         InvalidRequest: `param` names the field.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from engine.batch import Batch, Chunk
 from engine.block_manager import BlockManager
@@ -18,7 +19,8 @@ class Scheduler:
 
     If blocks run out, the newest sequence is preempted: it loses its blocks, and is prefilled again, prompt and output,
     before new groups start. Beams of a group are preempted and started together. Groups that wait for their grammar
-    are skipped and keep their place. Late sequences are skipped and keep their blocks.
+    are skipped and keep their place. A late sequence is skipped until its mask is ready, and keeps its blocks. Its last
+    token is then computed again.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class Scheduler:
         self.prefilling: list[list[Sequence]] = []
         """The part of `running` with a prefill that has begun and not ended."""
         self.num_preemptions = 0
+        self.skipped: dict[Sequence, bool] = {}
+        """True: its mask was late. False: it is a beam, and the mask of another one of its group was."""
         self._drafter = drafter
         self._last = Batch([], [], [])
         self._watermark = max(1, blocks.num_blocks // 100)
@@ -89,8 +93,7 @@ class Scheduler:
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
         """Assign slots to the new tokens of each running sequence. Preempt the newest while there are too few blocks. A
-        sequence with several new tokens (forced tokens) becomes a prefill of its own. Returns the sequences with one
-        new token, and the blocks to copy."""
+        sequence with forced tokens becomes a prefill. Returns those with one new token, and the blocks to copy."""
         copies: list[tuple[int, int]] = []
         append_slot, block_size = self.blocks.append_slot, self.blocks.block_size
         skipped = {sequence for prefill in self.prefilling for sequence in prefill}
@@ -152,15 +155,39 @@ class Scheduler:
             self.num_preemptions += 1
             self.preempted.appendleft(one)
 
-    def skip(self, sequence: Sequence) -> None:
-        """Do not run a sequence while `is_late` is set. Then compute its last token again."""
-        sequence.is_late = True
-        self.rewind(sequence)
-
     def rewind(self, sequence: Sequence) -> None:
         """Have the last token computed again, if it was computed. Tokens after it were removed."""
         sequence.computed = min(sequence.computed, sequence.length - 1)
         self.blocks.rewind(sequence.seq_id, sequence.computed)
+
+    # -- late sequences
+
+    def skip(self, batch: Batch, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
+        """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now. Returns
+        the rows of all these sequences."""
+        rows = dict.fromkeys(late, True)
+        sampled = {batch.sequences[row] for row in batch.beams if row not in rows and row not in failed}
+        for row in batch.beams:
+            if not sampled.issuperset(batch.sequences[row].group.unfinished()):
+                rows.setdefault(row, False)
+        for row, is_late in rows.items():
+            sequence = batch.sequences[row]
+            if not sequence.is_finished():  # a failed row may have ended its group
+                sequence.is_late = True
+                self.skipped[sequence] = is_late
+                self.rewind(sequence)
+        return frozenset(rows)
+
+    def resume(self, decided: Collection[int] | None = None) -> int:
+        """Let the sequences with these ids run again, which have their mask, or an error; beams only together. None:
+        all. Returns the number of sequences that run again."""
+        late = [one for one in self.skipped if one.is_late]
+        waits = {one for one in late if decided is not None and self.skipped[one] and one.seq_id not in decided}
+        ready = [one for one in late if waits.isdisjoint(one.group.sequences if one.params.use_beam_search else [one])]
+        for one in ready:
+            one.is_late = False
+        self.skipped = {one: one in waits for one in late if one.is_late}
+        return len(ready)
 
     def _free(self, sequence: Sequence) -> None:
         self._note_content(sequence)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -55,8 +55,9 @@ class MaskDetails:
     forced: list[bool] = field(default_factory=list)
     """For each output token: it was appended without a forward pass of its own."""
     exposed_seconds: float = 0.0
+    """By how much masks have lengthened the sequence's steps."""
     mask_seconds: float = 0.0
-    """By how much masks have lengthened the sequence's steps, and what they took the workers (in snapshots)."""
+    """What its masks took the workers. Set in snapshots."""
 
 
 @dataclass(slots=True)
@@ -79,32 +80,15 @@ class SequenceData:
         return prompt[start:end] + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
 
-class Uniforms:
-    """Random numbers in [0, 1) of one sequence. They depend on its seed only, not on the rest of the batch."""
+def uniforms(seed: int) -> Iterator[float]:
+    """Return the random numbers in [0, 1) of one sequence. They depend on its seed only. `copy` works."""
 
-    _DRAW = 32
+    def numbers() -> Iterator[float]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield from torch.rand(32, generator=generator, dtype=torch.float64).tolist()
 
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._drawn: list[float] = []
-
-    def next(self) -> float:
-        """Return the next number."""
-        if not self._drawn:
-            self._draw()
-        return self._drawn.pop()
-
-    def ahead(self, count: int) -> Uniforms:
-        """Return a copy that is `count` numbers ahead. The numbers of this object stay the same."""
-        while len(self._drawn) <= count:
-            self._draw()
-        ahead = copy.copy(self)
-        ahead._drawn = self._drawn[: len(self._drawn) - count]
-        return ahead
-
-    def _draw(self) -> None:
-        numbers = torch.rand(self._DRAW, generator=self._generator, dtype=torch.float64)
-        self._drawn[:0] = numbers.flip(0).tolist()
+    return itertools.tee(numbers(), 1)[0]
 
 
 class Sequence:
@@ -130,7 +114,7 @@ class Sequence:
         self.max_length = max_length
         self.stop_ids = stop_ids
         self.detokenizer = detokenizer
-        self.uniforms = Uniforms(seed)
+        self.uniforms = uniforms(seed)
         self.length = len(prompt_token_ids)
         """Prompt and output tokens, counted."""
         self.computed = 0
@@ -251,20 +235,6 @@ class Sequence:
             self.is_late = False
 
 
-class StepSeconds(NamedTuple):
-    """Number of steps, and the seconds that each part of them took."""
-
-    prepare: float
-    forward: float
-    mask_wait: float
-    sample: float
-    steps: int
-
-    def since(self, before: StepSeconds) -> StepSeconds:
-        """Return the difference to an earlier reading."""
-        return StepSeconds._make(now - then for now, then in zip(self, before, strict=True))
-
-
 @dataclass(eq=False)
 class SequenceGroup:
     """One request: n sequences from one prompt. Those of a beam search are its beams."""
@@ -287,10 +257,8 @@ class SequenceGroup:
     """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)
     compiled_time: float | None = None
-    scheduled_time: float | None = None
-    """When its first prefill began."""
-    step_seconds: StepSeconds | None = None
-    """While it runs: the engine's counters at `scheduled_time`. Once it has ended: their increase from then on."""
+    search: Any = None
+    """`engine.beams.BeamSearch`, once it has begun."""
     first_token_time: float | None = None
     finished_time: float | None = None
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.sequence import StepSeconds
 from guided.post_processor import ApplyReport
 
 
@@ -22,34 +18,22 @@ class EngineStats:
     """Moving average of a step's seconds, without the time that it waits for masks."""
     prepare_seconds: float = 0.0
     wait_seconds: float = 0.0
-    """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
     kernel_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    """Forward passes and logits."""
-    sample_seconds: float = 0.0
+    """These three are the exposed mask time: `wait_seconds` is that for masks in `apply`."""
     mask_seconds: float = 0.0
     hidden_seconds: float = 0.0
     """Mask time of the workers, and the part of it that no step waited for."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Draft tokens, and those that were accepted."""
     forced_tokens: int = 0
     """Tokens that were appended without a forward pass of their own."""
     late: int = 0
     """Sequences that did not run in the last step because of a late mask."""
     late_rows: int = 0
-    """Rows without a mask at the step's deadline."""
     computed_again: int = 0
-    """Late sequences that run again: the last token of each is computed a second time."""
+    """Rows without a mask at the deadline, and sequences that ran again after one."""
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
-
-    @property
-    def of_steps(self) -> StepSeconds:
-        """Number of steps so far, and the seconds of their parts."""
-        return StepSeconds(
-            self.prepare_seconds, self.forward_seconds, self.wait_seconds, self.sample_seconds, self.steps
-        )
 
     def note_masks(self, report: ApplyReport) -> None:
         """Add what `apply` reports."""
@@ -63,12 +47,3 @@ class EngineStats:
         self.step_seconds += seconds
         weight = max(1 / self.steps, 0.02)
         self.mean_step += weight * (seconds - waited - self.mean_step)
-
-    @contextlib.contextmanager
-    def timing(self, counter: str) -> Iterator[None]:
-        """Add the seconds that the block takes to a counter."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, counter, getattr(self, counter) + time.perf_counter() - began)

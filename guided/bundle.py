@@ -130,7 +130,7 @@ class ProcessorBundle(LogitPostProcessor):
 
     def __init__(self, *processors: LogitPostProcessor, config: object = None) -> None:
         self._members = [_Member(each, config) for each in processors]
-        self.max_rollback = max(each.processor.max_rollback for each in self._members)
+        self.max_rollback = max((each.processor.max_rollback for each in self._members), default=0)
         self.all_rows = any(each.processor.all_rows for each in self._members)
         self._batch: Sequence[GuidedSequence] | None = None
         self._open: dict[int, GuidedSequence] = {}

@@ -131,7 +131,7 @@ class Guided(Way):
         return len(decided)
 
     def _deadline(self) -> float | None:
-        """Return the mask deadline in seconds, as `EngineConfig.mask_deadline` defines it; None waits."""
+        """Return the mask deadline in seconds, as that of the engine; None waits."""
         return max(0.001, 0.05 * self._mean_step) if self._has_deadline else None
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:

@@ -13,11 +13,8 @@ from engine.sequence import Sequence
 
 
 class PersistentBatch:
-    """Computes a `BatchUpdate` from the rows of each step.
-
-    As in vLLM's model runner, new sequences take the lowest free places, then places at the end. Moves then fill the
-    places that are still free, and swaps bring each sequence to its row.
-    """
+    """Computes a `BatchUpdate` from the rows of each step. As in vLLM's model runner, new sequences take the lowest
+    free places, then places at the end. Moves fill the places that are still free, and swaps bring each to its row."""
 
     def __init__(self) -> None:
         self._rows: list[Sequence] = []
@@ -70,15 +67,13 @@ def _reorder(places: list[Sequence | None], rows: list[Sequence]) -> list[MovedR
 
 
 class IndexedBatch:
-    """Tells a processor of the revised model (RFC 25389) the rows of each step. Each sequence has a fixed index. One
-    array has the tokens of all."""
+    """Tells a processor of the revised model (RFC 25389) the rows of each step. Each sequence has a fixed index."""
 
     def __init__(self, processor: Any, config: VllmConfig) -> None:
         count = config.scheduler_config.max_num_seqs
         self._processor = processor
-        self._indices: dict[Sequence, int] = {}
-        self._written: dict[Sequence, tuple[int, int]] = {}
-        """Number of edits and of tokens of each sequence when `_token_ids` was written."""
+        self._known: dict[Sequence, tuple[int, int, int]] = {}
+        """Index of each sequence, and its numbers of edits and of tokens when `_token_ids` was written."""
         self._free = list(range(count))[::-1]
         self._token_ids: NDArray[np.int32] = np.zeros((count, config.model_config.max_model_len), dtype=np.int32)
         self._seq_lens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
@@ -87,26 +82,26 @@ class IndexedBatch:
     def update(self, rows: Rows[Sequence]) -> None:
         """Remove and add requests, write their new tokens, and call `update_state`."""
         staying = set(rows)
-        for sequence in [one for one in self._indices if one not in staying]:
-            index = self._indices.pop(sequence)
-            del self._written[sequence]
+        for sequence in [one for one in self._known if one not in staying]:
+            index, *_ = self._known.pop(sequence)
             self._free.append(index)
             self._seq_lens[index] = 0
             self._processor.remove_request(index)
         for sequence in rows:
-            if sequence not in self._indices:
-                index = self._indices[sequence] = self._free.pop()
+            if sequence not in self._known:
+                index = self._free.pop()
+                self._known[sequence] = index, sequence.edits, 0
                 self._processor.add_request((sequence.params, len(sequence.data.prompt_token_ids), index))
             self._write(sequence)
-        mapping = [self._indices[sequence] for sequence in rows]
+        mapping = [self._known[sequence][0] for sequence in rows]
         same, self._mapping = mapping == self._mapping, mapping
         self._processor.update_state(None if same else np.array(mapping, np.int64), self._token_ids, self._seq_lens)
 
     def _write(self, sequence: Sequence) -> None:
         """Write the tokens that are new, or all, if tokens were removed or replaced."""
-        index, (edits, start) = self._indices[sequence], self._written.get(sequence, (sequence.edits, 0))
+        index, edits, start = self._known[sequence]
         if edits != sequence.edits:
             start = 0
         self._token_ids[index, start : sequence.length] = sequence.data.span(start, sequence.length)
         self._seq_lens[index] = sequence.length
-        self._written[sequence] = sequence.edits, sequence.length
+        self._known[sequence] = index, sequence.edits, sequence.length

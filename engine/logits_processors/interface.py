@@ -1,8 +1,6 @@
-"""The programming models of batch-level logits processors: vLLM V1's, with the same names, and that of RFC 25389
-(https://github.com/vllm-project/vllm/issues/25389), the revised model.
-
-In the first, a processor sees the batch as a list: index i is row i of the logits. A `BatchUpdate` tells it before
-the forward pass what has changed in the list. (vLLM: docs/features/custom_logitsprocs.md.)
+"""The programming models of batch-level logits processors, with vLLM's names: that of V1
+(docs/features/custom_logitsprocs.md), and the revised one of RFC 25389
+(https://github.com/vllm-project/vllm/issues/25389).
 """
 
 from __future__ import annotations
@@ -24,16 +22,13 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """`vocab_size` is the number of columns of the logits, padding included; `dtype` that of the weights."""
+
     model: str = ""
-    """Local directory or hub name."""
     max_model_len: int = 0
-    """Maximum length of prompt and output together, in tokens."""
     vocab_size: int = 0
-    """Columns of the logits, including padding."""
     dtype: torch.dtype = torch.float32
-    """Of the weights; logits are float32."""
     hf_config: Any = None
-    """transformers' config of the language model."""
 
     def get_vocab_size(self) -> int:
         return self.vocab_size
@@ -41,19 +36,19 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
+    """There are at most `max_num_seqs` rows of logits. Every index is below it."""
+
     max_num_seqs: int = 0
-    """Maximum number of rows of the logits. Every index is below it."""
     max_num_batched_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """The part of `vllm.config.VllmConfig` that logits processors read. The last field is an addition."""
+    """The part of `vllm.config.VllmConfig` that logits processors read, and transformers' tokenizer."""
 
     model_config: ModelConfig = field(default_factory=ModelConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     tokenizer: Any = None
-    """transformers' tokenizer."""
 
 
 class MoveDirectionality(Enum):
@@ -65,8 +60,7 @@ class MoveDirectionality(Enum):
 
 
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
-"""In V1's model: index, parameters, prompt token ids, output token ids. The engine appends to the last list: do not
-change it. It is not empty if the sequence was preempted before."""
+"""In V1's model: index, parameters, prompt token ids, and output token ids, which the engine appends to."""
 
 MovedRequest = tuple[int, int, MoveDirectionality]
 """i1, i2, and the direction."""
@@ -79,14 +73,10 @@ RequestLogitsProcessor = (
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """The difference to the previous batch: apply `removed`, then `added`, then `moved`, each in order.
-
-    An added request replaces the request at its index. That index is not in `removed`, so additions may also come
-    first. All indices are below the engine's `max_num_seqs`, those of intermediate steps included.
-    """
+    """The difference to the previous batch: apply `removed`, then `added`, then `moved`, each in order. An added
+    request replaces the one at its index, which is not in `removed`. `batch_size` is the new number of requests."""
 
     batch_size: int
-    """Number of requests in the new batch."""
     removed: Sequence[int]
     added: Sequence[AddedRequest]
     moved: Sequence[MovedRequest]
@@ -95,16 +85,12 @@ class BatchUpdate:
 class LogitsProcessor(ABC):
     """A batch-level logits processor. One instance serves an engine for its lifetime.
 
-    A class that defines `add_request` is of the revised model. A request then has a fixed index:
+    A class that defines `add_request` is of the revised model. A request has an index until it ends or is preempted:
 
-    - `add_request(req_info)`, with the tuple `(params, prompt length, index)`: a new request. Indices are below the
-      engine's `max_num_seqs` and are reused. A late sequence keeps its index. A preempted sequence is removed, and
-      added again when it returns, possibly with another index.
-    - `remove_request(req_pdx)`: the request at this index has ended or was preempted.
-    - `update_state(index_mapping, token_ids, seq_lens)`: called before each forward pass.
-      `index_mapping`: int64 `[rows]`: index of each row's request. None: as in the last call.
-      `token_ids`: int32 `[max_num_seqs, max_model_len]`: prompt and output of the request at each index. Read it only,
-      and during this call only. `seq_lens`: int32 `[max_num_seqs]`: number of tokens at each index, 0 if it is free.
+    - `add_request((params, prompt length, index))`, and `remove_request(index)`.
+    - `update_state(index_mapping, token_ids, seq_lens)`, before each forward pass. `index_mapping`: int64 `[rows]`:
+      index of each row's request; None: as before. `token_ids`: int32 `[max_num_seqs, max_model_len]`: prompt and
+      output at each index, to be read during this call only. `seq_lens`: int32 `[max_num_seqs]`: numbers of tokens.
     """
 
     @classmethod
@@ -122,8 +108,8 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Return True if the processor never changes which token has the highest logit. It then runs on the masked
-        logits after the temperature, and not at all if all rows are greedy. Called once, at the start."""
+        """Return whether it never changes which token has the highest logit. It then runs after mask and temperature,
+        and not at all if all rows are greedy. Called once."""
 
     @abstractmethod
     def update_state(self, *_args: Any, **_kwargs: Any) -> None:
@@ -141,9 +127,8 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Update a dict from index to a processor's state, which has only the requests that use the processor. `new_state`
-    returns the state of an added request from (parameters, prompt ids, output ids), or None. Returns whether the dict
-    has changed."""
+    """Update a processor's state by index. `new_state(params, prompt ids, output ids)` returns that of an added
+    request, or None if the request does not use the processor. Returns whether the dict has changed."""
     if batch_update is None:
         return False
     changed = False
@@ -167,12 +152,8 @@ def process_dict_updates(
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Runs one callable per request. Subclass it and define `is_argmax_invariant` and `new_req_logits_processor`. A
-    subclass with its own `__init__` calls `super().__init__(vllm_config, device, is_pin_memory)`.
-
-    A sequence that was preempted gets a new callable, and a callable may be called again with the same ids. So its
-    result should depend on the ids, not on the number of calls.
-    """
+    """Runs one callable per request. Subclass it and define `is_argmax_invariant` and `new_req_logits_processor`. The
+    result of a callable should depend on the ids, not on the number of calls: preempted sequences get a new one."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}

@@ -29,20 +29,14 @@ def describe(model: LoadedModel, config: EngineConfig, max_model_len: int) -> Vl
 
 def load_classes(config: EngineConfig) -> list[type[LogitsProcessor]]:
     """Return the classes of installed packages, sorted by the names of their entry points, then those of the options.
-
-    Raises:
-        ValueError: an entry cannot be imported, or is no logits processor. It is named.
-    """
+    The `ValueError` of one that cannot be imported, or is no logits processor, names it."""
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name) if config.logits_processor_plugins else []
     return [*map(_load_plugin, points), *map(_load, config.logits_processors)]
 
 
 def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConfig) -> LogitPostProcessor:
-    """Return an application's own post-processor (RFC 5423): itself, or made from its class or `module:Class`.
-
-    Raises:
-        ValueError: it cannot be imported or made, or is no `LogitPostProcessor`. It is named.
-    """
+    """Return an application's own post-processor (RFC 5423): itself, or made from its class or `module:Class`. The
+    `ValueError` of one that cannot be imported or made, or is no `LogitPostProcessor`, names it."""
     found: Any = import_named("post-processor", given) if isinstance(given, str) else given
     name = getattr(found, "__name__", type(found).__name__)
     try:

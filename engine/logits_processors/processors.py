@@ -30,10 +30,8 @@ class LogitsProcessorFailed(InternalError):
 
 
 class _Host:
-    """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one.
-
-    A late sequence stays in the batch, so that the processor keeps its state of it.
-    """
+    """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one. A late
+    sequence stays in the batch, so that the processor keeps its state of it."""
 
     def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
         self.name = kind.__name__
@@ -74,8 +72,7 @@ class _Host:
 
 
 class LogitsProcessors:
-    """The custom processors of an engine; `classes` run in their order. The `ValueError` of one that cannot be created
-    names it."""
+    """The custom processors of an engine, in the order of `classes`. Raises `ValueError` if one cannot be created."""
 
     def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[type[LogitsProcessor]] = ()) -> None:
         self.classes = tuple(classes)
@@ -97,11 +94,8 @@ class LogitsProcessors:
         """Those that run on masked and scaled logits. Those of greedy rows are included and not used afterwards."""
 
     def validate(self, params: SamplingParams) -> None:
-        """Let the custom processors check a request. Call it from any thread.
-
-        Raises `InvalidRequest` if one rejects it, `LogitsProcessorFailed` if one raises something else than a
-        `ValueError`.
-        """
+        """Let the custom processors check a request, in any thread. Raises `InvalidRequest` if one rejects it by a
+        `ValueError`, and `LogitsProcessorFailed` if one raises something else."""
         for one in self.classes:
             try:
                 one.validate_params(params)
@@ -129,8 +123,7 @@ class LogitsProcessors:
     def run(
         self, hosts: list[_Host], logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run `before` or `after` on float32 `[rows, vocab]`. `again` computes the unchanged logits again, in case a
-        processor raises."""
+        """Run `before` or `after` on float32 `[rows, vocab]`. `again` computes the unchanged logits if one raises."""
         while True:  # each failing round adds a broken host
             for host in hosts:
                 if host in self._broken:

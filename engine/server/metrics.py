@@ -148,19 +148,19 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         health = self._engine.health()
-        stats = health.stats
+        stats, scheduler, blocks = health.stats, self._engine.engine.scheduler, self._engine.engine.blocks
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),
             ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),
             ("num_requests_waiting_for_grammar", "Requests that wait for a grammar.", health.num_waiting_for_grammar),
             ("num_sequences_late", "Sequences that wait for a late mask.", stats.late),
-            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
+            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", 1 - blocks.num_free / blocks.num_blocks),
         )
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
         counters = (
-            ("num_preemptions", "Sequences preempted.", health.num_preemptions),
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", health.prefix_cache_queries),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", health.prefix_cache_hits),
+            ("num_preemptions", "Sequences preempted.", scheduler.num_preemptions),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", blocks.tokens_looked_up),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", blocks.tokens_found),
             ("forced_tokens", "Tokens appended without a forward pass of their own.", stats.forced_tokens),
             ("spec_decode_num_draft_tokens", "Draft tokens.", stats.drafted_tokens),
             ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.accepted_tokens),

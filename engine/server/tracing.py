@@ -71,14 +71,6 @@ class Tracing:
         if group.sampling_params.constraint is not None:
             compiled = group.compiled_time or ended
             span("compile", group.arrival_time, compiled)
-        at = max(compiled, group.scheduled_time or ended)
-        if at > compiled:
-            span("queue", compiled, at)
-        if (seconds := group.step_seconds) is not None and group.finished_time is not None:
-            parts = {"prepare": seconds.prepare, "forward": seconds.forward, "mask wait": seconds.mask_wait}
-            for name, took in {**parts, "sample": seconds.sample}.items():
-                span(name, at, at + took, {"guided.steps": seconds.steps})
-                at += took
         root.end(int((ended + offset) * 1e9))
 
 

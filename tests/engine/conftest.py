@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.detokenizer import Detokenizer, TokenTexts
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import MaskPool
+from guided.vocabulary import Vocabulary
+
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +38,12 @@ def make_engine(tiny_model: LoadedModel) -> Callable[..., LLMEngine]:
         return LLMEngine(tiny_model, EngineConfig(**config), pool or InlinePool(tiny_model.vocabulary))
 
     return make
+
+
+def new_sequence(params: SamplingParams, prompt: list[int], index: int = 0, seed: int = 5) -> Sequence:
+    """A sequence without an engine. It has no model: its stop token is 0."""
+    texts = Detokenizer(TEXTS, params)
+    return Sequence(index, params, prompt, max_length=1000, stop_ids=frozenset({0}), seed=seed, detokenizer=texts)
 
 
 def run(engine: LLMEngine, requests: dict[str, tuple[Any, SamplingParams]]) -> dict[str, RequestOutput]:

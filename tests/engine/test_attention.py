@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import PagedContext, Prefill, UnsupportedModelError, paged_attention, split_decodes
+from engine.attention import PagedContext, Prefill, paged_attention, split_decodes
 from engine.config import EngineConfig
 from engine.kv_cache import KVCache, LayerShapes, plan_blocks
 
@@ -110,15 +110,6 @@ def test_short_sequences_are_not_padded_to_long_ones() -> None:
     parts = split_decodes(torch.zeros(6, 420 // BLOCK, dtype=torch.int64), lengths, BLOCK, gather_tokens=1_000)
     assert [tuple(tables.shape) for tables, _ in parts] == [(3, 3), (2, 103), (1, 105)]
     assert torch.cat([own for _, own in parts]).tolist() == lengths.tolist()
-
-
-def test_an_unknown_keyword_is_refused_by_name() -> None:
-    one = torch.zeros(1, HEADS, 1, DIM)
-    context = context_of(cache(), [0], [(0, 1, 0, None)], np.empty((0, 0)), [])
-    for keyword in ("softcap", "s_aux"):
-        with pytest.raises(UnsupportedModelError, match=keyword):
-            paged_attention(LAYER, one, one[:, :2], one[:, :2], None, paged=context, **{keyword: 1.0})
-    paged_attention(LAYER, one, one[:, :2], one[:, :2], None, paged=context, softcap=None)
 
 
 def test_all_sources_are_read_before_any_target_is_written() -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sample_processors import DummyLogitsProcessor
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 from transformers_generation import SCHEMA, Replaying, check
 
-from engine.llm_engine import LLMEngine
-from engine.logits_processors import LogitsProcessor
-from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.constraint import Constraint
 from guided.errors import InvalidRequest
+from tests.engine.conftest import MakeEngine, Run
 
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 STOPS = list(range(80, 110))
 """Enough for outputs to end at different lengths."""
 
@@ -130,25 +126,14 @@ def test_a_stop_string_ends_beams(make_engine: MakeEngine, run: Run) -> None:
     assert all(stop not in one.text for one in found)
     kept = run(make_engine(), {"r": ("So?", beams(4, **params, stop=[stop], include_stop_str_in_output=True))})["r"]
     assert [one.text.endswith(stop) for one in kept.outputs] == [one.stop_reason == stop for one in found]
-
-
-def test_min_tokens_come_before_a_stop_string_ends_a_beam(make_engine: MakeEngine, run: Run) -> None:
-    free = run(make_engine(), {"r": ("So?", beams(2, max_tokens=12))})["r"].outputs[0]
-    params = beams(2, max_tokens=12, stop=[free.text[0]], min_tokens=5)
-    for one in run(make_engine(), {"r": ("So?", params)})["r"].outputs:
-        assert len(one.token_ids) > 5
-        assert one.text
+    late = run(make_engine(), {"r": ("So?", beams(4, **params, stop=[free[0].text[0]], min_tokens=5))})["r"].outputs
+    assert all(len(one.token_ids) > 5 for one in late)
 
 
 def test_beams_of_a_temperature(make_engine: MakeEngine, run: Run) -> None:
     """The search is that of a model with logits divided by the temperature."""
 
-    class Cooling(LogitsProcessor):
-        def __init__(self, *_: Any) -> None: ...
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def update_state(self, batch_update: Any) -> None: ...
+    class Cooling(DummyLogitsProcessor):
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             return logits / 3.0
 
@@ -171,11 +156,6 @@ def test_best_of_returns_the_most_likely(make_engine: MakeEngine, run: Run) -> N
     assert chosen[0].logprobs is None
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [({"block_size": 4, "num_blocks": 32}, "KV cache of 128 tokens"), ({"max_num_seqs": 7}, "4 beams: the limit is 3")],
-)
-def test_beams_that_can_never_fit_are_refused(make_engine: MakeEngine, sizes: dict[str, int], message: str) -> None:
-    engine = make_engine(**sizes)
-    with pytest.raises(InvalidRequest, match=message):
-        engine.add_request("r", [5] * 10, beams(4, max_tokens=60))
+def test_beams_that_can_never_fit_are_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(InvalidRequest, match="4 beams with 280 tokens don't fit in the KV cache of 128 tokens"):
+        make_engine(block_size=4, num_blocks=32).add_request("r", [5] * 10, beams(4, max_tokens=60))

@@ -15,19 +15,6 @@ def manager(num_blocks: int = 8, max_seqs: int = 8, max_blocks: int = 8) -> Bloc
     return BlockManager(num_blocks, BLOCK, max_seqs=max_seqs, max_blocks=max_blocks)
 
 
-def test_sequences_of_a_prompt_share_blocks_until_a_write() -> None:
-    blocks = manager()
-    blocks.allocate([1, 2, 3], 6)
-    assert blocks.num_free == 6
-    assert blocks.blocks(1) == blocks.blocks(2) == blocks.blocks(3)
-    shared = blocks.blocks(1)[1]
-    first = blocks.append_slot(1, 6)
-    assert first == (shared, blocks.blocks(1)[1])
-    assert blocks.append_slot(2, 6) is not None
-    assert blocks.append_slot(3, 6) is None, "the last one has the block for itself"
-    assert blocks.blocks(3)[1] == shared
-
-
 class Blocks(RuleBasedStateMachine):
     """Any order of allocating, growing and freeing: nothing leaks, and no written block is shared."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner
-from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import InternalError
-
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
+from tests.engine.conftest import MakeEngine, Run
 
 
 def requests() -> dict[str, tuple[Any, SamplingParams]]:

@@ -144,12 +144,3 @@ def test_preempted_and_with_n(pair: Pair) -> None:
     assert [len(output.outputs) for output in found] == [1, 2, 3, 1, 2, 3]
     check(pair, many, [[one.token_ids for one in output.outputs] for output in found])
     assert llm.engine.blocks.num_free == 34
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda(pair: Pair) -> None:
-    many = prompts(6)
-    on_gpu = prepare_model(copy.deepcopy(pair.reference).cuda(), pair.loaded.tokenizer)
-    found = LLM(on_gpu, config=EngineConfig(block_size=8, num_blocks=400)).generate(many, greedy(), use_tqdm=False)
-    check(pair, many, [[one.token_ids for one in output.outputs] for output in found])

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 from faulty_pool import FaultyPool
 
-from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError, InternalError
 from guided.pools.protocol import StepMasks
+from tests.engine.conftest import MakeEngine, Run
 
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = "Zwölf Boxkämpfer"
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "ok": {"type": "boolean"}},
-    "required": ["name", "ok"],
-    "additionalProperties": False,
-}
 
 
 def mixed(**others: Any) -> dict[str, tuple[Any, SamplingParams]]:
     """Guided and free requests, greedy and random, one and several outputs."""
     fields: dict[str, dict[str, Any]] = {
-        "schema": {"json_schema": SCHEMA, "whitespace_pattern": "", "n": 2},
+        "schema": {
+            "json_schema": {"type": "array", "items": {"enum": ["abc", 12]}, "minItems": 2, "maxItems": 4},
+            "n": 2,
+        },
         "regex": {"regex": "[0-9]{3}-[a-f]{4,9}", "temperature": 0.0},
         "choice": {"choice": ["yes", "no", "naïve"], "seed": 1},
         "grammar": {"grammar": 'start: "(" start ")" | "x"', "temperature": 0.0},
@@ -46,17 +38,6 @@ def mixed(**others: Any) -> dict[str, tuple[Any, SamplingParams]]:
 
 def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
     return {name: [one.token_ids for one in output.outputs] for name, output in found.items()}
-
-
-def test_each_kind_of_constraint_holds(make_engine: MakeEngine, run: Run) -> None:
-    found = run(make_engine(), mixed())
-    for output in found["schema"].outputs:
-        assert output.finish_reason == "stop"
-        assert set(json.loads(output.text)) == {"name", "ok"}
-    assert re.fullmatch("[0-9]{3}-[a-f]{4,9}", found["regex"].outputs[0].text)
-    assert found["choice"].outputs[0].text in ("yes", "no", "naïve")
-    assert found["regex"].backend == "llguidance"
-    assert found["free"].backend is None
 
 
 def test_min_tokens_keeps_an_open_constraint_going(make_engine: MakeEngine, run: Run) -> None:
@@ -120,10 +101,3 @@ def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
         if name not in ("free", "random"):
             assert isinstance(output.error, InternalError)
             assert output.outputs[0].token_ids == []
-
-
-def test_without_a_pool_constraints_are_refused(tiny_model: LoadedModel, run: Run) -> None:
-    engine = LLMEngine(tiny_model)
-    with pytest.raises(InternalError, match="enforces constraints"):
-        engine.add_request("r", PROMPT, SamplingParams(regex="a"))
-    assert run(engine, {"free": (PROMPT, SamplingParams(max_tokens=3))})["free"].finished

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ from faulty_pool import FaultyPool
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
-from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError, WorkerDied
 from guided.post_processor import LogitPostProcessor
 from guided.sequence import GuidedSequence
+from tests.engine.conftest import MakeEngine, Run
 
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = "Zwölf Boxkämpfer"
 REGEX = "[0-9]{30,60}[a-f]{4,9}"
 FOREVER = 1 << 30

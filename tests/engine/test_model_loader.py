@@ -21,30 +21,10 @@ from transformers import (
 )
 
 from engine.attention import UnsupportedModelError
-from engine.model_loader import LoadedModel, load_model, prepare_model
+from engine.model_loader import load_model, prepare_model
 
-TINY: dict[str, Any] = {
-    "vocab_size": 640,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-
-
-def test_a_directory_is_loaded_and_described(tiny_model: LoadedModel) -> None:
-    assert tiny_model.dtype == torch.float32
-    assert tiny_model.max_model_len == 512
-    assert tiny_model.vocabulary.padded_vocab_size == 640
-    assert tiny_model.vocabulary.stop_token_ids == (tiny_model.tokenizer.eos_token_id,)
-    assert {(s.kv_heads, s.key_dim, s.value_dim) for s in tiny_model.layers.values()} == {(2, 16, 16)}
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_dtype_is_as_asked(tiny_llama_dir: Path, dtype: str) -> None:
-    assert load_model(str(tiny_llama_dir), dtype=dtype, device="cpu").dtype == getattr(torch, dtype)
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+TINY = {"vocab_size": 640, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, **HEADS}
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
@@ -58,6 +38,7 @@ def test_half_precision_is_float32_on_a_cpu_without_it(
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_fast)
     loaded = load_model(str(checkpoint), device="cpu")
     assert loaded.dtype == (torch.bfloat16 if is_fast else torch.float32)
+    assert load_model(str(checkpoint), dtype="float16", device="cpu").dtype == torch.float16
 
 
 def test_an_unknown_dtype_is_refused(tiny_llama_dir: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from tests.engine.conftest import MakeEngine, Run
 
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = "12 23 12 23 12"
 REGEX = "[0-9]{30,60}[a-f]{4,9}"
 ITEM = {"type": "object", "properties": {"kind": {"enum": ["quick", "lazy"]}}, "required": ["kind"]}
@@ -41,7 +39,6 @@ TIGHT = {"block_size": 4, "num_blocks": 48, "max_model_len": 72}
 CHUNKS = {"block_size": 4, "max_num_batched_tokens": 8, "max_num_seqs": 12}
 ENGINES: dict[str, dict[str, Any]] = {
     "late": {},
-    "late, without waiting": {"mask_deadline": 0.0},
     "tight": TIGHT,
     "late and tight": TIGHT,
     "chunks": CHUNKS,

@@ -12,14 +12,13 @@ import torch
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
-from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
+from tests.engine.conftest import Run
 
-Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = "As JSON: "
 
 
@@ -103,23 +102,12 @@ def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
         return None
 
     found = run(engine_with(Own(decide, 9), **config), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    places = [3, 9, 16]
+    error = run(engine_with(Own(decide, 1), **config), {"r": (PROMPT, DIGITS)})["r"].error
+    assert "2 tokens to roll back; the limit is 1" in str(error)
     assert found.token_ids == expected.token_ids
     assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
     assert len(found.logprobs or ()) == len(found.token_ids)
-
-
-def test_a_processor_appends_and_stops(engine_with: Callable[..., LLMEngine], run: Run) -> None:
-    (seven,), (eight,) = map(engine_with().model.vocabulary.encode, "78")
-
-    def decide(output: list[int]) -> SampledEdit | None:
-        if len(output) == 2:
-            return SampledEdit(rollback=1, append=[seven, eight, seven])
-        return SampledEdit(stop=True) if len(output) > 6 else None
-
-    found = run(engine_with(Own(decide, 1)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
-    assert found.token_ids[1:4] == [seven, eight, seven]
-    assert (len(found.token_ids), found.finish_reason) == (7, "stop")
-    assert len(found.logprobs or ()) == 7
 
 
 def test_edits_of_sequences_that_got_no_token_are_ignored(
@@ -147,10 +135,3 @@ def test_edits_of_sequences_that_got_no_token_are_ignored(
     assert found["edited"].outputs[0].token_ids[4] == digit[0]
     assert engine.stats.forced_tokens == 1
     assert re.fullmatch(REGEX, found["edited"].outputs[0].text)
-
-
-def test_more_than_was_declared_is_not_rolled_back(engine_with: Callable[..., LLMEngine], run: Run) -> None:
-    own = Own(lambda output: SampledEdit(rollback=2) if len(output) == 3 else None, 1)
-    found = run(engine_with(own), {"r": (PROMPT, DIGITS)})["r"]
-    assert found.error is not None
-    assert "2 tokens to roll back; the limit is 1" in str(found.error)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -7,47 +8,31 @@ import pytest
 import torch
 
 from engine.batch import Batch
-from engine.detokenizer import Detokenizer, TokenTexts
 from engine.logits_processors import VllmConfig
 from engine.logits_processors.processors import LogitsProcessors
-from engine.penalties import SUPPRESSED
-from engine.sampler import Sampler
+from engine.logprobs import TokenLogprobs
+from engine.sampler import SUPPRESSED, Sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence, SequenceGroup, sequence_seed
-from guided.vocabulary import Vocabulary
+from engine.sequence import Sequence
+from tests.engine.conftest import new_sequence
 
 VOCAB = 12
 EOS = 0
-TEXTS = TokenTexts(Vocabulary((b"", b"a"), (EOS,), frozenset({0}), 2), tokenizer=[])
 
 
 def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed: int = 5, **params: Any) -> Sequence:
-    it = Sequence(
-        0,
-        SamplingParams(**params),
-        list(prompt),
-        max_length=1000,
-        stop_ids=frozenset({EOS}),
-        seed=seed,
-        detokenizer=Detokenizer(TEXTS),
-    )
-    group = SequenceGroup("r", [it], it.params)
-    if it.params.constraint is not None:
-        group.show(EOS, needs_logprobs=False)
+    it = new_sequence(SamplingParams(**params), list(prompt), seed=seed)
     for token in output:
         it.append(token)
     return it
 
 
-def batch_of(*sequences: Sequence) -> Batch:
-    return Batch([], list(sequences), [])
-
-
-def begun(rows: Batch) -> Sampler:
-    """A sampler at the beginning of a step."""
+def begun(*rows: Sequence) -> tuple[Sampler, Batch]:
+    """A sampler at the beginning of a step, and the step's batch."""
+    batch = Batch([], list(rows), [])
     sampler = Sampler(LogitsProcessors(VllmConfig(), torch.device("cpu")), {EOS})
-    sampler.processors.begin(rows)
-    return sampler
+    sampler.processors.begin(batch)
+    return sampler, batch
 
 
 def logits_of(*rows: list[float]) -> torch.Tensor:
@@ -55,15 +40,13 @@ def logits_of(*rows: list[float]) -> torch.Tensor:
 
 
 def adjusted(it: Sequence, row: list[float]) -> list[float]:
-    batch = batch_of(it)
-    found: list[float] = begun(batch).adjust(lambda: logits_of(row), batch)[0, : len(row)].tolist()
+    sampler, batch = begun(it)
+    found: list[float] = sampler.adjust(lambda: logits_of(row), batch)[0, : len(row)].tolist()
     return found
 
 
 def drawn(count: int, row: list[float], **params: Any) -> Counter[int]:
-    it = sequence(**params)
-    batch, logits = batch_of(it), logits_of(row)
-    sampler = begun(batch)
+    (sampler, batch), logits = begun(sequence(**params)), logits_of(row)
     return Counter(sampler.sample(logits.clone(), batch).token_ids[0] for _ in range(count))
 
 
@@ -89,15 +72,14 @@ def test_logits_before_the_mask(fields: Any, prompt: Any, output: Any, row: list
 
 def test_penalties_count_what_comes_while_the_batch_stays() -> None:
     it = sequence(frequency_penalty=1.0)
-    batch = batch_of(it)
-    sampler = begun(batch)
+    sampler, batch = begun(it)
     seen = []
     for token in (3, 3, 4):
         sampler.processors.begin(batch)
         seen.append(sampler.adjust(lambda: logits_of([0.0] * 5), batch)[0, :5].tolist())
         it.append(token)
     assert seen == [[0.0] * 5, [0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, 0.0]]
-    batch = batch_of(sequence(), it)
+    batch = Batch([], [sequence(), it], [])
     sampler.processors.begin(batch)
     found = sampler.adjust(lambda: logits_of([0.0] * 5, [0.0] * 5), batch)[:, :5].tolist()
     assert found == [[0.0] * 5, [0.0, 0.0, 0.0, -2.0, -1.0]], "a new batch is counted anew"
@@ -106,19 +88,9 @@ def test_penalties_count_what_comes_while_the_batch_stays() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 100.0])
 def test_the_mask_wins_over_all_suppression(temperature: float) -> None:
     """Where only a stop token is legal it is taken, however it was suppressed, biased and penalised."""
-    it = sequence(
-        temperature=temperature,
-        min_tokens=10,
-        ignore_eos=True,
-        logit_bias={EOS: -100},
-        repetition_penalty=100.0,
-        prompt=(EOS,),
-        top_p=0.5,
-        min_p=0.5,
-        top_k=3,
-    )
-    batch = batch_of(it)
-    sampler = begun(batch)
+    against: dict[str, Any] = {"logit_bias": {EOS: -100}, "repetition_penalty": 100.0, "min_tokens": 10}
+    fields = {"temperature": temperature, "ignore_eos": True, "top_p": 0.5, "min_p": 0.5, "top_k": 3, **against}
+    sampler, batch = begun(sequence(prompt=(EOS,), **fields))
     logits = sampler.adjust(lambda: logits_of([1.0, 2.0, 3.0]), batch)
     logits[0, 1:] = float("-inf")
     output = sampler.sample(logits, batch)
@@ -151,9 +123,7 @@ def test_top_k_top_p_and_min_p_leave_out_the_tail() -> None:
 
 def test_truncation_is_each_row_s_own() -> None:
     rows = [sequence(seed=index, top_k=k) for index, k in enumerate([1, 2, 0, -1])]
-    rows += [sequence(temperature=0.0)]
-    batch = batch_of(*rows)
-    sampler = begun(batch)
+    sampler, batch = begun(*rows, sequence(temperature=0.0))
     logits = logits_of(*[[1.0, 1.1, 1.2, 1.3]] * 5)
     found = [sampler.sample(logits.clone(), batch).token_ids for _ in range(300)]
     seen = [set(column) for column in zip(*found, strict=True)]
@@ -170,46 +140,17 @@ def test_a_row_that_is_all_forbidden_is_broken_and_no_token() -> None:
     logits = logits_of(*[[1.0, 2.0]] * 4)
     logits[:2] = float("-inf")
     logits[2] = float("nan")
-    batch = batch_of(*rows)
-    assert begun(batch).sample(logits, batch).broken == [0, 1, 2]
-    assert begun(batch).sample(logits, batch, skip=frozenset({0, 2})).broken == [1]
-
-
-def test_randomness_is_a_sequence_s_own() -> None:
-    """Alone, in company, skipped for some steps: the numbers it draws are the same."""
-    row = [0.0] * VOCAB
-    alone = sequence(seed=9)
-    batch = batch_of(alone)
-    expected = [begun(batch).sample(logits_of(row), batch).token_ids[0] for _ in range(40)]
-    mine, others = sequence(seed=9), [sequence(seed=index) for index in range(3)]
-    found = []
-    for step in range(60):
-        company = others[: step % 4]
-        rows = batch_of(*company, mine)
-        skip = {len(company)} if step % 3 == 2 else set()
-        tokens = begun(rows).sample(logits_of(*[row] * (len(company) + 1)), rows, skip).token_ids
-        if not skip:
-            found.append(tokens[-1])
-    assert found == expected
-    assert len(set(found)) > 5
-
-
-def test_seeds_differ_by_request_index_and_seed() -> None:
-    seeds = {sequence_seed(0, "a", None, 0), sequence_seed(1, "a", None, 0), sequence_seed(0, "b", None, 0)}
-    seeds |= {sequence_seed(0, "a", None, 1), sequence_seed(0, "a", 7, 0), sequence_seed(0, "a", 7, 1)}
-    assert len(seeds) == 6
-    assert sequence_seed(0, "a", 7, 0) == sequence_seed(3, "b", 7, 0), "a request's own seed is all that counts"
+    sampler, batch = begun(*rows)
+    assert sampler.sample(logits, batch).broken == [0, 1, 2]
+    assert sampler.sample(logits, batch, skip=frozenset({0, 2})).broken == [1]
 
 
 # -- logprobs
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    it = sequence(temperature=0.0, logprobs=2, logit_bias={0: 100})
-    plain = sequence(temperature=0.0)
     row = [0.0, 1.0, 2.0, 3.0]
-    batch = batch_of(plain, it)
-    sampler = begun(batch)
+    sampler, batch = begun(sequence(temperature=0.0), sequence(temperature=0.0, logprobs=2, logit_bias={0: 100}))
     logits = sampler.adjust(lambda: logits_of(row, row), batch)
     logits[1, 1:] = float("-inf")
     output = sampler.sample(logits, batch)
@@ -219,3 +160,13 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert list(output.logprobs) == [1]
     assert [(token, entry.rank) for token, entry in entries.items()] == [(0, 4), (3, 1), (2, 2)]
     assert all(entry.logprob == pytest.approx(expected[token]) for token, entry in entries.items())
+
+
+def test_a_garbage_collection_visits_one_object_per_token() -> None:
+    def visited() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = visited()
+    kept = [TokenLogprobs([(n + i, float(n + i), n + i) for i in range(21)]) for n in range(500)]
+    assert visited() - before < 1.1 * len(kept)

@@ -7,27 +7,19 @@ from hypothesis import strategies as st
 
 from engine.batch import Batch
 from engine.block_manager import BlockManager
-from engine.detokenizer import Detokenizer, TokenTexts
 from engine.drafter import Drafter
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import SequenceGroup, SequenceStatus
 from guided.post_processor import LogitPostProcessor
-from guided.vocabulary import Vocabulary
+from tests.engine.conftest import new_sequence
 
 BLOCK = 4
-TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
 
 
 def group(name: str, tokens: int, n: int = 1, **fields: Any) -> SequenceGroup:
     params = SamplingParams(n=n, **fields)
-    sequences = [
-        Sequence(
-            index, params, [1] * tokens, max_length=64, stop_ids=frozenset(), seed=0, detokenizer=Detokenizer(TEXTS)
-        )
-        for index in range(n)
-    ]
-    return SequenceGroup(name, sequences, params)
+    return SequenceGroup(name, [new_sequence(params, [1] * tokens, index) for index in range(n)], params)
 
 
 def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> Scheduler:
@@ -51,19 +43,6 @@ def sample(batch: Batch) -> None:
         sequence.append(1)
 
 
-def test_prompts_first_then_one_token_each_and_newcomers_join() -> None:
-    it = scheduler()
-    it.add(group("a", 5))
-    it.add(group("b", 3))
-    batch = it.schedule()
-    assert names(batch) == (["a", "b"], [])
-    sample(batch)
-    it.add(group("c", 2))
-    batch = it.schedule()
-    assert names(batch) == (["c"], ["b", "a"]), "those that decode are sorted by length"
-    assert all(s.status is SequenceStatus.RUNNING for s in it.running)
-
-
 def test_sequences_and_tokens_of_a_step_are_limited() -> None:
     it = scheduler(max_num_seqs=3, max_num_batched_tokens=12)
     for name, tokens, n in (("a", 6, 1), ("b", 9, 2), ("c", 1, 1)):
@@ -76,20 +55,6 @@ def test_sequences_and_tokens_of_a_step_are_limited() -> None:
     assert (names(batch), spans(batch)) == ((["b"], ["a"]), [(6, 9)])
     sample(batch)
     assert [one.num_output_tokens for one in it.running] == [2, 1, 1]
-
-
-def test_a_preempted_part_of_a_prefill_starts_again() -> None:
-    it = scheduler(num_blocks=64, max_num_batched_tokens=20)
-    it.add(group("long", 50, n=2))
-    it.schedule()
-    second = it.running.pop()
-    it.preempt(second)
-    for expected in ([(20, 40)], [(40, 50), (0, 10)], [(10, 29)]):
-        batch = it.schedule()
-        assert spans(batch) == expected
-        sample(batch)
-    it.remove(second.group)
-    assert it.blocks.num_free == it.blocks.num_blocks
 
 
 def test_a_group_that_waits_for_its_grammar_keeps_its_place() -> None:

@@ -19,7 +19,7 @@ from guided.limits import Limits
 
 def test_what_one_request_may_be(tiny_llama_dir: Path) -> None:
     limits = Limits(max_nesting=3, max_choices=3, max_repetition=5)
-    engine = AsyncLLM(str(tiny_llama_dir), "inline", EngineConfig(max_n=2, limits=limits), dtype="float32")
+    engine = AsyncLLM(str(tiny_llama_dir), "inline", EngineConfig(max_num_seqs=2, limits=limits), dtype="float32")
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"n": 3}, "invalid_request", "n is 3; the limit is 2"),
         ({"regex": "a{6}"}, "constraint_too_large", "limit of 5"),

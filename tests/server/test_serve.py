@@ -103,7 +103,7 @@ def test_a_model_split_over_two_processes_answers_as_in_one() -> None:
         prompts = [body["prompt"] for body in bodies]
         expected = [output.outputs[0] for output in one.generate(prompts, params, use_tqdm=False)]
     with serving("--pool", "inline", "--dtype", "float32", "--device", "cpu", "--tensor-parallel-size", "2") as server:
-        assert any("engine.rank_process" in child.cmdline() for child in psutil.Process(server.process.pid).children())
+        assert any("engine.ranks" in child.cmdline() for child in psutil.Process(server.process.pid).children())
         for body, output in zip(bodies, expected, strict=True):
             body |= {"temperature": 0, "max_tokens": 40, "logprobs": 1}
             (choice,) = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]

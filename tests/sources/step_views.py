@@ -44,9 +44,8 @@ def seq_group_metadata_list(batch: Batch, blocks: BlockManager) -> list[Sequence
     ]
 
 
-class SequenceGroupToSample(NamedTuple):
-    prompt_logprob_indices: list[int]
-    sample_indices: list[int]
+SequenceGroupToSample = tuple[list[int], list[int]]
+"""(prompt_logprob_indices, sample_indices)"""
 
 
 class SamplingMetadata:
@@ -64,8 +63,8 @@ class SamplingMetadata:
         found: dict[SequenceGroup, SequenceGroupToSample] = {}
         for kind, rows in enumerate((scored, sampled)):
             for row, group in rows:
-                found.setdefault(group, SequenceGroupToSample([], []))[kind].append(place[row])
-        self.seq_groups = sorted(found.values(), key=lambda one: one.prompt_logprob_indices + one.sample_indices)
+                found.setdefault(group, ([], []))[kind].append(place[row])
+        self.seq_groups = sorted(found.values(), key=lambda one: one[0] + one[1])
         self.categorized_sample_indices: dict[SamplingType, list[tuple[int, int]]] = {kind: [] for kind in SamplingType}
         for index, (row, sequence) in enumerate(zip(batch.selected, batch.sequences, strict=True)):
             kind_of = SamplingType.RANDOM if sequence.params.seed is None else SamplingType.RANDOM_SEED

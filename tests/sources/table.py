@@ -31,10 +31,6 @@ def demands(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
                     yield values[0], named.get("differs", values[1]), node.name
 
 
-def _escaped(sentence: str) -> str:
-    return sentence.rstrip(".").replace("__", "\\_\\_")
-
-
 def page() -> str:
     """Return the whole page."""
     parts = [HEAD]
@@ -46,7 +42,8 @@ def page() -> str:
         different = [(sentence, differs) for sentence, differs, _ in rows if differs]
         parts.append(f"\n## {title}\n\n`{file.relative_to(PAGE.parents[1])}`: {len(rows)} sentences, ")
         parts.append(f"{len(different)} met in another way:\n\n")
-        parts += [f'- "{_escaped(sentence)}": {differs}\n' for sentence, differs in different]
+        escaped = [(sentence.rstrip(".").replace("__", "\\_\\_"), differs) for sentence, differs in different]
+        parts += [f'- "{sentence}": {differs}\n' for sentence, differs in escaped]
     return "".join(parts)
 
 

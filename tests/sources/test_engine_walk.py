@@ -5,27 +5,23 @@ Code is copied from it. Only imports and the model's path are changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from engine import LLM, SamplingParams
-from engine.batch import Batch
-from engine.llm_engine import LLMEngine
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.sampler import SamplerOutput
 from engine.sequence import SequenceGroup, SequenceStatus
 from guided.errors import InvalidRequest
 from guided.sequence import SequenceOutput
+from tests.engine.conftest import MakeEngine, Run
 from tests.sources.step_views import SequenceGroupMetadata, SequenceGroupOutput, by_group, seq_group_metadata_list
 
 source = pytest.mark.source
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 
 
 # -- 1. quick start
@@ -66,9 +62,9 @@ def test_quick_start(opt_125m: str) -> None:
     differs="there is no SWAPPED: a preempted sequence is computed again. WAITING_FOR_GRAMMAR is new",
 )
 def test_the_states_of_a_sequence() -> None:
-    names = {status.name for status in SequenceStatus}
-    finished = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_IGNORED"}
-    assert names == {"WAITING", "RUNNING", *finished} | {"WAITING_FOR_GRAMMAR", "FINISHED_INTERNAL_ERROR"}
+    names = {status.name.removeprefix("FINISHED_") for status in SequenceStatus}
+    document = {"WAITING", "RUNNING", "STOPPED", "LENGTH_CAPPED", "ABORTED", "IGNORED"}
+    assert names == document | {"WAITING_FOR_GRAMMAR", "INTERNAL_ERROR"}
 
 
 @source("each sequence has a seq_id, its data, and the status WAITING")
@@ -106,15 +102,12 @@ def test_a_sequence_group(make_engine: MakeEngine) -> None:
 @source("lora_request, prefix_pos", differs="refused by name: there are no LoRA adapters")
 def test_add_request(make_engine: MakeEngine, finish: Run) -> None:
     engine, few = make_engine(), SamplingParams(temperature=0.0, max_tokens=4)
-    engine.add_request(
-        request_id="ids", prompt=None, sampling_params=few, prompt_token_ids=[5, 6], arrival_time=1.0, lora_request=None
-    )
+    engine.add_request("ids", None, few, prompt_token_ids=[5, 6], arrival_time=1.0, lora_request=None)
     engine.add_request("both", "text", few, [5, 6])
     found = finish(engine)
     assert found["ids"].outputs[0].token_ids == found["both"].outputs[0].token_ids
     assert (found["ids"].prompt_token_ids, found["both"].prompt) == ([5, 6], "text")
-    assert found["ids"].metrics is not None
-    assert found["ids"].metrics.arrival_time == 1.0
+    assert found["ids"].metrics is not None and found["ids"].metrics.arrival_time == 1.0  # noqa: PT018
     for wrong in ({"lora_request": "x"}, {"prompt": None}):
         with pytest.raises(InvalidRequest):
             engine.add_request(**{"request_id": "r", "prompt": "text", "sampling_params": few, **wrong})
@@ -142,17 +135,12 @@ def test_sequence_group_metadata(make_engine: MakeEngine) -> None:
 @source("SequenceOutput(parent_seq_id, output_token, logprobs)")
 @source("SequenceGroupOutput(samples, prompt_logprobs)")
 def test_outputs_of_a_step(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, seen = make_engine(), []
-    append = engine.append
-
-    def looking(sampled: SamplerOutput, batch: Batch) -> None:
-        seen.append(by_group(sampled, batch))
-        append(sampled, batch)
-
-    monkeypatch.setattr(engine, "append", looking)
+    engine = make_engine()
+    append = mock.Mock(side_effect=engine.append)
+    monkeypatch.setattr(engine, "append", append)
     group = engine.add_request("r", [1, 2], SamplingParams(n=2, logprobs=1, prompt_logprobs=0))
     engine.step()
-    [[output]] = seen
+    [output] = by_group(*append.call_args.args)
     assert isinstance(output, SequenceGroupOutput)
     assert output.prompt_logprobs == group.prompt_logprobs
     for sample, seq in zip(output.samples, group.sequences, strict=True):
@@ -214,20 +202,17 @@ def from_seq_group(seq_group: SequenceGroup) -> RequestOutput:
     seqs = seq_group.get_seqs()
     sorting_key = lambda seq: seq.get_cumulative_logprob()  # noqa: E731
     sorted_seqs = sorted(seqs, key=sorting_key, reverse=True)
-    top_n_seqs = sorted_seqs[:n]
-    outputs: list[CompletionOutput] = []
-    for seq in top_n_seqs:
-        logprobs = seq.output_logprobs
-        finshed_reason = SequenceStatus.get_finished_reason(seq.status)
-        output = CompletionOutput(
+    outputs = [
+        CompletionOutput(
             seqs.index(seq),
             seq.output_text,
             seq.get_output_token_ids(),
             seq.get_cumulative_logprob(),
-            logprobs,
-            finshed_reason,
+            seq.output_logprobs,
+            SequenceStatus.get_finished_reason(seq.status),
         )
-        outputs.append(output)
+        for seq in sorted_seqs[:n]
+    ]
     prompt = seq_group.prompt
     prompt_token_ids = seq_group.prompt_token_ids
     finished = seq_group.is_finished()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Optional
 
 import numpy.typing as npt
@@ -13,13 +12,11 @@ import pytest
 import torch
 from sample_processors import DummyLogitsProcessor
 
-from engine.llm_engine import LLMEngine
 from engine.logits_processors import BatchUpdate, LogitsProcessor, SamplingParams, VllmConfig
 from engine.outputs import RequestOutput
+from tests.engine.conftest import MakeEngine, Run
 
 source = pytest.mark.source
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 Requests = dict[str, tuple[Any, SamplingParams]]
 PROMPT = [5, 6, 7]
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from engine.batch import Batch, Chunk
-from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
-from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from tests.engine.conftest import MakeEngine, Run
 from tests.sources.step_views import SamplingMetadata, SamplingType, seq_group_metadata_list
 
 source = pytest.mark.source
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 
 
 @pytest.fixture
@@ -31,11 +26,6 @@ def batch(make_engine: MakeEngine) -> Batch:
         sequence.append(42)
     prefills = [Chunk(sg1.sequences, 0, 4), Chunk(sg2.sequences, 0, 3), Chunk(sg3.sequences, 0, 5)]
     return Batch(prefills, sg4.sequences, [])
-
-
-@pytest.fixture
-def metadata(batch: Batch) -> SamplingMetadata:
-    return SamplingMetadata(batch)
 
 
 @source("prompt_logprobs outputs the probabilities of all prompt tokens but the first")
@@ -70,8 +60,21 @@ def test_the_lists_of_a_batch(make_engine: MakeEngine, batch: Batch) -> None:
 
 
 @source("selected_token_indices: the rows of model_output that sampling processes, [0, 1, 2, 3, 4, 5, 6, 11, 12, 13]")
-def test_selected_token_indices(metadata: SamplingMetadata) -> None:
+@source("prompt_logprob_indices and sample_indices: the rows of a group in sampling_input")
+@source("sample_len + prompt_logprob_len = query_len of a prefill; prompt_logprob_len = 0 of a decode")
+@source("categorized_sample_indices[sample_type]: (logit_idx, sample_idx) of each output token")
+@source("prompt rows are removed: at each group's sample_idx begins its part of the rows that are sampled")
+def test_the_rows_of_the_figure(batch: Batch) -> None:
+    metadata = SamplingMetadata(batch)
     assert metadata.selected_token_indices == [0, 1, 2, 3, 4, 5, 6, 11, 12, 13]
+    assert metadata.seq_groups == [([0, 1, 2], [3]), ([4, 5, 6], []), ([], [7]), ([], [8, 9])]
+    assert metadata.categorized_sample_indices == {
+        SamplingType.RANDOM_SEED: [(3, 0)],
+        SamplingType.GREEDY: [(7, 1)],
+        SamplingType.RANDOM: [(8, 2), (9, 3)],
+    }
+    assert batch.sequences == [batch.prefills[0].sequences[0], batch.prefills[2].sequences[0], *batch.decodes]
+    assert batch.selected == [3, 11, 12, 13]
 
 
 @source("rows 7 to 10 are dropped, so that the last layer need not compute them")
@@ -83,32 +86,6 @@ def test_the_head_computes_no_row_that_is_dropped(
     monkeypatch.setattr(tiny_model.head, "forward", lambda hidden: rows.append(len(hidden)) or head(hidden))
     run(make_engine(), {"r": ([5] * 20, SamplingParams(max_tokens=2))})
     assert rows == [1, 1]
-
-
-@source("prompt_logprob_indices and sample_indices: the rows of a group in sampling_input")
-@source("sample_len + prompt_logprob_len = query_len of a prefill; prompt_logprob_len = 0 of a decode")
-def test_rows_of_each_group(metadata: SamplingMetadata) -> None:
-    sg1, sg2, sg3, sg4 = metadata.seq_groups
-    assert (sg1.prompt_logprob_indices, sg1.sample_indices) == ([0, 1, 2], [3])
-    assert (sg2.prompt_logprob_indices, sg2.sample_indices) == ([4, 5, 6], [])
-    assert (sg3.prompt_logprob_indices, sg3.sample_indices) == ([], [7])
-    assert (sg4.prompt_logprob_indices, sg4.sample_indices) == ([], [8, 9])
-
-
-@source("categorized_sample_indices[sample_type]: (logit_idx, sample_idx) of each output token")
-def test_categorized_sample_indices(metadata: SamplingMetadata) -> None:
-    assert metadata.categorized_sample_indices == {
-        SamplingType.RANDOM_SEED: [(3, 0)],
-        SamplingType.GREEDY: [(7, 1)],
-        SamplingType.RANDOM: [(8, 2), (9, 3)],
-    }
-
-
-@source("prompt rows are removed: at each group's sample_idx begins its part of the rows that are sampled")
-def test_the_sampled_rows_are_the_sequences(batch: Batch) -> None:
-    sampled: list[Sequence] = [batch.prefills[0].sequences[0], batch.prefills[2].sequences[0], *batch.decodes]
-    assert batch.sequences == sampled
-    assert batch.selected == [3, 11, 12, 13]
 
 
 @source("_apply_top_k_top_p sorts the logits and restores their order")

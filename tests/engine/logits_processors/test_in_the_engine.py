@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,13 @@ import sample_processors as sample
 import torch
 from faulty_pool import FaultyPool
 
-from engine.llm_engine import LLMEngine
-from engine.logits_processors import BatchUpdate, LogitsProcessor
+from engine.logits_processors import BatchUpdate
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from tests.engine.conftest import MakeEngine, Run
 
-MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 PROMPT = "Zwölf Boxkämpfer"
 REGEX = "[0-9]{30,60}[a-f]{4,9}"
 TIGHT = {"block_size": 4, "num_blocks": 26, "max_model_len": 72}
@@ -30,51 +27,12 @@ def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
     return {name: [list(one.token_ids) for one in output.outputs] for name, output in found.items()}
 
 
-@pytest.mark.parametrize("config", [{}, TIGHT])
-def test_a_processor_sees_prompt_and_output(make_engine: MakeEngine, run: Run, config: dict[str, Any]) -> None:
-    requests = {
-        f"{n}": ([10 + n, 20 + n, 30 + n], SamplingParams(max_tokens=9 + 7 * n, extra_args={"echo": True}))
-        for n in range(7)
-    }
-    engine = make_engine(logits_processors=(sample.EchoLogitsProcessor,), max_num_seqs=7, **config)
-    found = tokens(run(engine, requests))
-    assert (engine.scheduler.num_preemptions > 0) == bool(config)
-    for n in range(7):
-        assert found[f"{n}"] == [[(10 + n, 20 + n, 30 + n)[place % 3] for place in range(9 + 7 * n)]]
-
-
-@pytest.mark.parametrize(
-    "processor", [sample.DummyLogitsProcessor, sample.WrappedPerReqLogitsProcessor, sample.RevisedBias]
-)
-def test_requests_that_come_and_go_keep_their_token(
-    make_engine: MakeEngine, tiny_model: LoadedModel, processor: type
-) -> None:
-    """Arrivals and aborts between steps, groups of up to three, late masks, preemptions: rows are never mixed up."""
-    generator = random.Random(processor.__name__)
-    pool = FaultyPool(tiny_model.vocabulary)
-    pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 2])
-    engine = make_engine(pool, logits_processors=(processor,), max_num_seqs=7, **TIGHT | {"num_blocks": 22})
-    digits = tiny_model.tokenizer.convert_tokens_to_ids(list("0123456789"))
-    seen = count = 0
-    while count < 30 or engine.has_unfinished:
-        if count < 30 and generator.random() < 0.5:
-            token = digits[count % 10]
-            regex = "[0-9]{60}" if generator.random() < 0.5 else None
-            extra = {"target_token": token, "bias": {token: 1e6}}
-            length, n = generator.randint(1, 30), generator.randint(1, 3)
-            params = SamplingParams(n=n, regex=regex, max_tokens=length, extra_args=extra)
-            engine.add_request(f"{count} {token}", PROMPT, params)
-            count += 1
-        if engine.groups and generator.random() < 0.1:
-            engine.abort_request(generator.choice(sorted(engine.groups)))
-        for output in engine.step():
-            assert output.error is None
-            token = int(output.request_id.split()[1])
-            assert all({*one.token_ids} <= {token} for one in output.outputs)
-            seen += sum(len(one.token_ids) for one in output.outputs)
-    assert seen > 200
-    assert engine.stats.late_rows > 10
+def test_a_processor_sees_prompt_and_output(make_engine: MakeEngine, run: Run) -> None:
+    echo = SamplingParams(max_tokens=30, extra_args={"echo": True})
+    engine = make_engine(logits_processors=(sample.EchoLogitsProcessor,), **TIGHT)
+    found = tokens(run(engine, {f"{n}": ([n, 20 + n, 30 + n], echo) for n in range(10, 17)}))
     assert engine.scheduler.num_preemptions > 0
+    assert found == {f"{n}": [[n, 20 + n, 30 + n] * 10] for n in range(10, 17)}
 
 
 def requests(bias: str, min_p: str) -> dict[str, tuple[Any, SamplingParams]]:
@@ -145,26 +103,24 @@ def test_the_order_in_which_logits_are_changed(make_engine: MakeEngine, tiny_mod
     eos = next(iter(tiny_model.vocabulary.stop_token_ids))
     seen: list[torch.Tensor] = []
 
-    class Before(sample.DummyLogitsProcessor):
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            seen.append(logits.clone())
-            return logits
+    def logits_of(is_after: bool, **params: Any) -> torch.Tensor:
+        class Looking(sample.DummyLogitsProcessor):
+            def is_argmax_invariant(self) -> bool:
+                return is_after
 
-    class After(Before):
-        def is_argmax_invariant(self) -> bool:
-            return True
+            def apply(self, logits: torch.Tensor) -> torch.Tensor:
+                seen.append(logits.clone())
+                return logits
 
-    def logits_of(processor: type[LogitsProcessor], **params: Any) -> torch.Tensor:
-        engine = make_engine(logits_processors=(processor,))
-        run(engine, {"r": ([5, 6, 7], SamplingParams(max_tokens=1, **params))})
+        run(make_engine(logits_processors=(Looking,)), {"r": ([5, 6, 7], SamplingParams(max_tokens=1, **params))})
         return seen.pop()[0]
 
-    raw = logits_of(Before)
-    assert torch.equal(logits_of(Before, repetition_penalty=2.0, regex="[0-9]"), raw), "not penalised, not masked"
-    biased = logits_of(Before, logit_bias={9: 3.0}, min_tokens=1)
+    raw = logits_of(False)
+    assert torch.equal(logits_of(False, repetition_penalty=2.0, regex="[0-9]"), raw), "not penalised, not masked"
+    biased = logits_of(False, logit_bias={9: 3.0}, min_tokens=1)
     assert biased[9] == raw[9] + 3.0
     assert biased[eos] == pytest.approx(-1e30)
-    after = logits_of(After, repetition_penalty=2.0, temperature=0.5, regex="[0-9]", min_p=0.5)
+    after = logits_of(True, repetition_penalty=2.0, temperature=0.5, regex="[0-9]", min_p=0.5)
     allowed = after.isfinite()
     assert 0 < allowed.sum() < 12, "masked, and min_p is over"
     assert 5 not in allowed.nonzero()
@@ -180,7 +136,8 @@ def poisoned(where: str, **params: Any) -> SamplingParams:
 
 @pytest.mark.parametrize(
     ("processor", "where"),
-    [(kind, where) for kind in (sample.Poisonable, sample.PoisonableLate) for where in sample.POISONS]
+    [(sample.Poisonable, "apply"), (sample.Poisonable, "update_state")]
+    + [(sample.PoisonableLate, "None"), (sample.PoisonableLate, "shape")]
     + [(sample.RevisedPoisonable, where) for where in ("add_request", "update_state", "apply")],
 )
 def test_a_processor_that_raises_fails_one_request(
@@ -237,8 +194,9 @@ def test_what_forbids_all_tokens_is_an_error_of_that_request(make_engine: MakeEn
             logits[self.bias[: self.size, 0] != 0] = float("-inf")
             return logits
 
-    params = {"none": SamplingParams(extra_args={"bias": {0: 1.0}}), "some": SamplingParams(max_tokens=3)}
-    found = run(make_engine(logits_processors=(Nothing,)), {name: (PROMPT, each) for name, each in params.items()})
+    none = SamplingParams(extra_args={"bias": {0: 1.0}})
+    both = {"none": (PROMPT, none), "some": (PROMPT, SamplingParams(max_tokens=3))}
+    found = run(make_engine(logits_processors=(Nothing,)), both)
     assert "finite" in str(found["none"].error)
     assert found["some"].error is None
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import sample_processors as sample
 
-from engine import LLM, AsyncLLM, base_llm
+from engine import LLM, AsyncLLM
 from engine.config import EngineConfig
-from engine.llm_engine import LLMEngine
 from engine.logits_processors import LogitsProcessor
 from engine.logits_processors.loading import load_classes
 from engine.model_loader import LoadedModel
 from guided.pools.inline import InlinePool
-from guided.vocabulary import Vocabulary
 
 
 @pytest.mark.parametrize(
@@ -43,25 +40,12 @@ def test_a_missing_method_is_refused(method: str) -> None:
         load_classes(EngineConfig(logits_processors=(processor,)))
 
 
-def test_one_that_can_t_be_made_stops_the_start(make_engine: Callable[..., LLMEngine]) -> None:
-    with pytest.raises(ValueError, match=r"CantBeMade can't be made: OSError\('no such file'\)"):
-        make_engine(logits_processors=(sample.CantBeMade,))
-
-
-def test_where_the_engine_doesn_t_start_its_pool_is_shut_down(
-    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_one_that_cant_be_made_stops_the_start(
+    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
-    opened: list[InlinePool] = []
     shut: list[InlinePool] = []
-
-    def opening(choice: str, vocabulary: Vocabulary, *others: Any) -> InlinePool:
-        opened.append(InlinePool(vocabulary))
-        return opened[-1]
-
-    monkeypatch.setattr(base_llm, "open_pool", opening)
     monkeypatch.setattr(InlinePool, "shutdown", lambda pool: shut.append(pool))
-    for kind in (LLM, AsyncLLM):
-        with pytest.raises(ValueError, match="CantBeMade"):
-            kind(tiny_model, logits_processors=[sample.CantBeMade])
-    assert len(opened) == 2
-    assert shut == opened
+    with pytest.raises(ValueError, match=r"CantBeMade can't be made: OSError\('no such file'\)"):
+        kind(tiny_model, "inline", logits_processors=[sample.CantBeMade])
+    assert len(shut) == 1, "its pool is shut down"

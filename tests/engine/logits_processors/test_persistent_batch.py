@@ -8,34 +8,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.detokenizer import Detokenizer, TokenTexts
 from engine.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality, VllmConfig, process_dict_updates
 from engine.logits_processors.batch import IndexedBatch, PersistentBatch
 from engine.logits_processors.interface import ModelConfig, SchedulerConfig
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from guided.vocabulary import Vocabulary
+from tests.engine.conftest import new_sequence
 
-TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
 COUNT = 9
 """Sequences that there are; batches hold some of them in any order."""
 
 histories = st.lists(st.lists(st.integers(0, COUNT - 1), unique=True), min_size=1, max_size=12)
 
 
-def sequences(count: int = COUNT) -> list[Sequence]:
-    return [
-        Sequence(
-            0,
-            SamplingParams(extra_args={"id": number}),
-            [number + 1, 7],
-            max_length=100,
-            stop_ids=frozenset(),
-            seed=0,
-            detokenizer=Detokenizer(TEXTS),
-        )
-        for number in range(count)
-    ]
+def sequences() -> list[Sequence]:
+    return [new_sequence(SamplingParams(extra_args={"id": number}), [number + 1, 7]) for number in range(COUNT)]
 
 
 def id_of(params: SamplingParams, *_: Any) -> int:
