@@ -13,8 +13,7 @@ import pytest
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from driven_pool import until
 from msgspec.msgpack import Decoder, encode
-from scripted_grammar import ScriptedGrammar
-from slow_grammar import SlowGrammar
+from scripted_grammar import ScriptedGrammar, SlowGrammar
 
 from actors.mask_actor import Lines, RemoteSteps, forward
 from actors.protocol import (

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from msgspec.msgpack import Decoder, encode
-from scripted_grammar import ScriptedGrammar
-from slow_grammar import SlowGrammar
-from thread_actor import ThreadActor
+from scripted_grammar import ScriptedGrammar, SlowGrammar
+from thread_cluster import ThreadActor
 
 from actors.protocol import EDIT, FAILED, FREE, IDLE, OK, Edit, Failed, Fill, Free, Load, Open, Request, Unload, freed
 from guided.backends import Backends
