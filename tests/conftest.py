@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones.
-settings.register_profile("local", deadline=None)  # a busy machine is no failure
-settings.register_profile("ci", deadline=None, derandomize=True)
+settings.register_profile("local", deadline=None, max_examples=40)  # a busy machine is no failure
+settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("fuzz", deadline=None, max_examples=5000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
