@@ -45,17 +45,19 @@ CHAT_TEMPLATE = (
 )
 
 
+LONGEST = ("test_ray_loss.py", "test_ray_pool.py", "test_serve_app.py", "test_docs.py", "test_default_server.py")
 WAITING = ("actors", "deploy", "examples", "faults", "server", "test_docs.py")
 """Where tests start servers and clusters, and mostly wait for them: the files that take minutes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Alternate files that mostly wait and files that compute, and end with the latter, which are short.
+    """Alternate files that mostly wait, the longest first, and files that compute, which are short and come last.
 
     With several processes (`-n`), xdist's own order ends with files that take minutes, and one process is left alone.
     """
     files = list(dict.fromkeys(item.path for item in items))
     waiting = [path for path in files if path.relative_to(Path(__file__).parent).parts[0] in WAITING]
+    waiting.sort(key=lambda path: LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST))
     computing = [path for path in files if path not in waiting]
     rank = {path: 2 * number for number, path in enumerate(waiting)}
     rank |= {path: 2 * number + 1 for number, path in enumerate(computing)}

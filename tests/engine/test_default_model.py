@@ -62,15 +62,15 @@ class TestCheckpoint:
 
     def test_calls_the_right_function(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         right = 0
-        for index in range(12):
+        for index in range(24):
             one = example(index, held_out=True, tool_share=1)
             inputs = tokenizer.apply_chat_template(
                 one.messages(), tools=one.tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-            ids = model.generate(**inputs, max_new_tokens=32)[0, inputs["input_ids"].shape[1] :]
+            ids = model.generate(**inputs, max_new_tokens=96)[0, inputs["input_ids"].shape[1] :]
             text = tokenizer.decode(ids, skip_special_tokens=True)
             right += one.answer[: one.answer.index(",")] in text  # up to the name
-        assert right >= 8  # guessing would give 4
+        assert right >= 15  # guessing would give 8
 
     def test_ends_without_a_task_it_knows(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         assert answer(model, tokenizer, "Hello!", system="You are a helpful assistant.")

@@ -5,7 +5,6 @@ The data are not part of the project: `shared/data`, next to the checkout. The r
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from byte_vocabulary import BYTES, tokens
+from json_orders import reordered
 
 from guided.backends import Backends, candidates
 from guided.backends.base import CompiledGrammar
@@ -73,18 +73,6 @@ class Group(NamedTuple):
     description: str
     schema: Any
     tests: list[dict[str, Any]]
-
-
-def reordered(document: Any) -> Iterator[Any]:
-    """Yield `document` with the properties of each of its objects in every order."""
-    if isinstance(document, dict):
-        for names in itertools.permutations(document):
-            for values in itertools.product(*(list(reordered(document[name])) for name in names)):
-                yield dict(zip(names, values, strict=True))
-    elif isinstance(document, list):
-        yield from map(list, itertools.product(*(list(reordered(item)) for item in document)))
-    else:
-        yield document
 
 
 def groups(draft: str) -> Iterator[Group]:
