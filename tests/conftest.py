@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from script_host import ScriptHost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -148,14 +147,6 @@ def local_ray() -> Iterator[None]:
             cluster = Cluster.join()
         yield
         cluster.leave()
-
-
-@pytest.fixture(scope="session")
-def script_host() -> Iterator[ScriptHost]:
-    """Runs scripts as `python SCRIPT` does, without its seconds of imports."""
-    host = ScriptHost()
-    yield host
-    host.close()
 
 
 @pytest.fixture

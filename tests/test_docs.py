@@ -1,4 +1,4 @@
-"""The documentation names files, tests, options and metrics that exist, and its snippets print what it says.
+"""The documentation names what exists, and its snippets, and the examples, print what they say.
 
 A fence ```sh or ```python is run, in a fresh shell in a folder that looks like the checkout. A fence ```text after it
 is what it prints; there … stands for anything. A fence ```console is not run: it does not end, or needs vLLM or a
@@ -7,6 +7,7 @@ cluster.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -67,8 +68,16 @@ def snippets() -> list[Snippet]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with serving("--compile-seconds", "60") as process:  # a busy machine imports xgrammar slowly
+    with serving("--num-actors", "1", "--compile-seconds", "60") as process:  # a busy machine imports xgrammar slowly
         yield process.url
+
+
+@pytest.fixture(scope="module")
+def script_host() -> Iterator[ScriptHost]:
+    """Runs scripts as `python SCRIPT` does, without its seconds of imports."""
+    host = ScriptHost()
+    yield host
+    host.close()
 
 
 @pytest.mark.parametrize("snippet", snippets(), ids=str)
@@ -88,6 +97,7 @@ def test_snippets_print_what_the_page_says(
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+        environment["OMP_NUM_THREADS"] = "1"
         command = ["bash", "-euo", "pipefail", "snippet"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
@@ -95,6 +105,23 @@ def test_snippets_print_what_the_page_says(
     if printed is not None:
         pattern = ".*".join(re.escape(part) for part in printed.strip().split("…"))
         assert re.fullmatch(pattern, found.strip(), re.DOTALL), found
+
+
+def test_each_offline_answer_satisfies_its_constraint(script_host: ScriptHost) -> None:
+    lines = script_host.run(ROOT / "examples/offline.py", ROOT).splitlines()
+    person, date, mood, expression = (line.partition(": ")[2] for line in lines)
+    assert json.loads(person).keys() == {"name", "age", "city"}
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
+    assert mood in ("positive", "negative")
+    assert re.fullmatch(r"[1-9]( [-+] [1-9])+", expression)
+
+
+def test_draft_tokens_need_fewer_steps_than_tokens(script_host: ScriptHost) -> None:
+    answer, figures = script_host.run(ROOT / "examples/draft_tokens.py", ROOT).splitlines()
+    assert json.loads(answer) == {"name": "Anna Weber", "age": 47}
+    counts = re.fullmatch(r"(\d+) tokens, (\d+) forward passes", figures)
+    assert counts is not None
+    assert int(counts[2]) < int(counts[1])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
