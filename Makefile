@@ -27,8 +27,8 @@ serve: $(VENV)/.installed  ## Install what serving needs and serve the embedded 
 	@exec $(BIN)/guided serve $(ARGS)
 
 # The tests start a hundred Python processes: with bytecode files, each has up to half a second less to compile.
-test: lint  ## Lint, type-check and run all tests, in three processes (they mostly wait for others)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+test: lint  ## Lint, type-check and run all tests, in four processes (they mostly wait for others)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-vllm: $(VLLM_VENV)/.installed  ## Test within vLLM 0.33, in its own environment (.venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
