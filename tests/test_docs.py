@@ -92,8 +92,9 @@ def test_snippets_print_what_the_page_says(
         if not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
     (tmp_path / "snippet").write_text(code)
-    if snippet.language == "python":
-        found = script_host.run(tmp_path / "snippet", tmp_path)
+    script = re.fullmatch(r"python (\S+\.py) *(?:#.*)?\n", code)
+    if snippet.language == "python" or script:
+        found = script_host.run(tmp_path / (script[1] if script else "snippet"), tmp_path)
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
