@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from script_host import ScriptHost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones.
-settings.register_profile("local", deadline=None)  # a busy machine is no failure
-settings.register_profile("ci", deadline=None, derandomize=True)
+settings.register_profile("local", deadline=None, max_examples=40)  # a busy machine is no failure
+settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("fuzz", deadline=None, max_examples=5000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
@@ -45,17 +44,19 @@ CHAT_TEMPLATE = (
 )
 
 
+LONGEST = ("test_ray_loss.py", "test_ray_pool.py", "test_serve_app.py", "test_docs.py", "test_default_server.py")
 WAITING = ("actors", "deploy", "examples", "faults", "server", "test_docs.py")
 """Where tests start servers and clusters, and mostly wait for them: the files that take minutes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Alternate files that mostly wait and files that compute, and end with the latter, which are short.
+    """Alternate files that mostly wait, the longest first, and files that compute, which are short and come last.
 
     With several processes (`-n`), xdist's own order ends with files that take minutes, and one process is left alone.
     """
     files = list(dict.fromkeys(item.path for item in items))
     waiting = [path for path in files if path.relative_to(Path(__file__).parent).parts[0] in WAITING]
+    waiting.sort(key=lambda path: LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST))
     computing = [path for path in files if path not in waiting]
     rank = {path: 2 * number for number, path in enumerate(waiting)}
     rank |= {path: 2 * number + 1 for number, path in enumerate(computing)}
@@ -146,14 +147,6 @@ def local_ray() -> Iterator[None]:
             cluster = Cluster.join()
         yield
         cluster.leave()
-
-
-@pytest.fixture(scope="session")
-def script_host() -> Iterator[ScriptHost]:
-    """Runs scripts as `python SCRIPT` does, without its seconds of imports."""
-    host = ScriptHost()
-    yield host
-    host.close()
 
 
 @pytest.fixture

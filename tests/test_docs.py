@@ -1,4 +1,4 @@
-"""The documentation names files, tests, options and metrics that exist, and its snippets print what it says.
+"""The documentation names what exists, and its snippets, and the examples, print what they say.
 
 A fence ```sh or ```python is run, in a fresh shell in a folder that looks like the checkout. A fence ```text after it
 is what it prints; there … stands for anything. A fence ```console is not run: it does not end, or needs vLLM or a
@@ -7,6 +7,7 @@ cluster.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -67,8 +68,16 @@ def snippets() -> list[Snippet]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with serving("--compile-seconds", "60") as process:  # a busy machine imports xgrammar slowly
+    with serving("--pool", "inline", "--compile-seconds", "60") as process:  # a busy machine imports xgrammar slowly
         yield process.url
+
+
+@pytest.fixture(scope="module")
+def script_host() -> Iterator[ScriptHost]:
+    """Runs scripts as `python SCRIPT` does, without its seconds of imports."""
+    host = ScriptHost()
+    yield host
+    host.close()
 
 
 @pytest.mark.parametrize("snippet", snippets(), ids=str)
@@ -83,11 +92,13 @@ def test_snippets_print_what_the_page_says(
         if not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
     (tmp_path / "snippet").write_text(code)
-    if snippet.language == "python":
-        found = script_host.run(tmp_path / "snippet", tmp_path)
+    script = re.fullmatch(r"python (\S+\.py) *(?:#.*)?\n", code)
+    if snippet.language == "python" or script:
+        found = script_host.run(tmp_path / (script[1] if script else "snippet"), tmp_path)
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+        environment["OMP_NUM_THREADS"] = "1"
         command = ["bash", "-euo", "pipefail", "snippet"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
@@ -95,6 +106,23 @@ def test_snippets_print_what_the_page_says(
     if printed is not None:
         pattern = ".*".join(re.escape(part) for part in printed.strip().split("…"))
         assert re.fullmatch(pattern, found.strip(), re.DOTALL), found
+
+
+def test_each_offline_answer_satisfies_its_constraint(script_host: ScriptHost) -> None:
+    lines = script_host.run(ROOT / "examples/offline.py", ROOT).splitlines()
+    person, date, mood, expression = (line.partition(": ")[2] for line in lines)
+    assert json.loads(person).keys() == {"name", "age", "city"}
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
+    assert mood in ("positive", "negative")
+    assert re.fullmatch(r"[1-9]( [-+] [1-9])+", expression)
+
+
+def test_draft_tokens_need_fewer_steps_than_tokens(script_host: ScriptHost) -> None:
+    answer, figures = script_host.run(ROOT / "examples/draft_tokens.py", ROOT).splitlines()
+    assert json.loads(answer) == {"name": "Anna Weber", "age": 47}
+    counts = re.fullmatch(r"(\d+) tokens, (\d+) forward passes", figures)
+    assert counts is not None
+    assert int(counts[2]) < int(counts[1])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -150,12 +178,8 @@ def test_failure_model_names_existing_tests_in_every_row() -> None:
     assert len(named) > 40
     for file, path in named:
         source = (ROOT / file if "/" in file else ROOT / "tests" / "faults" / file).read_text()
-        *classes, function = path.removeprefix("::").split("::")
-        for name in classes:
-            _, _, source = source.partition(f"\nclass {name}:\n")
-            source = re.split(r"\n(?=[^\s#)])", source)[0]
-        indent = "    " * len(classes)
-        assert re.search(rf"^{indent}(?:async )?def {function}\(", source, re.MULTILINE), f"{file}{path}"
+        for name in path.removeprefix("::").split("::"):
+            assert re.search(rf"^ *(?:class|(?:async )?def) {name}\b", source, re.MULTILINE), f"{file}{path}"
     tables = text.partition("## What can go wrong")[2].partition("\n## ")[0]
     rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| what goes wrong")]
     assert len(rows) > 30

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from thread_actor import close_all
-from thread_cluster import Cluster
+from thread_cluster import Cluster, close_all
 
 
 @pytest.fixture(autouse=True)

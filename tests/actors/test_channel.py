@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from thread_actor import ConnectedPair
+from thread_cluster import ConnectedPair
 
 from actors.protocol import Channel, connect
 

@@ -32,11 +32,15 @@ sys.stdin.read()
 
 
 STATUS = """
-import sys, ray
+import sys, time, ray
 from ray import serve
 ray.init(address=sys.argv[1], log_to_driver=False)
-(application,) = serve.status().applications.values()
-(deployment,) = application.deployments.values()
+for _ in range(240):
+    (application,) = serve.status().applications.values()
+    (deployment,) = application.deployments.values()
+    if "Resources required for each replica" in deployment.message:
+        break
+    time.sleep(0.5)
 print("status", deployment.replica_states, deployment.message)
 """
 
@@ -113,13 +117,8 @@ def test_the_pool_is_in_the_cluster_that_serve_runs_on(url: str) -> None:
 
 def test_a_replica_without_cpus_for_its_pool_waits(ray_cluster: tuple[str, str], url: str) -> None:
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
-
-    def says() -> str:
-        command = [sys.executable, "-c", STATUS, ray_cluster[0]]
-        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-    wait_until(lambda: "Resources required for each replica" in says(), 120)
-    said = says()
+    command = [sys.executable, "-c", STATUS, ray_cluster[0]]
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert "'RUNNING': 1" in said
     assert """[{"CPU": 1.0}, {"CPU": 0.25}]""" in said
 

@@ -81,7 +81,7 @@ class Blocks(RuleBasedStateMachine):
 
 
 TestBlocks = Blocks.TestCase
-TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlocks.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def cached(num_blocks: int) -> BlockManager:

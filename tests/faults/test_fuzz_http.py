@@ -17,7 +17,7 @@ import httpx
 import jsonschema
 import pytest
 import schemathesis
-from constraint_strategies import BACKEND_NAMES, FIELDS, JUNK, NAMES, TEXTS, mostly
+from constraint_strategies import FIELDS, JUNK, NAMES, TEXTS, mostly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -32,6 +32,7 @@ from engine.config import EngineConfig
 from engine.model_loader import load_model
 from engine.server.app import create_app
 from engine.server.options import ServerSettings
+from guided.backends import BACKENDS
 from guided.limits import CompileLimits
 
 EXAMPLES = max(1, settings.default.max_examples // 5)
@@ -109,7 +110,7 @@ def _requests() -> SearchStrategy[dict[str, Any]]:
     parameters = st.fixed_dictionaries(
         {"max_tokens": mostly(st.integers(1, 24), JUNK, of=60)},
         optional={
-            "backend": mostly(st.sampled_from(BACKEND_NAMES), JUNK, of=60),
+            "backend": mostly(st.sampled_from(["auto", *BACKENDS]), JUNK, of=60),
             "stream": mostly(st.booleans(), JUNK, of=60),
             "temperature": mostly(st.sampled_from([0, 0.7, 2]), JUNK, of=60),
             "n": mostly(st.integers(1, 3), JUNK, of=60),

@@ -32,7 +32,7 @@ from guided.pools.protocol import Grammar
 
 HOSTILE = Path(__file__).parents[3] / "shared" / "data" / "hostile-inputs.json"
 ALL = os.environ.get("GUIDED_HOSTILE") == "all"
-SECONDS = 10.0 if ALL else 3.0
+SECONDS = 10.0 if ALL else 2.0
 SLACK_SECONDS = 20.0
 """Extra time for a busy machine."""
 NAMES = ("llguidance", "xgrammar", "outlines", "lm-format-enforcer")

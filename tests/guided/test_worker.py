@@ -100,7 +100,7 @@ def test_freed_matchers_are_gone() -> None:
     assert filled.worker.num_open == 0
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.data())
 def test_after_any_edits_the_mask_is_that_of_the_output(data: st.DataObject) -> None:
     filled = Filled()

@@ -28,18 +28,7 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-NESTED = {
-    "type": "object",
-    "properties": {
-        "kind": {"type": "string", "enum": ["circle", "square"]},
-        "size": {"type": "object", "properties": {"w": {"type": "number"}}, "required": ["w"]},
-        "visible": {"type": "boolean"},
-    },
-    "required": ["kind", "size", "visible"],
-    "additionalProperties": False,
-}
 LARK = 'start: "SELECT " column ("," " " column)* " FROM " NAME\ncolumn: NAME | "*"\nNAME: /[a-z]+/\n'
-GROUPS = 'start: item ("," item)*\nitem: /[0-9]+/ | "(" start ")"\n'
 GBNF = 'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"\n'
 
 
@@ -57,26 +46,6 @@ CALLS = {
     ],
     "triggers": ["<f="],
 }
-THOUGHTS = {
-    "type": "structural_tag",
-    "format": {
-        "type": "sequence",
-        "elements": [
-            {"type": "tag", "begin": "think[", "content": {"type": "any_text"}, "end": "]"},
-            {
-                "type": "tags_with_separator",
-                "separator": ",",
-                "at_least_one": True,
-                "tags": [
-                    {"begin": "<a>", "content": {"type": "regex", "pattern": "[a-z]+"}, "end": "</a>"},
-                    {"begin": "<ab>", "content": {"type": "choice", "choice": ["x", "xy"]}, "end": ["</ab>", "</b>"]},
-                    {"begin": "[", "content": {"type": "grammar", "grammar": GROUPS}, "end": "]"},
-                ],
-            },
-            {"type": "optional", "content": {"type": "const_string", "value": "!"}},
-        ],
-    },
-}
 
 
 def is_calls(text: str) -> bool:
@@ -92,15 +61,6 @@ def is_calls(text: str) -> bool:
     schema = {"weather": CITY, "dice": {"enum": [1, 2, 3, 4, 5, 6]}}.get(name, False)
     valid = jsonschema.Draft202012Validator(schema).is_valid(arguments) and rest[end:].startswith("</f>")
     return valid and is_calls(rest[end + 4 :])
-
-
-def is_thoughts(text: str) -> bool:
-    thought, end, rest = text.partition("]")
-    one = r"(?:<a>[a-z]+</a>|<ab>xy?</(?:ab|b)>|\[[^\]]*\])"
-    lists = re.findall(r"\[([^\]]*)\]", rest)
-    return bool(
-        end and thought.startswith("think[") and re.fullmatch(f"{one}(?:,{one})*!?", rest) and all(map(is_list, lists))
-    )
 
 
 def is_json(text: str, schema: Any) -> bool:
@@ -143,16 +103,6 @@ CASES = [
             '{"name":"a\nb"',
         ],
         lambda text: is_json(text, PERSON),
-    ),
-    Case(
-        "nested",
-        Constraint.json_schema(NESTED),
-        [
-            '{"kind":"circle","size":{"w":1.5},"visible":true}',
-            '{"kind": "square", "size": {"w": -2e+3}, "visible": false}',
-        ],
-        ['{"kind":"oval"', '{"kind":"circle","size":{},', '{"kind":"circle","size":{"w":1.},"visible":true}'],
-        lambda text: is_json(text, NESTED),
     ),
     Case(
         "object",
@@ -200,13 +150,6 @@ CASES = [
         ],
         ["<f=x", "<f=dice>7", "Hi <f=dice>1", '<f=weather>{"city": 1', "<f=dice>1<"],
         is_calls,
-    ),
-    Case(
-        "thoughts",
-        Constraint.structural_tag(THOUGHTS),
-        ["think[]<a>b</a>", "think[x </thin\n[]<ab>xy</b>,[1,(2)],<ab>x</ab>,<a>xyz</a>!"],
-        ["<a>b</a>", "think[]", "think[]<a></a>", "think[]<a>b</a>x", "think[][(]", "think[]<ab>y"],
-        is_thoughts,
     ),
     Case("gbnf", Constraint.grammar(GBNF), ["1", "12,(3,(4)),5", "((0))"], ["()", "1,,2", ",1", "(1))"], is_list),
 ]

@@ -37,11 +37,12 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scripted_grammar import ScriptedMatcher
 
 from guided.backends import Adapter
-from guided.backends.base import CompiledGrammar, Matcher
+from guided.backends.base import CompiledGrammar
 from guided.constraint import Constraint, ConstraintKind
-from guided.errors import BackendError, TokenRejected
+from guided.errors import TokenRejected
 from guided.vocabulary import Vocabulary
 
 NAME = "faulty"
@@ -65,43 +66,29 @@ class Panic(BaseException):
 
 
 @dataclass(frozen=True)
-class _Fault:
-    action: str
-    place: str
-    position: int | None
-    argument: str
-
-
-@dataclass(frozen=True)
 class _Plan:
     """A parsed constraint."""
 
-    faults: tuple[_Fault, ...] = ()
-    length: int = 12
-    seed: int = 0
-    touch: str = ""
-    once: str = ""
+    faults: list[tuple[str, str, str]]
+    """Action, place with its position, argument."""
+    length: int
+    seed: int
+    touch: str
+    once: str
 
     @classmethod
     def parse(cls, source: str) -> _Plan:
-        faults: list[_Fault] = []
-        settings: dict[str, str] = {}
-        for word in source.split():
-            head, _, argument = word.partition("=")
-            action, at, where = head.partition("@")
-            if at:
-                place, _, position = where.partition(":")
-                faults.append(_Fault(action, place, int(position) if position else None, argument))
-            else:
-                settings[head] = argument
+        parts = [word.partition("=") for word in source.split()]
+        settings = {head: argument for head, _, argument in parts if "@" not in head}
+        faults = [(*head.split("@"), argument) for head, _, argument in parts if "@" in head]
         length = int(settings.get("length", 12))
         seed = int.from_bytes(f"{settings.get('name', '')} {length}".encode()) % 2**61
-        return cls(tuple(faults), length, seed, settings.get("touch", ""), settings.get("once", ""))
+        return cls(faults, length, seed, settings.get("touch", ""), settings.get("once", ""))
 
     def reach(self, place: str, position: int | None = None) -> str:
         """Run the faults at this place. Returns the action that the caller must do, if any."""
-        for fault in self.faults:
-            if fault.place != place or fault.position not in (None, position):
+        for action, where, argument in self.faults:
+            if where not in (place, f"{place}:{position}"):
                 continue
             if self.once:
                 if Path(self.once).exists():
@@ -111,9 +98,9 @@ class _Plan:
                 written = Path(f"{self.touch}.{os.getpid()}")
                 written.write_text(str(os.getpid()))
                 written.rename(self.touch)  # atomic: a reader never gets an empty file
-            if fault.action in ("empty", "reject"):
-                return fault.action
-            _ACTIONS[fault.action](fault.argument)
+            if action in ("empty", "reject"):
+                return action
+            _ACTIONS[action](argument)
         return ""
 
 
@@ -123,9 +110,8 @@ def _raise(error: BaseException) -> None:
 
 def _hold(argument: str) -> None:
     # PyDLL keeps the GIL during the call. It uses no CPU.
-    libc = ctypes.PyDLL(None)
     while True:
-        libc.sleep(3600)
+        ctypes.PyDLL(None).sleep(3600)
 
 
 def _wait(argument: str) -> None:
@@ -138,8 +124,7 @@ def _eat(argument: str) -> None:
     while 32 * len(eaten) < int(argument or 4096):
         eaten.append(bytearray(os.urandom(1) * (32 << 20)))
         time.sleep(0.005)
-    while True:
-        time.sleep(1)
+    time.sleep(3600)
 
 
 _ACTIONS: dict[str, Callable[[str], object]] = {
@@ -156,56 +141,47 @@ _ACTIONS: dict[str, Callable[[str], object]] = {
 }
 
 
-class _Matcher(Matcher):
+class _Matcher(ScriptedMatcher):
     def __init__(self, grammar: _Grammar, tokens: list[int]) -> None:
-        self._grammar = grammar
-        self._tokens = tokens
+        super().__init__(grammar, tokens)
+        self.stop_ids = grammar.stop
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
-            action = self._grammar.plan.reach("accept", len(self._tokens))
-            legal = token in self._grammar.stop if self.is_accepting() else bool(self._allowed()[token])
-            if action == "reject" or self.is_terminated() or not legal:
-                raise TokenRejected(f"token {token} is not allowed here")
-            self._tokens.append(token)
+            if self.grammar.plan.reach("accept", len(self.tokens)) == "reject":
+                raise TokenRejected("told to reject")
+            super().accept_tokens([token])
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
-        empty = self._grammar.plan.reach("fill", len(self._tokens)) == "empty"
-        row[:] = 0
-        if not empty and not self.is_accepting():
-            bits = np.packbits(self._allowed(), bitorder="little")
-            row.view(np.uint8)[: len(bits)] = bits
+        empty = self.grammar.plan.reach("fill", len(self.tokens)) == "empty"
+        super().fill_bitmask(row)
+        row[:] = 0 if empty else row
         return self.is_accepting()
 
-    def _allowed(self) -> NDArray[np.bool_]:
-        grammar = self._grammar
-        drawn = np.random.default_rng([grammar.plan.seed, *self._tokens]).random(grammar.size) < 0.5
-        drawn[list(grammar.stop)] = False
-        return drawn
-
-    def rollback(self, count: int) -> None:
-        if count > len(self._tokens):
-            raise BackendError("nothing to roll back")
-        del self._tokens[len(self._tokens) - count :]
+    def _next(self) -> list[int]:
+        if self.is_accepting():
+            return []
+        drawn = np.random.default_rng([self.grammar.plan.seed, *self.tokens]).random(self.grammar.size) < 0.5
+        return [token for token in np.flatnonzero(drawn).tolist() if token not in self.stop_ids]
 
     def fork(self) -> _Matcher:
-        return _Matcher(self._grammar, list(self._tokens))
+        return _Matcher(self.grammar, list(self.tokens))
 
     def is_accepting(self) -> bool:
-        return len(self._tokens) >= self._grammar.plan.length
-
-    def is_terminated(self) -> bool:
-        return len(self._tokens) > self._grammar.plan.length
+        return len(self.tokens) >= self.grammar.plan.length
 
     def forced_tokens(self) -> list[int]:
         return []
 
 
-@dataclass
 class _Grammar(CompiledGrammar):
-    plan: _Plan
-    size: int
-    stop: frozenset[int]
+    fail_at = None
+
+    def __init__(self, vocabulary: Vocabulary, source: str, place: str) -> None:
+        self.plan = _Plan.parse(source)
+        self.size = vocabulary.vocab_size
+        self.stop = frozenset(vocabulary.stop_token_ids)
+        self.plan.reach(place)
 
     def matcher(self) -> _Matcher:
         self.plan.reach("open")
@@ -222,16 +198,10 @@ class FaultyBackend:
     kinds: ClassVar[frozenset[ConstraintKind]] = KINDS
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._size = vocabulary.vocab_size
-        self._stop = frozenset(vocabulary.stop_token_ids)
+        self._vocabulary = vocabulary
 
     def compile(self, constraint: Constraint) -> _Grammar:
-        return self._grammar(constraint, "compile")
+        return _Grammar(self._vocabulary, constraint.source, "compile")
 
     def load(self, constraint: Constraint, dumped: bytes) -> _Grammar:
-        return self._grammar(constraint, "load")
-
-    def _grammar(self, constraint: Constraint, place: str) -> _Grammar:
-        plan = _Plan.parse(constraint.source)
-        plan.reach(place)
-        return _Grammar(plan, self._size, self._stop)
+        return _Grammar(self._vocabulary, constraint.source, "load")

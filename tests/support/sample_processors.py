@@ -4,6 +4,7 @@ parameter, so that outputs can be compared."""
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import Any
 
@@ -116,16 +117,29 @@ class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
         return DummyPerReqLogitsProcessor(target_token)
 
 
-class MyBias(LogitsProcessor):
+class Plain(LogitsProcessor):
+    """Changes nothing. The base of those below."""
+
+    after_the_mask = False
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None: ...
+
+    def is_argmax_invariant(self) -> bool:
+        return self.after_the_mask
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+class MyBias(Plain):
     """`logit_bias` as a dense tensor with the rows of the batch. It returns a new tensor."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         rows = vllm_config.scheduler_config.max_num_seqs
         self.bias = torch.zeros(rows, vllm_config.model_config.get_vocab_size(), device=device)
         self.size = 0
-
-    def is_argmax_invariant(self) -> bool:
-        return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None:
@@ -134,7 +148,7 @@ class MyBias(LogitsProcessor):
             self.bias[index] = 0
         for index, params, _, _ in batch_update.added:
             self.bias[index] = 0
-            for token, value in (params.extra_args or {}).get("bias", {}).items():
+            for token, value in _extra(params, "bias", {}).items():
                 self.bias[index, token] = value
         for source, target, direct in batch_update.moved:
             if direct is MoveDirectionality.SWAP:
@@ -148,31 +162,25 @@ class MyBias(LogitsProcessor):
         return logits + self.bias[: self.size]
 
 
-class MyMinP(MyBias):
+class MyMinP(Plain):
     """`min_p` for requests that have it in `extra_args`."""
+
+    after_the_mask = True
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.min_p: dict[int, float] = {}
-        self.size = 0
-
-    def is_argmax_invariant(self) -> bool:
-        return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self.min_p, batch_update, lambda params, *_: (params.extra_args or {}).get("min_p"))
-        if batch_update is not None:
-            self.size = batch_update.batch_size
+        process_dict_updates(self.min_p, batch_update, lambda params, *_: _extra(params, "min_p"))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        assert len(logits) == self.size
-        for row, min_p in self.min_p.items():
-            floor = logits[row].max() + torch.tensor(min_p).log()
-            logits[row, logits[row] < floor] = float("-inf")
-        return logits
+        return _cut(logits, self.min_p)
 
 
 class RevisedBias(LogitsProcessor):
     """`logit_bias` in the revised model."""
+
+    after_the_mask = False
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.count = vllm_config.scheduler_config.max_num_seqs
@@ -180,7 +188,7 @@ class RevisedBias(LogitsProcessor):
         self.rows: list[int] = []
 
     def is_argmax_invariant(self) -> bool:
-        return False
+        return self.after_the_mask
 
     def add_request(self, req_info: tuple[SamplingParams, int, int]) -> None:
         params, prompt_length, index = req_info
@@ -199,7 +207,7 @@ class RevisedBias(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         assert len(logits) == len(self.rows)
         for row, index in enumerate(self.rows):
-            for token, value in (self.params[index].extra_args or {}).get("bias", {}).items():
+            for token, value in _extra(self.params[index], "bias", {}).items():
                 logits[row, token] += value
         return logits
 
@@ -207,23 +215,27 @@ class RevisedBias(LogitsProcessor):
 class RevisedMinP(RevisedBias):
     """`min_p` in the revised model."""
 
-    def is_argmax_invariant(self) -> bool:
-        return True
+    after_the_mask = True
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        assert len(logits) == len(self.rows)
-        for row, index in enumerate(self.rows):
-            min_p = (self.params[index].extra_args or {}).get("min_p")
-            if min_p is not None:
-                floor = logits[row].max() + torch.tensor(min_p).log()
-                logits[row, logits[row] < floor] = float("-inf")
-        return logits
+        found = {row: _extra(self.params[index], "min_p") for row, index in enumerate(self.rows)}
+        return _cut(logits, {row: min_p for row, min_p in found.items() if min_p is not None})
+
+
+def _extra(params: SamplingParams, name: str, default: Any = None) -> Any:
+    return (params.extra_args or {}).get(name, default)
+
+
+def _cut(logits: torch.Tensor, min_p: dict[int, float]) -> torch.Tensor:
+    for row, share in min_p.items():
+        logits[row, logits[row] < logits[row].max() + math.log(share)] = float("-inf")
+    return logits
 
 
 POISONS = ("apply", "update_state", "None", "shape")
 
 
-class Poisonable(MyBias):
+class Poisonable(Plain):
     """Raises for requests with `poison` in `extra_args`, in the method that it names, after it has overwritten the
     logits, or returns what is wrong. `made` counts its instances."""
 
@@ -234,7 +246,7 @@ class Poisonable(MyBias):
         self.poison: dict[int, str] = {}
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self.poison, batch_update, lambda params, *_: (params.extra_args or {}).get("poison"))
+        process_dict_updates(self.poison, batch_update, lambda params, *_: _extra(params, "poison"))
         if "update_state" in self.poison.values():
             raise LookupError("poisoned update_state")
 
@@ -244,16 +256,13 @@ class Poisonable(MyBias):
             raise LookupError("poisoned apply")
         if "None" in self.poison.values():
             return None  # type: ignore[return-value]
-        if "shape" in self.poison.values():
-            return logits[:, 1:]
-        return logits
+        return logits[:, 1:] if "shape" in self.poison.values() else logits
 
 
 class PoisonableLate(Poisonable):
     """The same after the mask."""
 
-    def is_argmax_invariant(self) -> bool:
-        return True
+    after_the_mask = True
 
 
 class RevisedPoisonable(RevisedBias):
@@ -272,26 +281,18 @@ class RevisedPoisonable(RevisedBias):
         return super().apply(logits)
 
     def _raise(self, where: str, indices: list[int]) -> None:
-        if any((self.params[index].extra_args or {}).get("poison") == where for index in indices):
+        if any(_extra(self.params[index], "poison") == where for index in indices):
             raise LookupError(f"poisoned {where}")
 
 
-class CantBeMade(LogitsProcessor):
+class CantBeMade(Plain):
     """Its constructor raises."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         raise OSError("no such file")
 
-    def is_argmax_invariant(self) -> bool:
-        return False
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
-
-
-class BadValidator(DummyLogitsProcessor):
+class BadValidator(Plain):
     """Its `validate_params` has a bug."""
 
     @classmethod
@@ -299,28 +300,22 @@ class BadValidator(DummyLogitsProcessor):
         raise KeyError("target")
 
 
-class HangsAtAdmission(DummyLogitsProcessor):
+class HangsAtAdmission(Plain):
     """Its `validate_params` never returns for a request that asks for it."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        if (sampling_params.extra_args or {}).get("hang"):
+        if _extra(sampling_params, "hang"):
             threading.Event().wait()
 
 
-class EchoLogitsProcessor(AdapterLogitsProcessor):
+class EchoLogitsProcessor(WrappedPerReqLogitsProcessor):
     """A callable with prompt ids that repeats the prompt. It returns a new tensor."""
 
-    def is_argmax_invariant(self) -> bool:
-        return False
-
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        if not (params.extra_args or {}).get("echo"):
-            return None
-
         def echo(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
             forced = torch.full_like(logits, float("-inf"))
             forced[prompt_ids[len(output_ids) % len(prompt_ids)]] = 0.0
             return forced
 
-        return echo
+        return echo if _extra(params, "echo") else None

@@ -1,8 +1,10 @@
-"""A grammar library for tests. Its languages are finite sets of token sequences."""
+"""Grammars for tests. Their languages are finite sets of token sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,48 +19,31 @@ STOP = 0
 """The stop token of the vocabularies in these tests."""
 
 
-class ScriptedGrammar(CompiledGrammar):
-    """A grammar that accepts exactly `sentences`. Its matchers can fail at a position."""
-
-    def __init__(
-        self, sentences: Sequence[Sequence[int]], fail_at: int | None = None, failure: BaseException | None = None
-    ) -> None:
-        self.failure = failure or ValueError("the library raised")
-        self.sentences = [list(sentence) for sentence in sentences]
-        self.fail_at = fail_at
-        self.opened = 0
-
-    def matcher(self) -> ScriptedMatcher:
-        self.opened += 1
-        return ScriptedMatcher(self, [])
-
-    def dump(self) -> bytes:
-        return b""
-
-
 class ScriptedMatcher(Matcher):
-    def __init__(self, grammar: ScriptedGrammar, tokens: list[int]) -> None:
+    """A matcher by the tokens that may follow. Subclasses say which those are, and which outputs are complete."""
+
+    stop_ids: Collection[int] = (STOP,)
+
+    def __init__(self, grammar: Any, tokens: list[int]) -> None:
         self.grammar = grammar
         self.tokens = tokens
 
-    def _next(self) -> set[int]:
+    def _next(self) -> Collection[int]:
         here = len(self.tokens)
         return {s[here] for s in self.grammar.sentences if s[:here] == self.tokens and len(s) > here}
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
-            if (token == STOP and self.is_accepting() and not self.is_terminated()) or token in self._next():
-                self.tokens.append(token)
-            else:
+            if self.is_terminated() or not (token in self._next() or (token in self.stop_ids and self.is_accepting())):
                 raise TokenRejected(f"token {token} is not allowed here")
+            self.tokens.append(token)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         if self.grammar.fail_at == len(self.tokens):
             raise self.grammar.failure
-        row[:] = 0
-        bits: NDArray[Any] = row.view(np.uint32)
-        for token in self._next():
-            bits[token // 32] |= np.uint32(1 << (token % 32))
+        allowed = np.zeros(32 * len(row), np.bool_)
+        allowed[list(self._next())] = True
+        row.view(np.uint8)[:] = np.packbits(allowed, bitorder="little")
         return self.is_accepting()
 
     def rollback(self, count: int) -> None:
@@ -73,11 +58,55 @@ class ScriptedMatcher(Matcher):
         return self.tokens in self.grammar.sentences
 
     def is_terminated(self) -> bool:
-        return bool(self.tokens) and self.tokens[-1] == STOP
+        return bool(self.tokens) and self.tokens[-1] in self.stop_ids
 
     def forced_tokens(self) -> list[int]:
         found = self._next()
         return list(found) if len(found) == 1 and not self.is_accepting() else []
+
+
+class ScriptedGrammar(CompiledGrammar):
+    """A grammar that accepts exactly `sentences`. Its matchers can fail at a position."""
+
+    def __init__(
+        self, sentences: Sequence[Sequence[int]], fail_at: int | None = None, failure: BaseException | None = None
+    ) -> None:
+        self.failure = failure or ValueError("the library raised")
+        self.sentences = [list(sentence) for sentence in sentences]
+        self.fail_at = fail_at
+
+    def matcher(self) -> ScriptedMatcher:
+        return ScriptedMatcher(self, [])
+
+    def dump(self) -> bytes:
+        return b""
+
+
+class SlowGrammar(ScriptedGrammar):
+    """The mask at position `slow_at` comes when `release` is set; `reached` says that it was asked for.
+
+    Forks of its matchers are quick.
+    """
+
+    def __init__(self, sentences: Sequence[Sequence[int]], slow_at: int) -> None:
+        super().__init__(sentences)
+        self.slow_at = slow_at
+        self.reached = threading.Event()
+        self.release = threading.Event()
+        self.fills_at: Counter[int] = Counter()
+        """Masks that were computed, by position."""
+
+    def matcher(self) -> ScriptedMatcher:
+        return _SlowMatcher(self, [])
+
+
+class _SlowMatcher(ScriptedMatcher):
+    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+        self.grammar.fills_at[len(self.tokens)] += 1
+        if len(self.tokens) == self.grammar.slow_at:
+            self.grammar.reached.set()
+            assert self.grammar.release.wait(60)
+        return super().fill_bitmask(row)
 
 
 class ScriptedBackends:

@@ -1,36 +1,109 @@
-"""A dispatcher with actors on threads: what the engine's thread does, without Ray."""
+"""Mask actors on threads, with real channels, slot tables and step servers, and a dispatcher for them, without Ray.
+
+The death of such an actor is a lost connection.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from byte_vocabulary import tokens
-from scripted_grammar import ScriptedGrammar
-from slow_grammar import SlowGrammar
-from step_driver import WAIT, StepDriver
-from thread_actor import ThreadActor
+from byte_vocabulary import BYTES, WORDS, allowed, tokens
+from scripted_grammar import ScriptedGrammar, SlowGrammar
 
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
-from actors.protocol import IDLE
-from guided.errors import MaskTimeout, WorkerDied
+from actors.protocol import IDLE, Channel, Segment, attach, connect, hang_up
+from actors.server import StepServer
+from guided.backends import Backends
+from guided.backends.base import CompiledGrammar
+from guided.constraint import Constraint
+from guided.errors import GuidedError, MaskTimeout, WorkerDied
+from guided.pools.protocol import Grammar, StepMasks
+from guided.sequence import GuidedSequence
+from guided.worker import MaskWorker
 
+WAIT = 30.0
 ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
+Outcome = str | GuidedError
+"""A row's mask as the allowed characters, "late", or the error that it failed with."""
+_living: list[ThreadActor] = []
 
 
-class Cluster(StepDriver):
-    """A dispatcher with actors that know the grammars `fast` and `slow`."""
+class ConnectedPair:
+    """Both ends of a channel, and the slot table between them."""
+
+    def __init__(self, *, slots: int = 8, index: int = 0) -> None:
+        self.segment = Segment(slots, WORDS)
+        self.channel = Channel()
+        self.end = connect(self.channel.path)
+        assert self.channel.accept(10)
+        self.connection = WorkerConnection(f"mask worker {index}", os.getpid(), self.channel, self.segment)
+
+
+class ThreadActor:
+    """A worker with grammars, served by a `StepServer` for as long as the test runs."""
+
+    def __init__(self, grammars: Mapping[str, CompiledGrammar], *, slots: int = 8, index: int = 0) -> None:
+        self.pair = ConnectedPair(slots=slots, index=index)
+        self.connection = self.pair.connection
+        self.worker = MaskWorker(BYTES)
+        for key, grammar in grammars.items():
+            self.worker.install(key, grammar)
+            self.connection.loaded.add(key)
+        table = attach(self.pair.segment.name)
+        assert table is not None
+        self.table = table
+        self.ended = threading.Event()
+        """The server has given up: the process of a real actor ends here."""
+        StepServer(self.worker, Backends(BYTES), self.pair.end, table, False, self._give_up).start()
+        _living.append(self)
+
+    def _give_up(self) -> None:
+        hang_up(self.pair.end)
+        self.ended.set()
+
+
+def close_all() -> None:
+    """End the actors that a test left. They must not be in a mask."""
+    while _living:
+        hang_up(_living.pop().pair.end)
+
+
+class Cluster:
+    """A dispatcher with actors that know the grammars `fast` and `slow`. Opens sequences by number and runs steps."""
 
     def __init__(self, number: int = 2, slots: int = 8, **options: Any) -> None:
         self.dispatcher = Dispatcher(**{"pool_wait": 30.0, "max_replays": 0, **options})
-        super().__init__(self.dispatcher)
         self.slow = SlowGrammar(ABC, slow_at=1)
         self.actors: list[ThreadActor] = []
+        self.sequences: dict[int, GuidedSequence] = {}
+        self._num_rows = 0
         for _ in range(number):
             self.join(slots)
+
+    def open(self, *numbers: int, grammar: str | Grammar = "fast", parent: int | None = None, text: str = "") -> None:
+        for number in numbers:
+            sequence = GuidedSequence(f"request-{number}", number, tokens(text), parent_id=parent)
+            self.sequences[number] = sequence
+            self.dispatcher.open(sequence, grammar_named(grammar) if isinstance(grammar, str) else grammar)
+
+    def submit(self, *outputs: tuple[int, str]) -> None:
+        """Begin a step of sequences, each with its whole output."""
+        for number, text in outputs:
+            self.sequences[number].output_token_ids = tokens(text)
+        self._num_rows = len(outputs)
+        self.dispatcher.submit([self.sequences[number] for number, _ in outputs])
+
+    def collect(self, deadline: float | None = None) -> list[Outcome]:
+        return outcomes(self.dispatcher.collect(deadline), self._num_rows)
+
+    def step(self, *outputs: tuple[int, str], deadline: float | None = None) -> list[Outcome]:
+        self.submit(*outputs)
+        return self.collect(deadline)
 
     def join(self, slots: int = 8) -> ThreadActor:
         grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
@@ -41,7 +114,7 @@ class Cluster(StepDriver):
 
     def on(self, index: int) -> set[int]:
         """The sequences that are open on an actor."""
-        return ids(self.actors[index].connection)
+        return {state.sequence.sequence_id for state in self.actors[index].connection.sequences.values()}
 
     def where(self, number: int) -> int:
         (index,) = [index for index in range(len(self.actors)) if number in self.on(index)]
@@ -49,11 +122,10 @@ class Cluster(StepDriver):
 
     def end(self, index: int, hung: bool = False) -> None:
         connection = self.actors[index].connection
+        end = partial(self.dispatcher.end, connection, WorkerDied(f"worker {index} died"))
         if hung:
             slot = min((slot for slot, _ in connection.busy()), default=IDLE)
             end = partial(self.dispatcher.end, connection, MaskTimeout(f"worker {index} hung"), "hung", slot)
-        else:
-            end = partial(self.dispatcher.end, connection, WorkerDied(f"worker {index} died"))
         self.dispatcher.announce(end)
 
     def close(self) -> None:
@@ -61,12 +133,20 @@ class Cluster(StepDriver):
         self.dispatcher.close()
 
 
-def ids(worker: WorkerConnection) -> set[int]:
-    return {state.sequence.sequence_id for state in worker.sequences.values()}
+def grammar_named(key: str) -> Grammar:
+    return Grammar(key, "scripted", Constraint.json_object())
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def outcomes(found: StepMasks, count: int) -> list[Outcome]:
+    """What became of each row of a step."""
+    rows: dict[int, Outcome] = dict.fromkeys(found.late, "late")
+    rows.update(found.failed)
+    for part in found.ready:
+        for row, slot in zip(part.rows.tolist(), part.slots.tolist(), strict=True):
+            assert row not in rows, "a row has one outcome"
+            rows[row] = allowed(part.masks[slot])
+    return [rows[row] for row in range(count)]
+
+
+def all_ready(found: Iterable[Outcome]) -> bool:
+    return all(isinstance(each, str) and each != "late" for each in found)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, PreTrainedTokenizerFast
-from vllm_server import MAX_MODEL_LEN, Server, serving_vllm
+
+from tests.vllm.vllm_server import MAX_MODEL_LEN, Server, serving_vllm
 
 ALSO_ENDS = "<|user|>"
 """The model's second end token."""

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 from faulty_pool import FaultyPool
-from sample_constraints import CITIES, DATE, SCHEMA, matches, satisfies
 from scripted_grammar import STOP, ScriptedBackends
-from vllm_server import MAX_MODEL_LEN
 
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
@@ -23,6 +21,8 @@ from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.inline import InlinePool
 from guided.pools.opening import LazyPool
 from guided.vocabulary import Vocabulary
+from tests.vllm.sample_constraints import CITIES, DATE, SCHEMA, matches, satisfies
+from tests.vllm.vllm_server import MAX_MODEL_LEN
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from sample_constraints import BACKENDS, KINDS, LONG, SCHEMA, Wanted, matches, regex, satisfies
-from vllm_server import WAIT, Server, command, text_of
+
+from tests.vllm.sample_constraints import BACKENDS, KINDS, LONG, SCHEMA, Wanted, matches, regex, satisfies
+from tests.vllm.vllm_server import WAIT, Server, command, text_of
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 

@@ -13,9 +13,8 @@ from byte_vocabulary import tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
-from step_driver import WAIT, all_ready, grammar_named, outcomes
-from thread_actor import close_all
-from thread_cluster import Cluster, until
+from serving import wait_until as until
+from thread_cluster import WAIT, Cluster, all_ready, close_all, grammar_named, outcomes
 
 from actors.protocol import Failed
 from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, to_wire

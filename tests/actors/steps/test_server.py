@@ -19,10 +19,8 @@ import numpy as np
 import pytest
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from msgspec.msgpack import Decoder, encode
-from scripted_grammar import ScriptedGrammar
-from slow_grammar import SlowGrammar
-from thread_actor import ConnectedPair, ThreadActor
-from thread_cluster import until
+from scripted_grammar import ScriptedGrammar, SlowGrammar
+from thread_cluster import ConnectedPair, ThreadActor, until
 
 from actors.mask_actor import Lines, RemoteSteps, forward
 from actors.protocol import (

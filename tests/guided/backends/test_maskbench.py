@@ -16,8 +16,8 @@ from benchmarks.workload import DATA, read_rows
 from guided.backends import BACKENDS
 from guided.vocabulary import Vocabulary
 
-SAMPLE = 60
-LONGEST = {"xgrammar": 2000, "outlines": 400}
+SAMPLE = 40
+LONGEST = {"xgrammar": 2000, "outlines": 400, "lm-format-enforcer": 2000}
 """Maximum characters of a schema, for backends that may compile for minutes."""
 
 

@@ -37,16 +37,23 @@ def fits(grammar: CompiledGrammar, text: str) -> bool:
         ({"type": "string", "format": "uuid"}, ['"12345678-1234-1234-1234-1234567890ab"'], ['"1"']),
         ({"enum": ["a|b", 12, {"k": [1]}]}, ['"a|b"', "12", '{"k": [1]}', '{"k":[1]}'], ['"a', "1", '{"k":[2]}']),
         (
-            {"properties": {"a": {"type": "null"}, 'q"': {"type": "null"}}, "required": ['q"']},
+            {"type": "object", "properties": {"a": {"type": "null"}, 'q"': {"type": "null"}}, "required": ['q"']},
             ['{"q\\"":null}', '{"a": null, "q\\"": null}'],
             ["{}", '{"a":null}', '{"q"":null}'],
         ),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}}, ["null"], ["1"]),
         ({"type": "array", "prefixItems": [{"type": "null"}], "items": False}, ["[null]"], ["[null,null]", "[1]"]),
-        ({"items": {"type": "null"}, "minItems": 1, "maxItems": 2}, ["[null]"], ["[]", "[null,null,null]"]),
+        (
+            {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 2},
+            ["[null]"],
+            ["[]", "[null,null,null]"],
+        ),
         ({"type": "object", "additionalProperties": False}, ["{}"], ['{"a":1}']),
-        ({"type": "object", "properties": {"a": False}}, ['{"b":1}'], ['{"a":1}']),
-        ({"type": "object", "minProperties": 1}, ['{"b":1}'], ["{}"]),
+        (
+            {"type": "object", "properties": {"a": False}, "minProperties": 1, "additionalProperties": {"const": None}},
+            ['{"b":null}'],
+            ["{}", '{"a":null}'],
+        ),
         ({"type": "string", "format": "date"}, ['"2020-02-29"'], ['"x"']),
         ({"type": "object", "additionalProperties": {"type": "null"}}, ["{}", '{"a":null}'], ['{"a":1}']),
         (

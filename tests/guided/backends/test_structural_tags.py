@@ -286,7 +286,7 @@ def _combined(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=st.recursive(LEAVES, _combined, max_leaves=5), seed=st.integers(0, 1000))
 def test_random_formats(backends: Backends, vocabulary: Vocabulary, case: Any, seed: int) -> None:
     """An output satisfies its format, and an output never gets stuck."""

@@ -65,8 +65,8 @@ KNOWN: list[Any] = [
         {"type": "integer", side: sign * 2**power + step}
         for side in ("minimum", "maximum")
         for sign in (-1, 1)
-        for power in (53, 63, 70)
-        for step in (-1, 0, 1)
+        for power in (53, 70)
+        for step in (-1, 1)
     ),
     {"type": "integer", "minimum": -(2**70), "maximum": -(2**70) + 1},
     {"type": "integer", "minimum": 2**53, "exclusiveMaximum": 2**53 + 2},
@@ -130,7 +130,7 @@ def hold(backends: Backends, vocabulary: Vocabulary, schema: Any, seed: int, wal
 
 @pytest.mark.parametrize("schema", KNOWN, ids=lambda schema: json.dumps(schema)[:60])
 def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema: Any) -> None:
-    hold(backends, vocabulary, schema, 5, 12)
+    hold(backends, vocabulary, schema, 5, 6)
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "outlines"])
@@ -183,7 +183,7 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=st.recursive(LEAVES, _containers, max_leaves=4), seed=st.integers(0, 99))
 def test_random_schemas(backends: Backends, vocabulary: Vocabulary, schema: Any, seed: int) -> None:
     hold(backends, vocabulary, schema, seed, 3)

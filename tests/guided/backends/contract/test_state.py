@@ -11,7 +11,7 @@ from guided.vocabulary import Vocabulary
 
 LOOK_AHEAD = {"llguidance"}
 """Backends that report forced tokens."""
-WITH_LITERALS = {"person", "nested", "options", "calls"}
+WITH_LITERALS = {"person", "options", "calls"}
 """Cases in which only one text can follow somewhere."""
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 import psutil
+from serving import ServerProcess, wait_until
 
 OPTIONS = {"guided": {"pool": "ray", "num_actors": 2, "mask_limit": 30}}
 """A busy machine needs more than 5 s to load a grammar library for its first mask."""
@@ -27,13 +26,10 @@ WAIT = 120.0
 
 
 @dataclass
-class Server:
+class Server(ServerProcess):
     """A running server."""
 
-    process: subprocess.Popen[bytes]
-    url: str
-    model: str
-    log: IO[bytes]
+    model: str = ""
 
     def body(self, chat: bool = False, **fields: Any) -> dict[str, Any]:
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Text"}]} if chat else {"prompt": "Text: "}
@@ -53,18 +49,9 @@ class Server:
             assert answer.status_code == 200, answer.read()
             yield (_event(line) for line in answer.iter_lines() if line)
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric's values, whatever their labels."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=WAIT).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition(" ")[0].partition("{")[0] == name)
-
     def mask_actors(self) -> list[psutil.Process]:
         family = psutil.Process(self.process.pid).children(recursive=True)
         return [process for process in family if process.name().startswith("ray::MaskActor")]
-
-    def tail(self) -> str:
-        self.log.seek(0)
-        return self.log.read().decode("utf-8", "replace")[-4000:]
 
 
 def _event(line: str) -> Any:
@@ -95,49 +82,26 @@ def serving_vllm(model: Path, *arguments: str) -> Iterator[Server]:
     # A short path: the length of socket paths is limited.
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory("", "g", "/tmp", True) as files:
         environment = {**os.environ, "TMPDIR": files, "XDG_RUNTIME_DIR": files, "GUIDED_VLLM": "1"}
-        process = subprocess.Popen(command(model, port, *arguments), stdout=log, stderr=log, env=environment)
-        server = Server(process, f"http://127.0.0.1:{port}", str(model), log)
+        process = subprocess.Popen(command(model, port, *arguments), stdout=log, stderr=log, env=environment, text=True)
+        server = Server(process, f"http://127.0.0.1:{port}", model=str(model))
+
+        def is_up() -> bool:
+            """Whether it answers and its pool is open. Ray does not always start at the first attempt."""
+            if process.poll() is not None:
+                log.seek(0)
+                raise AssertionError(log.read()[-4000:])
+            with contextlib.suppress(httpx.TransportError):
+                return server.post(structured_outputs={"regex": "a"}).status_code == 200
+            return False
+
         try:
-            _wait(server)
+            wait_until(is_up, STARTS)
             yield server
         finally:
-            _end(process)
-        _wait_for_clean(Path(files))
-
-
-def _wait(server: Server) -> None:
-    """Wait until the server answers and its pool is open. Ray does not always start at the first attempt."""
-    deadline = time.monotonic() + STARTS
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if (
-                httpx.get(f"{server.url}/health").status_code == 200
-                and server.post(structured_outputs={"regex": "a"}).status_code == 200
-            ):
-                return
-        assert server.process.poll() is None, server.tail()
-        assert time.monotonic() < deadline, server.tail()
-        time.sleep(0.5)
-
-
-def _wait_for_clean(files: Path) -> None:
-    deadline = time.monotonic() + WAIT
-    while left := [path.name for path in files.glob("guided-*")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(WAIT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        raise
-    finally:
-        _, alive = psutil.wait_procs(family, timeout=WAIT)
-        for one in alive:
-            one.kill()
-    assert not alive, [one.cmdline() for one in alive]
+            family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            server.stop()
+            _, alive = psutil.wait_procs(family, timeout=WAIT)
+            for one in alive:
+                one.kill()
+        assert not alive, [one.cmdline() for one in alive]
+        wait_until(lambda: not list(Path(files).glob("guided-*")), WAIT)
