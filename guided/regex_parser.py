@@ -1,7 +1,6 @@
 """The parser of regular expressions: a pattern becomes a tree of `guided.regex`.
 
-Python's own parser reads the pattern, so its meaning is that of `re`, or in a JSON Schema that of ECMA-262. These
-spellings are rewritten for it:
+Python's own parser reads it: with the meaning of `re`, or in a JSON Schema that of ECMA-262. Rewritten for it are:
 
     \\p{L} \\p{Letter} \\P{Script=Greek} \\pL    a class of code points
     \\u{41} \\x{41} \\ud83d\\ude00              one code point
@@ -36,6 +35,7 @@ from guided.regex import (
     choice,
     complement,
     ranges_of,
+    render,
     render_range,
     repeat,
     sequence,
@@ -97,6 +97,12 @@ def parse_search(pattern: str) -> Node:
     reader = _Reader(pattern, "json_schema", ecma=True)
     parsed = reader.parse()
     return _search(parsed, parsed.state.flags, reader)
+
+
+def width(node: Node) -> tuple[int, int | None]:
+    """Return the minimum and maximum number of characters of a match (None: unbounded)."""
+    low, high = _sre.parse(render(node)).getwidth()
+    return low, None if high >= _sre.MAXREPEAT else high
 
 
 def _search(parsed: Any, flags: int, reader: _Reader, *, whole: bool = False) -> Node:
@@ -167,10 +173,8 @@ class _Reader:
         except re.error as error:
             why = error if rewritten == self._pattern else error.msg  # without the position in `rewritten`
             raise self._invalid(f"is malformed: {why}") from None
-        except (OverflowError, RecursionError) as error:
-            raise self._invalid(f"is too large: {error}") from None
-        except ValueError as error:  # flags that exclude each other
-            raise self._invalid(f"is malformed: {error}") from None
+        except (OverflowError, RecursionError, ValueError) as error:  # a ValueError: flags that exclude each other
+            raise self._invalid(f"can't be read: {error}") from None
 
     def _rewritten(self, found: re.Match[str]) -> str:
         """Return an escape, a group or a class in the syntax of `re`."""

@@ -13,11 +13,11 @@ import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, Matcher
+from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
 from guided.backends.native import guard
 from guided.backends.schema_lowering import TIERS
 from guided.constraint import Constraint
-from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
+from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.number_limit import NumberLimit
 from guided.schema.validation import Validator
 from guided.structural_tag import Content, contents
@@ -126,17 +126,20 @@ class CheckedGrammar(CompiledGrammar):
         self.special_token_ids = inner.special_token_ids
 
     def matcher(self) -> CheckedMatcher:
-        return CheckedMatcher(self, self._inner.matcher(), [], [self.reader.start])
+        return CheckedMatcher(self, self._inner.matcher(), [], [self.reader.start], terminated=False)
 
     def dump(self) -> bytes:
         """See `CompiledGrammar.dump`."""
         return _CHECKED + encode(self._dumped)
 
 
-class CheckedMatcher(Matcher):
+class CheckedMatcher(TextMatcher):
     """One sequence: the library's matcher, the tokens, and what was read of them."""
 
-    def __init__(self, grammar: CheckedGrammar, inner: Matcher, tokens: list[int], readings: list[Reading]) -> None:
+    def __init__(
+        self, grammar: CheckedGrammar, inner: Matcher, tokens: list[int], readings: list[Reading], *, terminated: bool
+    ) -> None:
+        super().__init__(grammar.vocabulary, terminated)
         self._grammar = grammar
         self._inner = inner
         self._tokens = tokens
@@ -145,17 +148,9 @@ class CheckedMatcher(Matcher):
         self._text, self._spelled = b"", 0
         """The text of the first tokens, and how many they are."""
 
-    def accept_tokens(self, token_ids: Sequence[int]) -> None:
-        if token_ids and token_ids[-1] in self._grammar.vocabulary.stop_token_ids:
-            self._accept(token_ids[:-1])
-            if not self.is_accepting():
-                raise TokenRejected(f"stop token {token_ids[-1]} is not allowed here: the constraint is not satisfied")
-            token_ids = token_ids[-1:]
-        self._accept(token_ids)
-
-    def _accept(self, token_ids: Sequence[int]) -> None:
+    def accept_text(self, token_ids: list[int]) -> None:
         self._inner.accept_tokens(token_ids)
-        self._tokens.extend(token_ids)
+        self._tokens += token_ids
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         accepting = self._inner.fill_bitmask(row)
@@ -166,25 +161,22 @@ class CheckedMatcher(Matcher):
             row.fill(0)  # nothing can make it valid
         return accepting and violation is None
 
-    def rollback(self, count: int) -> None:
+    def rollback_text(self, count: int) -> None:
         self._inner.rollback(count)
-        if count:
-            del self._tokens[-count:]
-            self._text, self._spelled = b"", 0
-            while self._readings[-1].length > len(self._tokens):
-                del self._readings[-1]
+        del self._tokens[-count:]
+        self._text, self._spelled = b"", 0
+        while self._readings[-1].length > len(self._tokens):
+            del self._readings[-1]
 
     def fork(self) -> CheckedMatcher:
-        return CheckedMatcher(self._grammar, self._inner.fork(), list(self._tokens), list(self._readings))
+        inner, tokens, readings = self._inner.fork(), list(self._tokens), list(self._readings)
+        return CheckedMatcher(self._grammar, inner, tokens, readings, terminated=self._terminated)
 
     def is_accepting(self) -> bool:
         return self._inner.is_accepting() and self.violation() is None
 
-    def is_terminated(self) -> bool:
-        return self._inner.is_terminated()
-
     def forced_tokens(self) -> list[int]:
-        return self._inner.forced_tokens()
+        return [] if self._terminated else self._inner.forced_tokens()
 
     def violation(self) -> ConstraintNotMet | None:
         """Return why the output may not go on, or why it may not end though the library has it complete."""

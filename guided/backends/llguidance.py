@@ -115,16 +115,12 @@ class LLGuidanceGrammar(CompiledGrammar):
     """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer."""
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        start: llguidance.LLMatcher,
-        source: str,
-        special_token_ids: frozenset[int] = frozenset(),
+        self, vocabulary: Vocabulary, start: llguidance.LLMatcher, source: str, special: frozenset[int]
     ) -> None:
         self._vocabulary = vocabulary
         self._start = start
         self._source = source
-        self.special_token_ids = special_token_ids
+        self.special_token_ids = special
 
     def matcher(self) -> LLGuidanceMatcher:
         with _native:

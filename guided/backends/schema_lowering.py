@@ -164,13 +164,13 @@ class SchemaLowering(ABC):
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type string."""
 
-    @abstractmethod
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type integer."""
+        return {"type": "integer"}
 
-    @abstractmethod
     def number(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type number."""
+        return {"type": "number"}
 
     @abstractmethod
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
@@ -182,8 +182,7 @@ class SchemaLowering(ABC):
 
     def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
         """Return the error for a keyword that the library would not enforce."""
-        message = f"{self.library} can't enforce {keyword!r}{reason}"
-        refusal = UnsupportedConstraint(message)
+        refusal = UnsupportedConstraint(f"{self.library} can't enforce {keyword!r}{reason}")
         self.at_keyword(refusal, schema, keyword)
         return refusal
 
@@ -235,12 +234,6 @@ class FewKeywords(SchemaLowering):
     @abstractmethod
     def name(self, text: str) -> str | None:
         """Return the name of a property in the library's characters; None if it is not possible."""
-
-    def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "integer"}
-
-    def number(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "number"}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         lowered = {"type": "array", **counts("minItems", shape.least, "maxItems", shape.most)}

@@ -10,42 +10,17 @@ import json
 import random
 from typing import Any
 
-import numpy as np
 import pytest
+from contract_cases import walk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.random_constraints.validation import FORMATS, problem
 from benchmarks.random_outputs import random_case, run_case
 from guided.backends import BACKENDS, Backends
-from guided.backends.base import Matcher
-from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.vocabulary import Vocabulary
-
-
-def walk(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, limit: int = 70) -> str | None:
-    """Generate random allowed tokens, preferring short ones and whitespace; None if the walk does not end."""
-    text, row = b"", np.empty(words(vocabulary.padded_vocab_size), dtype=np.int32)
-    for _ in range(limit):
-        accepting = matcher.is_accepting()
-        row.fill(-1)
-        matcher.fill_bitmask(row)
-        allowed = np.intersect1d(allowed_ids(row), vocabulary.text_token_ids)
-        if not accepting and matcher.violation() is not None:
-            return None
-        assert accepting or len(allowed), text
-        if accepting and (not len(allowed) or generator.random() < 0.5):
-            return text.decode()
-        closing = [token for token in allowed if vocabulary.token_bytes[token][:1] in b'"}],']
-        blank = [token for token in allowed if not vocabulary.token_bytes[token].strip()]
-        draw = generator.random()
-        chosen = closing if closing and draw < 0.5 else blank if blank and draw < 0.7 else allowed
-        token = int(generator.choice(list(chosen)))
-        matcher.accept_tokens([token])
-        text += vocabulary.token_bytes[token]
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +96,9 @@ def hold(backends: Backends, vocabulary: Vocabulary, schema: Any, seed: int, wal
             continue
         generator = random.Random(seed)
         for _ in range(walks):
-            text = walk(grammar.matcher(), vocabulary, generator)
-            if text is not None:
+            written = walk(grammar.matcher(), vocabulary, generator, 70)
+            if written is not None:
+                text = written.decode()
                 found.append((backend, text))
                 assert problem(text, schema) is None, (backend, text, problem(text, schema))
     assert not (invalid and found), (invalid, found)
