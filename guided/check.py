@@ -22,7 +22,7 @@ from guided.backends import AUTO, Backends, candidates
 from guided.bitmask import allowed_ids, words
 from guided.compilation import Compiled, compile_constraint
 from guided.completing.budget import Budget, budget_of
-from guided.completing.search import shortest
+from guided.completing.search import Completions
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax
@@ -152,11 +152,12 @@ def check(
         report.checked = list(compiled.grammar.checked)
         report.understood = _values_of(canonical(constraint.schema).root) if kind == "json_schema" else ""
         budget, chance = budget_of(constraint, _SAMPLE_TOKENS), random.Random(seed)
-        short = shortest(backends.vocabulary, compiled.grammar, budget.hint)
+        vocabulary = backends.vocabulary
+        short = Completions(vocabulary, vocabulary.text_mask).first(compiled.grammar.matcher(), budget.hint)
         if short is not None:
             report.least_tokens = len(short.tokens) + 1
             budget = budget._replace(tokens=report.least_tokens + _SAMPLE_TOKENS)
-            report.samples = [_sample(budget, compiled, backends.vocabulary, chance) for _ in range(samples)]
+            report.samples = [_sample(budget, compiled, vocabulary, chance) for _ in range(samples)]
     except GuidedError as error:
         report.accepted, report.error, report.pointer = False, error.message, error.pointer
     return report

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
@@ -30,17 +29,8 @@ _CHECKED = b"checked:"
 _native = guard("jsonschema-rs")
 
 
-class _Dumped(msgspec.Struct, array_like=True):
-    """A checked grammar, serialised."""
-
-    grammar: bytes
-    """The library's serialisation."""
-    checked: list[str]
-    leave_out: tuple[str, ...]
-    """See `Constraint.leave_out`."""
-
-
-_decode = Decoder(_Dumped).decode
+_decode = Decoder(tuple[bytes, tuple[str, ...], tuple[str, ...]]).decode
+"""Reads the library's serialisation, `CompiledGrammar.checked` and `Constraint.leave_out`."""
 
 
 class CheckedBackend(Backend):
@@ -72,25 +62,26 @@ class CheckedBackend(Backend):
                 if constraint.kind not in ("json_schema", "structural_tag") or constraint.strict:
                     break
             else:
-                dumped = (
-                    _Dumped(grammar.dump(), list(grammar.checked), constraint.leave_out) if grammar.checked else None
-                )
-                return self._whole(constraint, grammar, dumped)
+                checked = tuple(grammar.checked)
+                dumped = _CHECKED + encode((grammar.dump(), checked, constraint.leave_out)) if checked else b""
+                return self._whole(constraint, grammar, checked, dumped)
         assert refusal is not None
         raise refusal
 
     def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """See `Backend.load`."""
         if not dumped.startswith(_CHECKED):
-            return self._whole(constraint, self._inner.load(constraint, dumped), None)
-        found = _decode(dumped.removeprefix(_CHECKED))
-        inner = self._inner.load(replace(constraint, leave_out=found.leave_out), found.grammar)
-        return self._whole(constraint, inner, found)
+            return self._whole(constraint, self._inner.load(constraint, dumped), (), b"")
+        inner, checked, leave_out = _decode(dumped.removeprefix(_CHECKED))
+        grammar = self._inner.load(replace(constraint, leave_out=leave_out), inner)
+        return self._whole(constraint, grammar, checked, dumped)
 
-    def _whole(self, constraint: Constraint, grammar: CompiledGrammar, dumped: _Dumped | None) -> CompiledGrammar:
+    def _whole(
+        self, constraint: Constraint, grammar: CompiledGrammar, checked: tuple[str, ...], dumped: bytes
+    ) -> CompiledGrammar:
         """Return a library's grammar with the final check, where something is checked, and the rules of the worker."""
-        if dumped is not None:
-            grammar = CheckedGrammar(grammar, _reader(constraint, dumped.checked, self._vocabulary), dumped)
+        if checked:
+            grammar = CheckedGrammar(grammar, _reader(constraint, checked, self._vocabulary), checked, dumped)
         if constraint.kind in ("json_schema", "json_object"):
             grammar.rules = [self._numbers]
         elif constraint.kind == "structural_tag" and (limit := token_limit(constraint.tag, self._vocabulary)):
@@ -117,12 +108,12 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
 class CheckedGrammar(CompiledGrammar):
     """A library's grammar of a superset, and the reader that validates its outputs."""
 
-    def __init__(self, inner: CompiledGrammar, reader: ContentReader, dumped: _Dumped) -> None:
+    def __init__(self, inner: CompiledGrammar, reader: ContentReader, checked: tuple[str, ...], dumped: bytes) -> None:
         self._inner = inner
         self._dumped = dumped
         self.reader = reader
         self.vocabulary = reader.vocabulary
-        self.checked = tuple(dumped.checked)
+        self.checked = checked
         self.special_token_ids = inner.special_token_ids
 
     def matcher(self) -> CheckedMatcher:
@@ -130,7 +121,7 @@ class CheckedGrammar(CompiledGrammar):
 
     def dump(self) -> bytes:
         """See `CompiledGrammar.dump`."""
-        return _CHECKED + encode(self._dumped)
+        return self._dumped
 
 
 class CheckedMatcher(TextMatcher):

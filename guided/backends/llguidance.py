@@ -92,7 +92,7 @@ class LLGuidanceBackend(Backend):
         make = llguidance.LLMatcher
         match constraint.kind:
             case "json_schema" | "json_object":
-                lowering = LLGuidanceLowering.of(constraint)
+                lowering = LLGuidanceLowering(constraint)
                 return _json_source(lowering, constraint.whitespace), list(lowering.checked)
             case "regex":
                 return str(make.grammar_from_regex(regex.render(parse(constraint.source)))), []

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -23,6 +22,7 @@ from typing import Any
 
 from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
+from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.regex_parser import parse_search
@@ -48,8 +48,8 @@ class LLGuidanceLowering(SchemaLowering):
     library = "llguidance"
     never = ("oneOf", "if", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems")
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
-        super().__init__(schema, leave_out=leave_out, strict=strict)
+    def __init__(self, constraint: Constraint) -> None:
+        super().__init__(constraint)
         self.names_properties = False
         """Some object has properties with schemas of their own."""
         self._merges = '"allOf":' in json.dumps([self.form.root, self.form.definitions])

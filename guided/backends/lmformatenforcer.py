@@ -55,7 +55,7 @@ class LMFormatEnforcerBackend(Backend):
             return LMFormatEnforcerGrammar(UnionParser(options), self._tokens)
         if constraint.whitespace:
             raise UnsupportedConstraint("lm-format-enforcer has no whitespace pattern", param="whitespace_pattern")
-        schema = _Lowering.of(constraint).document()
+        schema = _Lowering(constraint).document()
         definitions = schema.pop("$defs", {})
         with _native:
             # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,7 +33,6 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, UnsupportedConstraint, bounded
 from guided.regex_parser import parse
 from guided.schema import string_pattern
-from guided.schema.keywords import Schema
 from guided.vocabulary import Vocabulary
 
 _PLAIN = regex.Chars(string_pattern.PLAIN)
@@ -73,7 +71,7 @@ class OutlinesBackend(Backend):
         """Return the constraint as one regex."""
         match constraint.kind:
             case "json_schema" | "json_object":
-                schema = json.dumps(_Lowering.of(constraint).document(), ensure_ascii=False)
+                schema = json.dumps(_Lowering(constraint).document(), ensure_ascii=False)
                 spaces = constraint.whitespace
                 return str(build_regex_from_schema(schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"))
             case "regex":
@@ -95,8 +93,8 @@ class _Lowering(FewKeywords):
 
     library = "outlines"
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
-        super().__init__(schema, leave_out=leave_out, strict=strict)
+    def __init__(self, constraint: Constraint) -> None:
+        super().__init__(constraint)
         self._open: list[str] = []
         """The references that are being expanded."""
 

@@ -93,7 +93,7 @@ class XGrammarBackend(Backend):
     def _grammar(self, constraint: Constraint) -> tuple[str, tuple[str, ...]]:
         """Return a constraint as a text in xgrammar's notation, and the pointers of the keywords that are left out."""
         if constraint.kind in ("json_schema", "json_object"):
-            lowering = XGrammarLowering.of(constraint)
+            lowering = XGrammarLowering(constraint)
             return self._schema_ebnf(lowering, constraint.whitespace), tuple(lowering.checked)
         if constraint.kind == "structural_tag":
             tag = TagFormat(constraint, self._tokens.special_names, self._grammar)

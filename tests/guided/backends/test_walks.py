@@ -56,6 +56,10 @@ KNOWN: list[Any] = [
     {"type": "string", "pattern": "^ab|ab$"},
     {"enum": ["a\n", "a", "٣"], "pattern": "^(a|\\d)$"},
     {"type": "object", "required": ["a"], "properties": {"a": {"type": "string", "pattern": "^[\\x01-\\x07]z$"}}},
+    *(
+        {"type": "object", "required": ["a"], "additionalProperties": False, "properties": {"a": value}}
+        for value in ({"enum": ["\x01q", "b"]}, {"const": "q\x7f"}, {"type": "string", "pattern": "^\\x1bq$"})
+    ),
     {"type": "object", "minProperties": 2},
     {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": NULL}},
     {"type": "object", "minProperties": 3, "properties": {"a": NULL}, "required": ["a"]},
