@@ -87,9 +87,7 @@ def _of_schema(schema: Any) -> Budget:
     first = _size(graph.root, sizes) + _MARGIN
     jump = max((_size(node, sizes) for node in graph.nodes() if node is not graph.root), default=0) + _MARGIN
     has_patterns = re.search(r'"(pattern|patternProperties|format|propertyNames)":', json.dumps(schema))
-    # A larger instance may take long to write, because parts of it recur.
-    hint = _written(_instance(graph.root, {})) if max(first, jump) <= _MAX_HINT else ""
-    return Budget(0, max(first, jump), jump, jump if has_patterns else 0, hint)
+    return Budget(0, max(first, jump), jump, jump if has_patterns else 0, _written(_instance(graph.root, {})))
 
 
 def _written(value: Any) -> str:
@@ -105,7 +103,9 @@ def _instance(node: Node, known: dict[int, Any]) -> Any:
     if id(node) not in known:
         known[id(node)] = 0  # for a recursive reference
         values = listed(node.schema)
-        known[id(node)] = min(values, key=lambda value: len(_written(value))) if values else _combined(node, known)
+        value = min(values, key=lambda each: len(_written(each))) if values else _combined(node, known)
+        if len(_written(value)) <= _MAX_HINT:  # parts recur: without a limit, a small schema has huge instances
+            known[id(node)] = value
     return known[id(node)]
 
 
@@ -127,7 +127,7 @@ def _combined(node: Node, known: dict[int, Any]) -> Any:
         return applied[0]
     if kind == "array":
         item = parts.get(("items",), 0)
-        return [parts.get(("prefixItems", place), item) for place in range(schema.get("minItems", 0))]
+        return [parts.get(("prefixItems", place), item) for place in range(min(schema.get("minItems", 0), 99))]
     if kind == "string":
         return "a" * schema.get("minLength", 0)
     return {"null": None, "boolean": True}.get(kind, math.ceil(schema.get("minimum", 0)))

@@ -106,13 +106,11 @@ class SchemaGraph:
         try:
             TopologicalSorter({node: [child for _, child in node.same] for node in self.nodes()}).prepare()
         except CycleError as error:
-            in_order = {id(node): index for index, node in enumerate(self.nodes())}
-            first = min(error.args[1], key=lambda node: in_order[id(node)])
             message = (
                 "the schema refers to itself for the same value, which never ends: put a keyword such as "
                 "'properties' or 'items' in between"
             )
-            raise InvalidConstraint(message, pointer=first.pointer()) from None
+            raise InvalidConstraint(message, pointer=error.args[1][0].pointer()) from None
 
     def partial_descriptions(self) -> set[int]:
         """Return the `id`s of subschemas that describe their object only in part (see `close_objects`)."""
@@ -167,15 +165,13 @@ class SchemaGraph:
         except _LOOKUP_ERRORS as error:
             message = f"the identifiers and anchors in the schema cannot be read: {bounded(error)}"
             raise InvalidConstraint(message, pointer="") from None
-        while self._unresolved:
-            todo, self._unresolved = self._unresolved, []
-            for node in todo:
-                above = self._resolvers.get(id(node if node.parent is None else node.parent), start)
-                resolver = above.in_subresource(specification.create_resource(node.schema))
-                self._resolvers[id(node)] = resolver
-                for keyword in REFERENCES:
-                    if isinstance(node.schema.get(keyword), str):
-                        self._link(node, keyword, resolver)
+        for node in self._unresolved:  # `_link` adds to it
+            above = self._resolvers.get(id(node if node.parent is None else node.parent), start)
+            resolver = above.in_subresource(specification.create_resource(node.schema))
+            self._resolvers[id(node)] = resolver
+            for keyword in REFERENCES:
+                if isinstance(node.schema.get(keyword), str):
+                    self._link(node, keyword, resolver)
 
     def _link(self, node: Node, keyword: str, resolver: Any) -> None:
         reference = node.schema[keyword]
