@@ -17,18 +17,16 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from guided import regex
 from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.bitmask import allowed_ids, words
 from guided.compilation import Compiled, compile_constraint
 from guided.completing.budget import Budget, budget_of
-from guided.completing.search import shortest
+from guided.completing.search import Completions
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax
 from guided.limits import DEFAULT_LIMITS
-from guided.regex_parser import parse
 from guided.schema.canonical import canonical
 from guided.schema.keywords import types_of
 from guided.vocabulary import Vocabulary
@@ -65,8 +63,6 @@ class Report:
     """Where in the schema the error is."""
     refusals: dict[str, str] = field(default_factory=dict)
     """The reasons of the backends that refused the constraint, by name."""
-    compiled: str = ""
-    """The constraint as it was rewritten; empty if it was not."""
     checked: list[str] = field(default_factory=list)
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     not_enforced: list[str] = field(default_factory=list)
@@ -153,13 +149,15 @@ def check(
         )
         report.accepted, report.backend, report.compile_seconds = True, compiled.backend, compiled.seconds
         report.not_enforced = list(constraint.not_enforced)
-        _describe_changes(report, constraint, compiled)
+        report.checked = list(compiled.grammar.checked)
+        report.understood = _values_of(canonical(constraint.schema).root) if kind == "json_schema" else ""
         budget, chance = budget_of(constraint, _SAMPLE_TOKENS), random.Random(seed)
-        short = shortest(backends.vocabulary, compiled.grammar, budget.hint)
+        vocabulary = backends.vocabulary
+        short = Completions(vocabulary, vocabulary.text_mask).first(compiled.grammar.matcher(), budget.hint)
         if short is not None:
             report.least_tokens = len(short.tokens) + 1
             budget = budget._replace(tokens=report.least_tokens + _SAMPLE_TOKENS)
-            report.samples = [_sample(budget, compiled, backends.vocabulary, chance) for _ in range(samples)]
+            report.samples = [_sample(budget, compiled, vocabulary, chance) for _ in range(samples)]
     except GuidedError as error:
         report.accepted, report.error, report.pointer = False, error.message, error.pointer
     return report
@@ -188,18 +186,6 @@ def check_all(
 def _check(backends: Backends, name: str, text: str, seconds: float, options: dict[str, Any]) -> Report:
     set_time_limit(seconds)
     return check(name, text, backends, **options)
-
-
-def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled) -> None:
-    report.checked = list(compiled.grammar.checked)
-    match constraint.kind:
-        case "json_schema":
-            form = canonical(constraint.schema)
-            whole = {"root": form.root, "definitions": form.definitions}
-            report.compiled = json.dumps(whole, ensure_ascii=False, indent=2)
-            report.understood = _values_of(form.root)
-        case "regex":
-            report.compiled = regex.render(parse(constraint.source))
 
 
 def _values_of(root: Any) -> str:

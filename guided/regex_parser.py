@@ -1,7 +1,6 @@
 """The parser of regular expressions: a pattern becomes a tree of `guided.regex`.
 
-Python's own parser reads the pattern, so its meaning is that of `re`, or in a JSON Schema that of ECMA-262. These
-spellings are rewritten for it:
+Python's own parser reads it: with the meaning of `re`, or in a JSON Schema that of ECMA-262. Rewritten for it are:
 
     \\p{L} \\p{Letter} \\P{Script=Greek} \\pL    a class of code points
     \\u{41} \\x{41} \\ud83d\\ude00              one code point
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import unicodedata
 import warnings
 from collections.abc import Iterable
 from functools import cache, lru_cache
@@ -35,7 +35,9 @@ from guided.regex import (
     Ranges,
     choice,
     complement,
+    intersection,
     ranges_of,
+    render,
     render_range,
     repeat,
     sequence,
@@ -97,6 +99,12 @@ def parse_search(pattern: str) -> Node:
     reader = _Reader(pattern, "json_schema", ecma=True)
     parsed = reader.parse()
     return _search(parsed, parsed.state.flags, reader)
+
+
+def width(node: Node) -> tuple[int, int | None]:
+    """Return the minimum and maximum number of characters of a match (None: unbounded)."""
+    low, high = _sre.parse(render(node)).getwidth()
+    return low, None if high >= _sre.MAXREPEAT else high
 
 
 def _search(parsed: Any, flags: int, reader: _Reader, *, whole: bool = False) -> Node:
@@ -167,10 +175,8 @@ class _Reader:
         except re.error as error:
             why = error if rewritten == self._pattern else error.msg  # without the position in `rewritten`
             raise self._invalid(f"is malformed: {why}") from None
-        except (OverflowError, RecursionError) as error:
-            raise self._invalid(f"is too large: {error}") from None
-        except ValueError as error:  # flags that exclude each other
-            raise self._invalid(f"is malformed: {error}") from None
+        except (OverflowError, RecursionError, ValueError) as error:  # a ValueError: flags that exclude each other
+            raise self._invalid(f"can't be read: {error}") from None
 
     def _rewritten(self, found: re.Match[str]) -> str:
         """Return an escape, a group or a class in the syntax of `re`."""
@@ -318,6 +324,7 @@ def _members_of_property(name: str, negated: bool) -> str:
     """Return the code points with a property, as the inside of a class; surrogates if there are none."""
     matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
     runs = _runs(matching.finditer(_every_character()))
+    runs = runs if negated else intersection(runs, _assigned())
     return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) or "\ud800-\udfff"
 
 
@@ -329,6 +336,16 @@ def _runs(matches: Iterable[Any]) -> Ranges:
 @cache
 def _every_character() -> str:
     return "".join(chr(code) for low, high in UNIVERSE for code in range(low, high + 1))
+
+
+@cache
+def _assigned() -> Ranges:
+    """Return the characters of Python's version of Unicode: a reader of the output may not know newer ones."""
+    kinds = "".join(map(unicodedata.category, _every_character()))  # two letters each
+    runs = (match.span() for match in re.finditer("(?:Cn)+", kinds))
+    return complement(
+        ranges_of((ord(_every_character()[a // 2]), ord(_every_character()[b // 2 - 1])) for a, b in runs)
+    )
 
 
 @cache

@@ -1,9 +1,8 @@
 """The registry of backends and the constraint kinds of each.
 
-Importing this module imports no grammar library: the module of an adapter is imported at its first use (xgrammar alone
-takes 1.5 s). To add a backend, write `guided/backends/<name>.py` with a class derived from
-`guided.backends.base.Backend`, and add it to `BACKENDS`; the contract tests then cover it. An adapter must work without
-torch: see `without_torch.py`.
+The module of an adapter is imported at its first use (xgrammar alone takes 1.5 s). To add a backend, write
+`guided/backends/<name>.py` with a class derived from `guided.backends.base.Backend`, and add it to `BACKENDS`; the
+contract tests then cover it. An adapter must work without torch: see `without_torch.py`.
 """
 
 from __future__ import annotations
@@ -106,14 +105,8 @@ class Backends:
         self._lock = threading.Lock()
 
     def __getitem__(self, backend: str) -> Backend:
-        """Return the instance for a public name or an alias ("auto" has none: see `candidates`).
-
-        Raises:
-            InvalidRequest: there is no such backend.
-        """
+        """Return the instance for a public name or an alias, not for "auto". Raises as `resolve` does."""
         name = resolve(backend)
-        if name == AUTO:
-            raise InvalidRequest("'auto' names no backend by itself", param="backend")
         with self._lock:
             if name not in self._made:
                 self._made[name] = CheckedBackend(BACKENDS[name].load()(self.vocabulary), self.vocabulary)

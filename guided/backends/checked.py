@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, Matcher
+from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
 from guided.backends.native import guard
 from guided.backends.schema_lowering import TIERS
 from guided.constraint import Constraint
-from guided.errors import ConstraintNotMet, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
+from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.number_limit import NumberLimit
 from guided.schema.validation import Validator
 from guided.structural_tag import Content, contents
@@ -30,17 +29,8 @@ _CHECKED = b"checked:"
 _native = guard("jsonschema-rs")
 
 
-class _Dumped(msgspec.Struct, array_like=True):
-    """A checked grammar, serialised."""
-
-    grammar: bytes
-    """The library's serialisation."""
-    checked: list[str]
-    leave_out: tuple[str, ...]
-    """See `Constraint.leave_out`."""
-
-
-_decode = Decoder(_Dumped).decode
+_decode = Decoder(tuple[bytes, tuple[str, ...], tuple[str, ...]]).decode
+"""Reads the library's serialisation, `CompiledGrammar.checked` and `Constraint.leave_out`."""
 
 
 class CheckedBackend(Backend):
@@ -72,25 +62,26 @@ class CheckedBackend(Backend):
                 if constraint.kind not in ("json_schema", "structural_tag") or constraint.strict:
                     break
             else:
-                dumped = (
-                    _Dumped(grammar.dump(), list(grammar.checked), constraint.leave_out) if grammar.checked else None
-                )
-                return self._whole(constraint, grammar, dumped)
+                checked = tuple(grammar.checked)
+                dumped = _CHECKED + encode((grammar.dump(), checked, constraint.leave_out)) if checked else b""
+                return self._whole(constraint, grammar, checked, dumped)
         assert refusal is not None
         raise refusal
 
     def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """See `Backend.load`."""
         if not dumped.startswith(_CHECKED):
-            return self._whole(constraint, self._inner.load(constraint, dumped), None)
-        found = _decode(dumped.removeprefix(_CHECKED))
-        inner = self._inner.load(replace(constraint, leave_out=found.leave_out), found.grammar)
-        return self._whole(constraint, inner, found)
+            return self._whole(constraint, self._inner.load(constraint, dumped), (), b"")
+        inner, checked, leave_out = _decode(dumped.removeprefix(_CHECKED))
+        grammar = self._inner.load(replace(constraint, leave_out=leave_out), inner)
+        return self._whole(constraint, grammar, checked, dumped)
 
-    def _whole(self, constraint: Constraint, grammar: CompiledGrammar, dumped: _Dumped | None) -> CompiledGrammar:
+    def _whole(
+        self, constraint: Constraint, grammar: CompiledGrammar, checked: tuple[str, ...], dumped: bytes
+    ) -> CompiledGrammar:
         """Return a library's grammar with the final check, where something is checked, and the rules of the worker."""
-        if dumped is not None:
-            grammar = CheckedGrammar(grammar, _reader(constraint, dumped.checked, self._vocabulary), dumped)
+        if checked:
+            grammar = CheckedGrammar(grammar, _reader(constraint, checked, self._vocabulary), checked, dumped)
         if constraint.kind in ("json_schema", "json_object"):
             grammar.rules = [self._numbers]
         elif constraint.kind == "structural_tag" and (limit := token_limit(constraint.tag, self._vocabulary)):
@@ -117,26 +108,29 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
 class CheckedGrammar(CompiledGrammar):
     """A library's grammar of a superset, and the reader that validates its outputs."""
 
-    def __init__(self, inner: CompiledGrammar, reader: ContentReader, dumped: _Dumped) -> None:
+    def __init__(self, inner: CompiledGrammar, reader: ContentReader, checked: tuple[str, ...], dumped: bytes) -> None:
         self._inner = inner
         self._dumped = dumped
         self.reader = reader
         self.vocabulary = reader.vocabulary
-        self.checked = tuple(dumped.checked)
+        self.checked = checked
         self.special_token_ids = inner.special_token_ids
 
     def matcher(self) -> CheckedMatcher:
-        return CheckedMatcher(self, self._inner.matcher(), [], [self.reader.start])
+        return CheckedMatcher(self, self._inner.matcher(), [], [self.reader.start], terminated=False)
 
     def dump(self) -> bytes:
         """See `CompiledGrammar.dump`."""
-        return _CHECKED + encode(self._dumped)
+        return self._dumped
 
 
-class CheckedMatcher(Matcher):
+class CheckedMatcher(TextMatcher):
     """One sequence: the library's matcher, the tokens, and what was read of them."""
 
-    def __init__(self, grammar: CheckedGrammar, inner: Matcher, tokens: list[int], readings: list[Reading]) -> None:
+    def __init__(
+        self, grammar: CheckedGrammar, inner: Matcher, tokens: list[int], readings: list[Reading], *, terminated: bool
+    ) -> None:
+        super().__init__(grammar.vocabulary, terminated)
         self._grammar = grammar
         self._inner = inner
         self._tokens = tokens
@@ -145,17 +139,9 @@ class CheckedMatcher(Matcher):
         self._text, self._spelled = b"", 0
         """The text of the first tokens, and how many they are."""
 
-    def accept_tokens(self, token_ids: Sequence[int]) -> None:
-        if token_ids and token_ids[-1] in self._grammar.vocabulary.stop_token_ids:
-            self._accept(token_ids[:-1])
-            if not self.is_accepting():
-                raise TokenRejected(f"stop token {token_ids[-1]} is not allowed here: the constraint is not satisfied")
-            token_ids = token_ids[-1:]
-        self._accept(token_ids)
-
-    def _accept(self, token_ids: Sequence[int]) -> None:
+    def accept_text(self, token_ids: list[int]) -> None:
         self._inner.accept_tokens(token_ids)
-        self._tokens.extend(token_ids)
+        self._tokens += token_ids
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         accepting = self._inner.fill_bitmask(row)
@@ -166,25 +152,22 @@ class CheckedMatcher(Matcher):
             row.fill(0)  # nothing can make it valid
         return accepting and violation is None
 
-    def rollback(self, count: int) -> None:
+    def rollback_text(self, count: int) -> None:
         self._inner.rollback(count)
-        if count:
-            del self._tokens[-count:]
-            self._text, self._spelled = b"", 0
-            while self._readings[-1].length > len(self._tokens):
-                del self._readings[-1]
+        del self._tokens[-count:]
+        self._text, self._spelled = b"", 0
+        while self._readings[-1].length > len(self._tokens):
+            del self._readings[-1]
 
     def fork(self) -> CheckedMatcher:
-        return CheckedMatcher(self._grammar, self._inner.fork(), list(self._tokens), list(self._readings))
+        inner, tokens, readings = self._inner.fork(), list(self._tokens), list(self._readings)
+        return CheckedMatcher(self._grammar, inner, tokens, readings, terminated=self._terminated)
 
     def is_accepting(self) -> bool:
         return self._inner.is_accepting() and self.violation() is None
 
-    def is_terminated(self) -> bool:
-        return self._inner.is_terminated()
-
     def forced_tokens(self) -> list[int]:
-        return self._inner.forced_tokens()
+        return [] if self._terminated else self._inner.forced_tokens()
 
     def violation(self) -> ConstraintNotMet | None:
         """Return why the output may not go on, or why it may not end though the library has it complete."""

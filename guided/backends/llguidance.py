@@ -92,7 +92,7 @@ class LLGuidanceBackend(Backend):
         make = llguidance.LLMatcher
         match constraint.kind:
             case "json_schema" | "json_object":
-                lowering = LLGuidanceLowering.of(constraint)
+                lowering = LLGuidanceLowering(constraint)
                 return _json_source(lowering, constraint.whitespace), list(lowering.checked)
             case "regex":
                 return str(make.grammar_from_regex(regex.render(parse(constraint.source)))), []
@@ -115,16 +115,12 @@ class LLGuidanceGrammar(CompiledGrammar):
     """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer."""
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        start: llguidance.LLMatcher,
-        source: str,
-        special_token_ids: frozenset[int] = frozenset(),
+        self, vocabulary: Vocabulary, start: llguidance.LLMatcher, source: str, special: frozenset[int]
     ) -> None:
         self._vocabulary = vocabulary
         self._start = start
         self._source = source
-        self.special_token_ids = special_token_ids
+        self.special_token_ids = special
 
     def matcher(self) -> LLGuidanceMatcher:
         with _native:

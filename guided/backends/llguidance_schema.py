@@ -1,26 +1,19 @@
 """JSON Schema for llguidance: the canonical form, without what llguidance would enforce wrongly.
 
-Corrected are:
+Corrected are patterns (it reads them as Rust does, and a class with all control characters also matches escaped
+quotes), formats (it allows a year 0, and leap seconds in any minute, and lacks some), `not` for strings,
+`propertyNames`, and counts of properties. Left out are:
 
-- patterns: it reads them as Rust does, and a class with all control characters also matches escaped quotes;
-- formats: it allows a year 0, and leap seconds in any minute, and lacks some;
-- `not` for strings, `propertyNames`, and counts of properties, which it does not know or only in part.
-
-Left out are:
-
-- `multipleOf` of numbers such as 0.25 (a multiple may have fewer decimals), and next to `allOf`;
+- `multipleOf` of numbers such as 0.25 (a multiple may have fewer decimals), and next to `allOf`, which it merges;
 - numbers that are not exact as doubles, and exclusive bounds of numbers, which a reader with doubles would round to;
 - control characters in values and patterns: where only short escapes are allowed, it leaves the others out;
 - `minProperties` that a repeated name could reach: it counts each time.
-
-It merges `allOf` itself.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -29,6 +22,7 @@ from typing import Any
 
 from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
+from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.regex_parser import parse_search
@@ -54,8 +48,8 @@ class LLGuidanceLowering(SchemaLowering):
     library = "llguidance"
     never = ("oneOf", "if", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems")
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
-        super().__init__(schema, leave_out=leave_out, strict=strict)
+    def __init__(self, constraint: Constraint) -> None:
+        super().__init__(constraint)
         self.names_properties = False
         """Some object has properties with schemas of their own."""
         self._merges = '"allOf":' in json.dumps([self.form.root, self.form.definitions])
@@ -149,17 +143,16 @@ class LLGuidanceLowering(SchemaLowering):
         return lowered
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
-        properties, patterns, rest = self._apart(schema, *self._named(schema))
+        properties, patterns, rest = self._named(schema)
+        patterns = self._apart(schema, properties, patterns)
         lowered: dict[str, Any] = {"type": "object"}
         if properties:
             lowered["properties"] = {name: self.part(value) for name, value in properties.items()}
         if patterns:
-            written = {
-                self._pattern(schema, "patternProperties", pattern): self.part(value)
-                for pattern, value in patterns.items()
-            }
+            sent = "patternProperties"
+            written = {self._pattern(schema, sent, pattern): self.part(value) for pattern, value in patterns.items()}
             if len(written) < len(patterns):
-                raise self.refusal(schema, "patternProperties", ": two patterns match the same names")
+                raise self.refusal(schema, sent, ": two patterns match the same names")
             lowered["patternProperties"] = written
         if rest is not True:
             lowered["additionalProperties"] = self.part(rest)
@@ -196,8 +189,8 @@ class LLGuidanceLowering(SchemaLowering):
             raise self.refusal(schema, "propertyNames") from None
 
     def _apart(
-        self, schema: dict[str, Any], properties: dict[str, Schema], patterns: dict[str, Schema], rest: Schema
-    ) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
+        self, schema: dict[str, Any], properties: dict[str, Schema], patterns: dict[str, Schema]
+    ) -> dict[str, Schema]:
         """Exclude named properties from the patterns that they match: the canonical form has merged the two."""
         found = {}
         for pattern, value in patterns.items():
@@ -208,7 +201,7 @@ class LLGuidanceLowering(SchemaLowering):
             except UnsupportedConstraint:
                 keyword = "patternProperties" if pattern in schema.get("patternProperties", {}) else "propertyNames"
                 raise self.refusal(schema, keyword, " that match named properties too") from None
-        return properties, found, rest
+        return found
 
     def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -17,7 +16,6 @@ from typing import Any, ClassVar
 import numpy as np
 from lmformatenforcer import CharacterLevelParser, CharacterLevelParserConfig, JsonSchemaParser
 from lmformatenforcer.characterlevelparser import StringParser, UnionParser
-from lmformatenforcer.external.jsonschemaobject import JsonSchemaObject
 from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, TokenizerPrefixTree
 from numpy.typing import NDArray
 
@@ -56,24 +54,17 @@ class LMFormatEnforcerBackend(Backend):
             options = [StringParser(choice.encode().decode("latin-1")) for choice in constraint.choices]
             return LMFormatEnforcerGrammar(UnionParser(options), self._tokens)
         if constraint.whitespace:
-            message = "lm-format-enforcer has no whitespace pattern, only any whitespace and none"
-            raise UnsupportedConstraint(message, param="whitespace_pattern")
-        schema = _Lowering.of(constraint).document()
+            raise UnsupportedConstraint("lm-format-enforcer has no whitespace pattern", param="whitespace_pattern")
+        schema = _Lowering(constraint).document()
         definitions = schema.pop("$defs", {})
         with _native:
             # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
-            parsers = [_json_parser({**one, "$defs": definitions}) for one in schema.get("anyOf", [schema])]
-            start = _Json(UnionParser(parsers), "" if constraint.whitespace == "" else _BLANKS)
+            parts = [{**one, "$defs": definitions} for one in schema.get("anyOf", [schema])]
+            parsers = [JsonSchemaParser(part, _CONFIG) for part in parts]
+            start = _Json(UnionParser(parsers), frozenset() if constraint.whitespace == "" else _BLANKS)
         grammar = LMFormatEnforcerGrammar(start, self._tokens)
         grammar.checked = ("",)
         return grammar
-
-
-def _json_parser(schema: dict[str, Any]) -> JsonSchemaParser:
-    context = JsonSchemaParser._Context()
-    context.model_class = JsonSchemaObject(**schema)
-    context.alphabet_without_quotes = _ALPHABET.replace('"', "")
-    return JsonSchemaParser(context, _CONFIG)
 
 
 class _Lowering(FewKeywords):
@@ -101,11 +92,10 @@ class _Lowering(FewKeywords):
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         texts = [self.name(value) for value in values if isinstance(value, str)]
         numbers = [value for value in values if is_number(value)]
-        nulls = [value for value in values if value is None]
-        if None in texts or len(texts) + len(numbers) + len(nulls) < len(values):
+        if None in texts or len(texts) + len(numbers) + values.count(None) < len(values):
             raise self.refusal(schema, keyword, " with other than null, numbers and text without escapes")
-        options: list[dict[str, Any]] = [{"type": "string", "enum": texts}] if texts else []
-        return any_of([*options, *([{"enum": numbers}] if numbers else []), *({"type": "null"} for _ in nulls)])
+        options: list[dict[str, Any]] = [{"type": "string", "enum": texts}, {"enum": numbers}]
+        return any_of([*(one for one in options if one["enum"]), *([{"type": "null"}] if None in values else [])])
 
     def name(self, text: str) -> str | None:
         if json.dumps(text, ensure_ascii=False) != f'"{text}"':
@@ -118,16 +108,11 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
     """The library's JSON without trailing commas, and with any spaces and bytes in strings."""
 
     inner: CharacterLevelParser
-    spaces: Collection[str]
-    """The whitespace that is allowed between JSON tokens."""
-    quoted: bool = False
-    """In a string."""
-    escaped: bool = False
-    """After a backslash in a string."""
-    begun: str = ""
-    """The first bytes of an incomplete character."""
-    last: str = ""
-    """The last character, without whitespace between JSON tokens."""
+    spaces: frozenset[str]  # the whitespace that is allowed between JSON tokens
+    quoted: bool = False  # in a string
+    escaped: bool = False  # after a backslash in a string
+    begun: str = ""  # the first bytes of an incomplete character
+    last: str = ""  # the last character, without whitespace between JSON tokens
 
     def add_character(self, new_character: str) -> _Json:
         symbol = _SPACE if self.quoted and new_character == " " else new_character
@@ -148,8 +133,7 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
             return "".join(byte for byte in found & _REST or _REST if _is_utf8(self.begun + byte, begun=True))
         if self.quoted:
             return "".join(" " if character == _SPACE else character for character in found - _BLANKS)
-        outside = not self.last or self.inner.can_end()
-        found -= _BLANKS.difference(() if outside else self.spaces)
+        found -= _BLANKS.difference(() if not self.last or self.inner.can_end() else self.spaces)
         return "".join(found.difference("}" if self.last == "," else ""))
 
     def can_end(self) -> bool:
@@ -175,12 +159,13 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._width = vocabulary.padded_vocab_size
-        texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
-        spelled = [(token, text.decode("latin-1"), False) for token, text in texts]
+        contents = {token: vocabulary.token_bytes[token] for token in vocabulary.text_token_ids}
+        self.texts = {token: content.decode("latin-1") for token, content in contents.items()}
+        spelled = [(token, text, False) for token, text in self.texts.items()]
         self._root = TokenizerPrefixTree(spelled, False, vocabulary.vocab_size).root
         self._free = JsonFreetextTokenCache(False, vocabulary.vocab_size)
-        for token, text in texts:
-            whole, rest = text[: valid_utf8(text)].decode(), text[valid_utf8(text) :].decode("latin-1")
+        for token, content in contents.items():
+            whole, rest = content[: valid_utf8(content)].decode(), content[valid_utf8(content) :].decode("latin-1")
             if _FREE.fullmatch(whole) and not (rest and whole[-1:] == '"') and _is_utf8(rest, begun=True):
                 self._free.add_token(whole + rest[:1], token)
         self._free.freeze()
@@ -213,11 +198,11 @@ class LMFormatEnforcerGrammar(CompiledGrammar):
     """The parser at the start."""
 
     def __init__(self, start: CharacterLevelParser, tokens: _Tokens) -> None:
-        self.start = start
-        self.tokens = tokens
+        self._start = start
+        self._tokens = tokens
 
     def matcher(self) -> LMFormatEnforcerMatcher:
-        return LMFormatEnforcerMatcher(self.tokens, [self.start])
+        return LMFormatEnforcerMatcher(self._tokens, [self._start])
 
 
 class LMFormatEnforcerMatcher(TextMatcher):
@@ -229,18 +214,14 @@ class LMFormatEnforcerMatcher(TextMatcher):
         self._states = states
 
     def accept_text(self, token_ids: list[int]) -> None:
-        vocabulary = self._tokens.vocabulary
         for token in token_ids:
-            content = vocabulary.token_bytes[token] if 0 <= token < vocabulary.vocab_size else b""
             state = self._states[-1]
+            text = self._tokens.texts.get(token, "\uffff")  # which is no byte
             with _native:
-                for character in content.decode("latin-1"):
+                for character in text:
                     if character not in state.get_allowed_characters():
-                        content = b""
-                        break
+                        raise TokenRejected(f"token {token} is not allowed here")
                     state = state.add_character(character)
-            if not content:
-                raise TokenRejected(f"token {token} is not allowed here")
             self._states.append(state)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:

@@ -10,15 +10,14 @@ Properties of the library that the adapter compensates:
 - It knows one end-of-sequence token only, so the adapter handles stop tokens.
 - A regex can't count levels. So `json_object` allows three: the object, and objects and arrays within values of it.
 - It reads a subschema by its first keyword of `properties`, `allOf`, `anyOf`, `oneOf`, `prefixItems`, `enum`, `const`,
-  `$ref`, `type`, ignores others, and puts patterns between quotes unchanged. So it gets one of them at a time, each
-  document is validated before it may end, and a schema with `strict_schema` is refused.
+  `$ref`, `type`, ignores others, and puts patterns between quotes unchanged. So it gets one of them at a time, and each
+  document is validated before it may end.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,7 +33,6 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, UnsupportedConstraint, bounded
 from guided.regex_parser import parse
 from guided.schema import string_pattern
-from guided.schema.keywords import Schema
 from guided.vocabulary import Vocabulary
 
 _PLAIN = regex.Chars(string_pattern.PLAIN)
@@ -58,9 +56,8 @@ class OutlinesBackend(Backend):
         try:
             index = outlines_core.Index(f"(?:{self._pattern(constraint)})$", self._tokens)
         except ValueError as error:
-            raise UnsupportedConstraint(
-                f"outlines refuses the {constraint.kind}: {bounded(error)}", param=constraint.kind
-            ) from None
+            message = f"outlines refuses the {constraint.kind}: {bounded(error)}"
+            raise UnsupportedConstraint(message, param=constraint.kind) from None
         grammar = OutlinesGrammar(self._vocabulary, index)
         grammar.checked = ("",) if constraint.kind == "json_schema" else ()
         return grammar
@@ -74,29 +71,18 @@ class OutlinesBackend(Backend):
         """Return the constraint as one regex."""
         match constraint.kind:
             case "json_schema" | "json_object":
-                return _json(_Lowering.of(constraint).document(), constraint.whitespace)
+                schema = json.dumps(_Lowering(constraint).document(), ensure_ascii=False)
+                spaces = constraint.whitespace
+                return str(build_regex_from_schema(schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"))
             case "regex":
                 pattern = regex.render(parse(constraint.source))
                 if re.fullmatch(pattern, ""):
-                    raise UnsupportedConstraint(
-                        "outlines can't enforce a regex that the empty text matches: write it without, or choose "
-                        "another backend",
-                        param="regex",
-                    )
+                    message = "outlines can't enforce a regex that the empty text matches: choose another backend"
+                    raise UnsupportedConstraint(message, param="regex")
                 return pattern
             case "choice":
                 return regex.render(regex.choice(map(regex.literal, constraint.choices)))
         raise AssertionError(constraint.kind)
-
-
-def _json(schema: dict[str, Any], whitespace: str | None) -> str:
-    """Return a schema in outlines' terms as a regex."""
-    spaces = f"(?:{string_pattern.whitespace(whitespace)})" if whitespace else whitespace
-    try:
-        built: str = build_regex_from_schema(json.dumps(schema, ensure_ascii=False), spaces)
-    except ValueError as error:
-        raise UnsupportedConstraint(f"outlines refuses the schema: {bounded(error)}", param="json_schema") from None
-    return built
 
 
 class _Lowering(FewKeywords):
@@ -107,8 +93,8 @@ class _Lowering(FewKeywords):
 
     library = "outlines"
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
-        super().__init__(schema, leave_out=leave_out, strict=strict)
+    def __init__(self, constraint: Constraint) -> None:
+        super().__init__(constraint)
         self._open: list[str] = []
         """The references that are being expanded."""
 
@@ -132,12 +118,14 @@ class _Lowering(FewKeywords):
             return {"type": "string", "format": "uuid"}
         if "pattern" in schema:
             try:
-                plain: regex.Node | None = string_pattern.in_json(self.parse_pattern(schema), escapes=False)
+                plain = string_pattern.in_json(self.parse_pattern(schema), escapes=False)
             except UnsupportedConstraint:
-                plain = None
+                raise self.refusal(schema, "pattern") from None
+        elif least or most:
+            plain = regex.repeat(_PLAIN, least, None if most is None else int(most))
         else:
-            plain = regex.repeat(_PLAIN, least, None if most is None else int(most)) if least or most else None
-        return {"type": "string", **({} if plain is None else {"pattern": f"^(?:{regex.render(plain)})$"})}
+            return {"type": "string"}
+        return {"type": "string", "pattern": f"^(?:{regex.render(plain)})$"}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         number = len(shape.prefix)

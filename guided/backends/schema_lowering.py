@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
 
 from jsonschema_rs import Draft202012Validator
 
@@ -61,8 +61,7 @@ class SchemaLowering(ABC):
     """Lowers one schema to the form of one library: the schema itself, or a superset without what it does not enforce.
 
     Args:
-        leave_out: keywords to leave out everywhere.
-        strict: refuse what the library does not enforce, instead of leaving it out.
+        constraint: of the kind `json_schema` or `json_object`.
 
     Raises:
         UnsupportedConstraint: the library would not enforce a keyword; with its pointer.
@@ -73,18 +72,13 @@ class SchemaLowering(ABC):
     never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas", "unevaluatedProperties")
     """Keywords that the library does not enforce, where the canonical form still has them."""
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
-        self.form = canonical(schema)
+    def __init__(self, constraint: Constraint) -> None:
+        self.form = canonical(constraint.schema)
         self.checked: dict[str, None] = {}
         """JSON pointers of the keywords that are left out, in the schema as sent."""
-        self._leave_out = leave_out
-        self._strict = strict
+        self._leave_out = constraint.leave_out
+        self._strict = constraint.strict
         self._referenced: list[dict[str, Any]] = []
-
-    @classmethod
-    def of(cls, constraint: Constraint) -> Self:
-        """Return the lowering of a `json_schema` or `json_object` constraint."""
-        return cls(constraint.schema, leave_out=constraint.leave_out, strict=constraint.strict)
 
     def document(self) -> dict[str, Any]:
         """Lower the whole schema, with the definitions that `reference` refers to."""
@@ -164,13 +158,13 @@ class SchemaLowering(ABC):
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type string."""
 
-    @abstractmethod
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type integer."""
+        return {"type": "integer"}
 
-    @abstractmethod
     def number(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type number."""
+        return {"type": "number"}
 
     @abstractmethod
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
@@ -182,8 +176,7 @@ class SchemaLowering(ABC):
 
     def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
         """Return the error for a keyword that the library would not enforce."""
-        message = f"{self.library} can't enforce {keyword!r}{reason}"
-        refusal = UnsupportedConstraint(message)
+        refusal = UnsupportedConstraint(f"{self.library} can't enforce {keyword!r}{reason}")
         self.at_keyword(refusal, schema, keyword)
         return refusal
 
@@ -226,21 +219,15 @@ class SchemaLowering(ABC):
 class FewKeywords(SchemaLowering):
     """For a library that enforces few keywords: every output is checked. Objects with `properties` have no others."""
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
-        if strict:
+    def __init__(self, constraint: Constraint) -> None:
+        if constraint.strict:
             message = f"{self.library} enforces no schema completely: choose llguidance or xgrammar"
             raise UnsupportedConstraint(message, param="json_schema", pointer="")
-        super().__init__(schema, leave_out=leave_out)
+        super().__init__(constraint)
 
     @abstractmethod
     def name(self, text: str) -> str | None:
         """Return the name of a property in the library's characters; None if it is not possible."""
-
-    def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "integer"}
-
-    def number(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "number"}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         lowered = {"type": "array", **counts("minItems", shape.least, "maxItems", shape.most)}

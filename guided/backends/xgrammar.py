@@ -16,13 +16,12 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, Matcher
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.native import guard
 from guided.backends.without_torch import import_xgrammar
 from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
@@ -91,23 +90,18 @@ class XGrammarBackend(Backend):
             compiled = xgrammar.CompiledGrammar.deserialize_json(dumped.decode("utf-8"), self._tokenizer)
         return XGrammarGrammar(self._tokens, compiled, math.inf)
 
-    def _grammar(self, constraint: Constraint) -> tuple[Any, tuple[str, ...]]:
+    def _grammar(self, constraint: Constraint) -> tuple[str, tuple[str, ...]]:
         """Return a constraint as a text in xgrammar's notation, and the pointers of the keywords that are left out."""
         if constraint.kind in ("json_schema", "json_object"):
-            lowering = XGrammarLowering.of(constraint)
+            lowering = XGrammarLowering(constraint)
             return self._schema_ebnf(lowering, constraint.whitespace), tuple(lowering.checked)
         if constraint.kind == "structural_tag":
-            tag = TagFormat(constraint, self._tokens.special_names, self._content)
+            tag = TagFormat(constraint, self._tokens.special_names, self._grammar)
             return json.dumps(tag.source()), tuple(tag.checked)
         return self._source(constraint), ()
 
-    def _content(self, content: Constraint) -> tuple[str, tuple[str, ...]]:
-        """Return a content of a structural tag as `_grammar` does, always as a text."""
-        grammar, checked = self._grammar(content)
-        return str(grammar), checked
-
-    def _source(self, constraint: Constraint) -> Any:
-        """Return a constraint without schemas as an `xgrammar.Grammar`, or as a text in xgrammar's notation."""
+    def _source(self, constraint: Constraint) -> str:
+        """Return a constraint without schemas in xgrammar's notation."""
         match constraint.kind:
             case "regex":
                 return f"root ::= {ebnf(parse(constraint.source))}"
@@ -117,12 +111,13 @@ class XGrammarBackend(Backend):
             grammar = xgrammar.Grammar.from_lark(constraint.source, tokenizer_info=self._tokenizer)
         else:
             grammar = xgrammar.Grammar.from_ebnf(gbnf(constraint.source))
-        for name in _rules_without_text(str(grammar)):
+        text = str(grammar)
+        for name in _rules_without_text(text):
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce rule {bounded(name, 60)!r}: it derives nothing but itself and the empty text",
                 param="grammar",
             )
-        return grammar
+        return text
 
     def _schema_ebnf(self, schema: XGrammarLowering, whitespace: str | None) -> str:
         if whitespace:
@@ -199,18 +194,19 @@ class XGrammarGrammar(CompiledGrammar):
             return str(self._compiled.serialize_json()).encode("utf-8")
 
 
-class XGrammarMatcher(Matcher):
-    """One sequence. xgrammar gets stop tokens as well: they count in its rollback."""
+class XGrammarMatcher(TextMatcher):
+    """One sequence. The adapter handles stop tokens: xgrammar's matcher gets text tokens only."""
 
-    def __init__(self, tokens: _Tokens, matcher: Any, accepted: list[int]) -> None:
+    def __init__(self, tokens: _Tokens, matcher: Any, accepted: list[int], terminated: bool = False) -> None:
+        super().__init__(tokens.vocabulary, terminated)
         self._tokens = tokens
         self.native = matcher
         """The library's own matcher."""
         self._accepted = accepted
 
-    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+    def accept_text(self, token_ids: list[int]) -> None:
         for token in token_ids:
-            if not self._tokens.known(token):
+            if token not in self._tokens.known:
                 raise TokenRejected(f"token {token} is special or outside the vocabulary")
             with _native:
                 accepted = self._tokens.follows(token, self._accepted) and self.native.accept_token(token)
@@ -226,23 +222,18 @@ class XGrammarMatcher(Matcher):
         self._tokens.keep_utf8(row, self._accepted)
         return self._tokens.vocabulary.allows_stop(row)
 
-    def rollback(self, count: int) -> None:
-        if count:
-            with _native:
-                self.native.rollback(count)
-            del self._accepted[-count:]
+    def rollback_text(self, count: int) -> None:
+        with _native:
+            self.native.rollback(count)
+        del self._accepted[-count:]
 
     def fork(self) -> XGrammarMatcher:
         with _native:
-            return XGrammarMatcher(self._tokens, self.native.fork(), list(self._accepted))
+            return XGrammarMatcher(self._tokens, self.native.fork(), list(self._accepted), self._terminated)
 
     def is_accepting(self) -> bool:
         with _native:
             return bool(self.native.is_completed())
-
-    def is_terminated(self) -> bool:
-        with _native:
-            return bool(self.native.is_terminated())
 
 
 class _Tokens:
@@ -250,7 +241,7 @@ class _Tokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._known = frozenset(vocabulary.permitted_token_ids)
+        self.known = frozenset(vocabulary.permitted_token_ids)
         self.special_names = vocabulary.special_names
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
         width = vocabulary.padded_vocab_size
@@ -262,10 +253,6 @@ class _Tokens:
             for lead, (low, high) in _FORBIDDEN_SECOND.items()
         }
         self._keep_after = {lead: ~pack(tokens, width) for lead, tokens in self._seconds.items()}
-
-    def known(self, token: int) -> bool:
-        """Whether `token` is a text token or a stop token."""
-        return token in self._known
 
     def follows(self, token: int, accepted: list[int]) -> bool:
         """Whether `token` after `accepted` can be UTF-8."""

@@ -10,12 +10,12 @@ schema's order, others after them.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from fractions import Fraction
 from typing import Any
 
 from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
+from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex_parser import parse_search
 from guided.schema import string_pattern
@@ -34,8 +34,8 @@ class XGrammarLowering(SchemaLowering):
 
     library = "xgrammar"
 
-    def __init__(self, schema: Schema, *, leave_out: Collection[str] = (), strict: bool = False) -> None:
-        super().__init__(schema, leave_out=leave_out, strict=strict)
+    def __init__(self, constraint: Constraint) -> None:
+        super().__init__(constraint)
         self.open_names = False
         """Some object has named properties and may have others: xgrammar treats `{"\\u0061": ...}` as a name other
         than `a`."""

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,16 +13,16 @@ from guided import regex
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.regex_parser import parse
+from guided.schema.graph import REFERENCES, Node, SchemaGraph
+from guided.schema.keywords import listed
 
 _MARGIN = 24
 """Tokens that a JSON value can need beyond the estimate: an escape, the rest of a number, closing brackets."""
 _MAX_JUMP = 1 << 20
-_MAX_HINT = 10_000
+_MAX_HINT = 2_000
 """Maximum length of a hint, in characters."""
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords with a map of names to schemas as their value."""
-_VALUES = ("const", "enum", "default", "example", "examples")
-"""Keywords with a value that is no schema."""
+_MAX_SOURCE = 32 << 10
+"""Maximum number of characters of a constraint that is estimated."""
 _UNREADABLE = (GuidedError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -49,14 +48,11 @@ class Budget(NamedTuple):
 def budget_of(constraint: Constraint, tokens: int) -> Budget:
     """Return the budget of a sequence. The estimates are generous: they count one token per character.
 
-    They are made in the server's process. So a large constraint, or one that cannot be read, has no estimates: the
-    worker then looks for a completion before each token.
+    They are made in the server's process. So a large constraint, or one that can't be read there (a regex with
+    lookaheads), has no estimates: the worker then looks for a completion before each token.
     """
-    # Longer constraints are not estimated.
-    if constraint.kind == "choice" or len(constraint.source) <= 32 << 10:
-        with contextlib.suppress(
-            GuidedError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
-        ):
+    if constraint.kind == "choice" or len(constraint.source) <= _MAX_SOURCE:
+        with contextlib.suppress(*_UNREADABLE):
             return _estimates(constraint)._replace(tokens=tokens)
     return Budget(tokens, _MAX_JUMP, _MAX_JUMP, _MAX_JUMP)
 
@@ -73,8 +69,9 @@ def _estimates(constraint: Constraint) -> Budget:
             jump = max(len(option.encode()) for option in constraint.choices)
             hint = min(constraint.choices, key=len)
         case "regex":
-            jump, node = _worst(constraint.source), _parsed(constraint.source)
-            hint = _text(node) if node is not None and _rest(node)[0] <= _MAX_HINT else ""
+            node = parse(constraint.source, lookaheads=False)
+            least, jump = _rest(node)
+            hint = _text(node) if least <= _MAX_HINT else ""
         case "grammar" | "structural_tag":
             jump = len(constraint.source)
             for count in re.findall(r"\{(\d{1,6})", constraint.source):
@@ -84,43 +81,105 @@ def _estimates(constraint: Constraint) -> Budget:
 
 
 def _of_schema(schema: Any) -> Budget:
-    sizes = _Sizes(schema)
-    inside = _subschemas(schema) if isinstance(schema, Mapping) else ()
-    jump = max(map(sizes.of, inside), default=0) + _MARGIN
+    if not isinstance(schema, dict):
+        return Budget(0, _MARGIN, _MARGIN, 0)
+    graph, sizes = SchemaGraph(schema), dict[int, int]()
+    first = _size(graph.root, sizes) + _MARGIN
+    jump = max((_size(node, sizes) for node in graph.nodes() if node is not graph.root), default=0) + _MARGIN
     has_patterns = re.search(r'"(pattern|patternProperties|format|propertyNames)":', json.dumps(schema))
-    hint = ""
-    with contextlib.suppress(*_UNREADABLE):
-        hint = _json(_Instances(schema).of(schema))
-    first = max(jump, sizes.of(schema))
-    return Budget(0, first, jump, jump if has_patterns else 0, hint if len(hint) <= _MAX_HINT else "")
+    return Budget(0, max(first, jump), jump, jump if has_patterns else 0, _written(_instance(graph.root, {})))
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _instance(node: Node, known: dict[int, Any]) -> Any:
+    """Guess a short instance. A wrong guess does no harm.
+
+    Args:
+        known: the guesses for other subschemas, by `id` of the node.
+    """
+    if id(node) not in known:
+        known[id(node)] = 0  # for a recursive reference
+        values = listed(node.schema)
+        value = min(values, key=lambda each: len(_written(each))) if values else _combined(node, known)
+        if len(_written(value)) <= _MAX_HINT:  # parts recur: without a limit, a small schema has huge instances
+            known[id(node)] = value
+    return known[id(node)]
+
+
+def _combined(node: Node, known: dict[int, Any]) -> Any:
+    """Guess an instance by type. Of objects, those of the subschemas that apply too are merged into it."""
+    schema = node.schema
+    applied = [_instance(each, known) for keyword, each in node.same if keyword in ("allOf", *REFERENCES)]
+    for keyword in ("anyOf", "oneOf"):
+        options = [_instance(each, known) for name, each in node.same if name == keyword]
+        applied += [min(options, key=lambda value: len(_written(value)))] if options else []
+    kind, required = schema.get("type"), schema.get("required", ())
+    kind = kind[0] if isinstance(kind, list) else kind
+    parts = {part.path: _instance(part, known) for part in node.parts}
+    if kind == "object" or "properties" in schema:
+        names = dict.fromkeys([*filter(required.__contains__, schema.get("properties", ())), *required])
+        own = {name: parts.get(("properties", name), 0) for name in names}
+        return own | {name: value for each in applied if isinstance(each, dict) for name, value in each.items()}
+    if applied:
+        return applied[0]
+    if kind == "array":
+        item = parts.get(("items",), 0)
+        return [parts.get(("prefixItems", place), item) for place in range(min(schema.get("minItems", 0), 99))]
+    if kind == "string":
+        return "a" * schema.get("minLength", 0)
+    return {"null": None, "boolean": True}.get(kind, math.ceil(schema.get("minimum", 0)))
+
+
+def _size(node: Node, known: dict[int, int]) -> int:
+    """Return a generous estimate of the shortest instance that begins with the longest options, in characters.
+
+    Args:
+        known: the sizes of other subschemas, by `id` of the node.
+    """
+    if id(node) not in known:
+        known[id(node)] = 0  # for a recursive reference: a finite instance ends the recursion
+        alternatives = [_size(each, known) for keyword, each in node.same if keyword in ("anyOf", "oneOf")]
+        applied = [_size(each, known) for keyword, each in node.same if keyword not in ("anyOf", "oneOf", "if", "not")]
+        size = _scalar(node.schema) + sum(applied) + max(alternatives, default=0) + _parts(node, known)
+        known[id(node)] = min(size, _MAX_JUMP)
+    return known[id(node)]
+
+
+def _parts(node: Node, known: dict[int, int]) -> int:
+    """Return the size of the required properties and items, of the longest other one, and of as many as are counted."""
+    schema = node.schema
+    required = {name: len(name) + 4 for name in schema.get("required", ())}
+    least, more = 0, 0
+    for part in node.parts:
+        keyword, name = part.path[0], str(part.path[-1])
+        size = _size(part, known) + len(name) + 4
+        is_item = keyword in ("prefixItems", "items") and len(part.path) == 2
+        if is_item or (keyword == "properties" and required.pop(name, 0)):
+            least += size
+        else:
+            more = max(more, size)
+    counted = sum(int(schema.get(keyword, 0)) for keyword in ("minItems", "minContains", "minProperties"))
+    return least + sum(required.values()) + more + counted * (more + 8)
+
+
+def _scalar(schema: dict[str, Any]) -> int:
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
+    size = max((len(json.dumps(value, ensure_ascii=False).encode()) for value in values), default=0)
+    size += _worst(schema["pattern"].strip("^$")) if "pattern" in schema else 0
+    numbers = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+    digits = max((len(str(schema[key])) for key in numbers if key in schema), default=0)
+    return size + int(schema.get("minLength", 0)) + 2 * digits + (48 if "format" in schema else 0) + 2
 
 
 def _worst(pattern: str) -> int:
     """Return the size in bytes of the shortest rest of a match, after the worst prefix."""
-    node = _parsed(pattern)
-    return len(pattern) if node is None else _rest(node)[1]
-
-
-@lru_cache(maxsize=4)
-def _parsed(pattern: str) -> regex.Node | None:
     try:
-        return parse(pattern, lookaheads=False)
+        return _rest(parse(pattern, lookaheads=False))[1]
     except GuidedError:  # refused when it is compiled
-        return None
-
-
-def _text(node: regex.Node) -> str:
-    """Return a shortest match."""
-    match node:
-        case regex.Chars(ranges):
-            usual = (each for each in "a0 " if any(low <= ord(each) <= high for low, high in ranges))
-            return next(usual, chr(ranges[0][0]))
-        case regex.Sequence(items):
-            return "".join(map(_text, items))
-        case regex.Choice(options):
-            return _text(min(options, key=lambda option: _rest(option)[0]))
-        case regex.Repeat(item, low, _):
-            return _text(item) * low
+        return len(pattern)
 
 
 def _rest(node: regex.Node) -> tuple[int, int]:
@@ -144,111 +203,15 @@ def _rest(node: regex.Node) -> tuple[int, int]:
             return least * low, worst + least * max(0, low - 1)
 
 
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas within a schema."""
-    for keyword, value in schema.items():
-        values = value.values() if keyword in _MAPS else value if isinstance(value, list) else [value]
-        for each in values if keyword not in _VALUES else ():
-            if isinstance(each, Mapping):
-                yield each
-                yield from _subschemas(each)
-
-
-class _Sizes:
-    """Estimates the size of short instances, in characters."""
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._known: dict[int, int] = {}
-
-    def of(self, schema: Any) -> int:
-        """Return a generous estimate of the shortest instance of `schema` that begins with the longest options."""
-        if not isinstance(schema, Mapping):
-            return 0
-        if id(schema) not in self._known:
-            self._known[id(schema)] = 0  # for a recursive reference: a finite instance ends the recursion
-            applied = [*schema.get("allOf", ()), schema.get("then"), schema.get("else"), _target(self._root, schema)]
-            size = _scalar(schema) + self._object(schema) + self._array(schema) + sum(map(self.of, applied))
-            size += max(map(self.of, [*schema.get("anyOf", ()), *schema.get("oneOf", ())]), default=0)
-            self._known[id(schema)] = min(size, _MAX_JUMP)
-        return self._known[id(schema)]
-
-    def _object(self, schema: Mapping[str, Any]) -> int:
-        required = set(schema.get("required", ()))
-        members = {name: len(name) + 4 + self.of(each) for name, each in schema.get("properties", {}).items()}
-        others = [len(pattern) + self.of(each) for pattern, each in schema.get("patternProperties", {}).items()]
-        others += [size for name, size in members.items() if name not in required]
-        more = max([*others, self.of(schema.get("additionalProperties"))])
-        least = sum(members.get(name, len(name) + 4) for name in required)
-        return least + more + int(schema.get("minProperties", 0)) * (8 + more)
-
-    def _array(self, schema: Mapping[str, Any]) -> int:
-        items = schema.get("items")
-        prefix = sum(
-            self.of(each) + 1 for each in (*schema.get("prefixItems", ()), *(items if isinstance(items, list) else ()))
-        )
-        item = max(map(self.of, (items, schema.get("additionalItems"), schema.get("contains"))))
-        return prefix + item + int(schema.get("minItems", 0) + schema.get("minContains", 0)) * (item + 2)
-
-
-class _Instances:
-    """Guesses short instances. A wrong guess does no harm."""
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._left = 300  # maximum number of subschemas that are read for a hint
-
-    def of(self, schema: Any) -> Any:
-        """Return a value that may be a short instance of `schema`."""
-        self._left -= 1
-        if not isinstance(schema, Mapping) or self._left < 0:
-            return 0
-        if "const" in schema:
-            return schema["const"]
-        if "$ref" in schema:
-            return self.of(_target(self._root, schema))
-        options = schema.get("enum") or [
-            self.of({**schema, "anyOf": (), "oneOf": (), **each})
-            for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
-        ]
-        if options:
-            return min(options, key=lambda value: len(_json(value)))
-        for each in schema.get("allOf", ()):
-            schema = {**schema, **each}
-        kind = schema.get("type")
-        kind = kind[0] if isinstance(kind, list) else kind
-        if kind == "object" or "properties" in schema:
-            properties, required = schema.get("properties", {}), schema.get("required", ())
-            names = dict.fromkeys([*filter(required.__contains__, properties), *required])
-            return {name: self.of(properties.get(name)) for name in names}
-        if kind == "array":
-            count = min(schema.get("minItems", 0), 99)
-            schemas = [*schema.get("prefixItems", ()), *[schema.get("items")] * count][:count]
-            return [self.of(each) for each in schemas]
-        if kind == "string":
-            return "a" * min(schema.get("minLength", 0), _MAX_HINT)
-        return {"null": None, "boolean": True}.get(kind, math.ceil(schema.get("minimum", 0)))
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _target(root: Any, schema: Mapping[str, Any]) -> Any:
-    """Return the target of a `$ref` within the document; None if it is elsewhere."""
-    reference, target = schema.get("$ref"), root
-    if reference is None or not reference.startswith("#"):
-        return None
-    for step in filter(None, reference[1:].split("/")):
-        step = step.replace("~1", "/").replace("~0", "~")
-        target = target[int(step) if isinstance(target, list) else step]
-    return target
-
-
-def _scalar(schema: Mapping[str, Any]) -> int:
-    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
-    size = max((len(json.dumps(value, ensure_ascii=False).encode()) for value in values), default=0)
-    size += _worst(schema["pattern"].strip("^$")) if "pattern" in schema else 0
-    numbers = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-    digits = max((len(str(schema[key])) for key in numbers if key in schema), default=0)
-    return size + int(schema.get("minLength", 0)) + 2 * digits + (48 if "format" in schema else 0) + 2
+def _text(node: regex.Node) -> str:
+    """Return a shortest match."""
+    match node:
+        case regex.Chars(ranges):
+            usual = (each for each in "a0 " if any(low <= ord(each) <= high for low, high in ranges))
+            return next(usual, chr(ranges[0][0]))
+        case regex.Sequence(items):
+            return "".join(map(_text, items))
+        case regex.Choice(options):
+            return _text(min(options, key=lambda option: _rest(option)[0]))
+        case regex.Repeat(item, low, _):
+            return _text(item) * low

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import CompiledGrammar, Matcher
+from guided.backends.base import Matcher
 from guided.bitmask import allowed_ids, pack
 from guided.completing.budget import Budget
 from guided.errors import GuidedError, InvalidRequest
@@ -283,11 +283,6 @@ class BudgetedSequence:
                 texts += [] if found is None or len(texts) >= 4 else [found.text]
             if found is not None and len(found.tokens) < left:
                 yield token
-
-
-def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar, hint: str) -> Completion | None:
-    """Search for a short output of a grammar. `hint`: `Budget.hint`."""
-    return Completions(vocabulary, vocabulary.text_mask).first(grammar.matcher(), hint)
 
 
 def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:

@@ -25,13 +25,12 @@ from jsonschema_rs.canonical import Satisfiability
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
-from guided.schema.drafts import Draft
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import COMPOUND, Schema, listed
 from guided.schema.origin import Origin
 from guided.schema.pointer import unescape
-from guided.schema.validation import PATTERNS
+from guided.schema.validation import PATTERNS, Draft
 
 _FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}

@@ -18,11 +18,11 @@ from typing import Any
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import Limits
-from guided.schema.drafts import Draft
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, types_of
 from guided.schema.pointer import shortened
+from guided.schema.validation import Draft
 
 _BOUNDS = (
     ("minLength", "maxLength"),
@@ -65,8 +65,9 @@ def parse(
         ConstraintTooLarge: over one of `limits`.
     """
     try:
-        return _Checker(limits, param).parse(schema, [] if notes is None else notes)
+        return _parse(schema, limits, [] if notes is None else notes)
     except InvalidConstraint as error:
+        error.param = param
         if error.pointer is not None:
             error.pointer = shortened(error.pointer)
         raise
@@ -89,138 +90,124 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     return document
 
 
-class _Checker:
-    """One call of `parse`."""
+def _parse(schema: Mapping[str, Any] | bool | str, limits: Limits, notes: list[Note]) -> dict[str, Any] | bool:
+    document = _read(schema, limits)
+    if not isinstance(document, dict | bool):
+        raise InvalidConstraint(
+            f"a JSON schema is an object or a boolean, not {_TYPE_NAMES[type(document)]}", pointer=""
+        )
+    if document is False:
+        raise InvalidConstraint("the schema is false: no value satisfies it", pointer="")
+    if document is True:
+        return True
+    draft = Draft.of(document)
+    if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
+        message = "drafts before draft 4 are not supported: use draft 4 or a later one"
+        raise InvalidConstraint(message, pointer="/$schema")
+    graph = SchemaGraph(document, lambda node: _check_subschema(node, draft, limits))
+    graph.refuse_endless_references()
+    _check_alternatives(graph, limits)
+    notes += islice(_not_enforced(document, graph, draft), MAX_NOTES)
+    for node in graph.nodes():
+        _read_nullable(node.schema)
+        if node is not graph.root:
+            node.schema.pop("$schema", None)  # parts are read in the document's draft
+    return document
 
-    def __init__(self, limits: Limits, param: str) -> None:
-        self._limits = limits
-        self._param = param
 
-    def _invalid(self, message: str, pointer: str | None = None) -> InvalidConstraint:
-        return InvalidConstraint(message, param=self._param, pointer=pointer)
+def _read(schema: Mapping[str, Any] | bool | str, limits: Limits) -> Any:
+    """Return a schema, or its JSON text, as new objects."""
+    try:
+        plain = dict(schema) if isinstance(schema, Mapping) else schema
+        text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
+        if len(text) > (limit := limits.max_constraint_bytes):
+            raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
+        document = loads(text, max_values=limits.max_values, max_nesting=limits.max_nesting)
+        written = json.dumps(document, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except UnicodeEncodeError:
+        raise InvalidConstraint("a lone surrogate is not valid Unicode") from None
+    except RecursionError:
+        raise ConstraintTooLarge("the JSON schema is nested too deep") from None
+    except JsonTooLarge as error:
+        raise ConstraintTooLarge(f"the JSON schema is too large: {error}") from None
+    except JsonError as error:
+        raise InvalidConstraint(f"the JSON schema is not valid JSON: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise InvalidConstraint(f"the JSON schema is not JSON: {bounded(error)}") from None
+    if _NUL.search(written):
+        raise InvalidConstraint("a NUL character, which no backend can take")
+    return document
 
-    def _too_large(self, message: str, pointer: str | None = None) -> ConstraintTooLarge:
-        return ConstraintTooLarge(message, param=self._param, pointer=pointer)
 
-    def parse(self, schema: Mapping[str, Any] | bool | str, notes: list[Note]) -> dict[str, Any] | bool:
-        document = self._read(schema)
-        if not isinstance(document, dict | bool):
-            raise self._invalid(f"a JSON schema is an object or a boolean, not {_TYPE_NAMES[type(document)]}", "")
-        if document is False:
-            raise self._invalid("the schema is false: no value satisfies it", "")
-        if document is True:
-            return True
-        self._draft = self._read_draft(document)
-        graph = SchemaGraph(document, self._check_subschema, self._param)
-        graph.refuse_endless_references()
-        self._check_alternatives(graph)
-        notes += islice(_not_enforced(document, graph, self._draft), MAX_NOTES)
-        for node in graph.nodes():
-            self._read_nullable(node.schema)
-            if node is not graph.root:
-                node.schema.pop("$schema", None)  # parts are read in the document's draft
-        return document
+def _read_nullable(schema: dict[str, Any]) -> None:
+    """Write `nullable: true` of OpenAPI 3.0 as a type: null is allowed beside the type."""
+    kinds = schema.get("type")
+    if schema.get("nullable") is True and kinds is not None:
+        listed = [kinds] if isinstance(kinds, str) else kinds
+        schema["type"] = listed if "null" in listed else [*listed, "null"]
 
-    def _read_draft(self, document: dict[str, Any]) -> Draft:
-        named = str(document.get("$schema", ""))
-        if any(old in named for old in ("draft-00", "draft-01", "draft-02", "draft-03")):
-            raise self._invalid("drafts before draft 4 are not supported: use draft 4 or a later one", "/$schema")
-        return Draft.of(document)
 
-    def _read_nullable(self, schema: dict[str, Any]) -> None:
-        """Write `nullable: true` of OpenAPI 3.0 as a type: null is allowed beside the type."""
-        kinds = schema.get("type")
-        if schema.get("nullable") is True and kinds is not None:
-            listed = [kinds] if isinstance(kinds, str) else kinds
-            schema["type"] = listed if "null" in listed else [*listed, "null"]
+def _check_subschema(node: Node, draft: Draft, limits: Limits) -> None:
+    """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
+    schema = node.schema
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        message = f"a schema is an object or a boolean, not {_TYPE_NAMES[type(schema)]}"
+        raise InvalidConstraint(message, pointer=node.pointer())
+    if node.parent is None and (fault := draft.fault(schema)):
+        raise InvalidConstraint(fault[0], pointer=node.pointer(*fault[1]))
+    _check_sizes(schema, node, limits)
+    _check_satisfiable(schema, node)
 
-    def _read(self, schema: Mapping[str, Any] | bool | str) -> Any:
-        """Return a schema, or its JSON text, as new objects."""
+
+def _check_sizes(schema: dict[str, Any], node: Node, limits: Limits) -> None:
+    options, limit = schema.get("enum"), limits.max_enum
+    if isinstance(options, list) and len(options) > limit:
+        message = f"'enum' has {len(options)} values; the limit is {limit}"
+        raise ConstraintTooLarge(message, pointer=node.pointer("enum"))
+    # A lower bound must be generated, at least one token each. Upper bounds are often just a large number (65,535,
+    # a million) and are left to the library.
+    limit = limits.max_repetition
+    for keyword in ("minLength", "minItems", "minProperties", "minContains"):
+        value = schema.get(keyword)
+        if isinstance(value, int | float) and value > limit:
+            message = f"{keyword!r} is {value}; the limit is {limit}"
+            raise ConstraintTooLarge(message, pointer=node.pointer(keyword))
+    patterns: dict[tuple[str, ...], str] = (
+        {("pattern",): schema["pattern"]} if isinstance(schema.get("pattern"), str) else {}
+    )
+    named = schema.get("patternProperties")
+    patterns |= {("patternProperties", name): name for name in named} if isinstance(named, dict) else {}
+    for place, pattern in patterns.items():
         try:
-            plain = dict(schema) if isinstance(schema, Mapping) else schema
-            text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise self._invalid(f"the JSON schema is not JSON: {bounded(error)}") from None
-        except RecursionError:
-            raise self._too_large("the JSON schema is nested too deep") from None
-        document = self._loads(text)
-        try:
-            written = json.dumps(document, ensure_ascii=False, allow_nan=False)
-            written.encode()
-        except UnicodeEncodeError:
-            raise self._invalid("a lone surrogate is not valid Unicode") from None
-        except ValueError as error:
-            raise self._invalid(f"the JSON schema is not JSON: {bounded(error)}") from None
-        if _NUL.search(written):
-            raise self._invalid("a NUL character, which no backend can take")
-        return document
+            limits.check_regex(pattern, "json_schema")
+        except ConstraintTooLarge as error:
+            error.pointer = node.pointer(*place)
+            raise
 
-    def _loads(self, text: str) -> Any:
-        limit = self._limits.max_constraint_bytes
-        if len(text) > limit:
-            raise self._too_large(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
-        try:
-            return loads(text, max_values=self._limits.max_values, max_nesting=self._limits.max_nesting)
-        except JsonTooLarge as error:
-            raise self._too_large(f"the JSON schema is too large: {error}") from None
-        except JsonError as error:
-            raise self._invalid(f"the JSON schema is not valid JSON: {error}") from None
 
-    def _check_subschema(self, node: Node) -> None:
-        """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
-        schema = node.schema
-        if isinstance(schema, bool):
-            return
-        if not isinstance(schema, dict):
-            raise self._invalid(f"a schema is an object or a boolean, not {_TYPE_NAMES[type(schema)]}", node.pointer())
-        if node.parent is None and (fault := self._draft.fault(schema)):
-            raise self._invalid(fault[0], node.pointer(*fault[1]))
-        self._check_sizes(schema, node)
-        self._check_patterns(schema, node)
-        self._check_satisfiable(schema, node)
+def _check_alternatives(graph: SchemaGraph, limits: Limits) -> None:
+    count = 0
+    for node in graph.nodes():
+        for keyword in ("anyOf", "oneOf"):
+            options = node.schema.get(keyword)
+            count += len(options) if isinstance(options, list) else 0
+            if count > limits.max_alternatives:
+                raise limits.too_many_alternatives("json_schema", node.pointer(keyword))
 
-    def _check_patterns(self, schema: dict[str, Any], node: Node) -> None:
-        found: list[tuple[str, ...]] = [("pattern",)] if isinstance(schema.get("pattern"), str) else []
-        named = schema.get("patternProperties")
-        found += [("patternProperties", pattern) for pattern in named] if isinstance(named, dict) else []
-        for keywords in found:
-            try:
-                self._limits.check_regex(schema["pattern"] if len(keywords) == 1 else keywords[1], self._param)
-            except ConstraintTooLarge as error:
-                error.pointer = node.pointer(*keywords)
-                raise
 
-    def _check_sizes(self, schema: dict[str, Any], node: Node) -> None:
-        options, limit = schema.get("enum"), self._limits.max_enum
-        if isinstance(options, list) and len(options) > limit:
-            raise self._too_large(f"'enum' has {len(options)} values; the limit is {limit}", node.pointer("enum"))
-        # A lower bound must be generated, at least one token each. Upper bounds are often just a large number (65,535,
-        # a million) and are left to the library.
-        limit = self._limits.max_repetition
-        for keyword in ("minLength", "minItems", "minProperties", "minContains"):
-            value = schema.get(keyword)
-            if isinstance(value, int | float) and value > limit:
-                raise self._too_large(f"{keyword!r} is {value}; the limit is {limit}", node.pointer(keyword))
-
-    def _check_alternatives(self, graph: SchemaGraph) -> None:
-        count = 0
-        for node in graph.nodes():
-            for keyword in ("anyOf", "oneOf"):
-                options = node.schema.get(keyword)
-                count += len(options) if isinstance(options, list) else 0
-                if count > self._limits.max_alternatives:
-                    raise self._limits.too_many_alternatives(self._param, node.pointer(keyword))
-
-    def _check_satisfiable(self, schema: dict[str, Any], node: Node) -> None:
-        """Find contradictions between neighbouring keywords. The library finds others."""
-        found = [(keyword, f"{keyword!r} is empty: no value satisfies it") for keyword in ("enum", "type")]
-        found = [(keyword, message) for keyword, message in found if schema.get(keyword) == []]
-        for low, high in _BOUNDS:
-            least, most = schema.get(low), schema.get(high)
-            if is_number(least) and is_number(most) and least > most:
-                found.append((low, f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"))
-        if found and "/not/" not in f"{node.pointer()}/":  # under `not`, such a schema is useful
-            raise self._invalid(found[0][1], node.pointer(found[0][0]))
+def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
+    """Find contradictions between neighbouring keywords. The library finds others."""
+    found = [(keyword, f"{keyword!r} is empty: no value satisfies it") for keyword in ("enum", "type")]
+    found = [(keyword, message) for keyword, message in found if schema.get(keyword) == []]
+    for low, high in _BOUNDS:
+        least, most = schema.get(low), schema.get(high)
+        if is_number(least) and is_number(most) and least > most:
+            found.append((low, f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"))
+    if found and "/not/" not in f"{node.pointer()}/":  # under `not`, such a schema is useful
+        raise InvalidConstraint(found[0][1], pointer=node.pointer(found[0][0]))
 
 
 def _not_enforced(document: dict[str, Any], graph: SchemaGraph, draft: Draft) -> Iterator[Note]:

@@ -17,8 +17,8 @@ import referencing.jsonschema
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
-from guided.schema.drafts import Draft
 from guided.schema.pointer import pointer, unescape
+from guided.schema.validation import Draft
 
 _SAME_ONE = ("if", "then", "else", "not")
 _SAME_MANY = ("allOf", "anyOf", "oneOf")
@@ -69,18 +69,14 @@ class SchemaGraph:
 
     Args:
         check: called for each subschema before its contents are visited; raises if it is none.
-        param: the request field to name in errors.
 
     Raises:
         InvalidConstraint: a reference leads out of the document, or to nothing.
     """
 
-    def __init__(
-        self, document: dict[str, Any], check: Callable[[Node], None] = lambda _: None, param: str = "json_schema"
-    ) -> None:
+    def __init__(self, document: dict[str, Any], check: Callable[[Node], None] = lambda _: None) -> None:
         self._document = document
         self._check = check
-        self._param = param
         self._nodes: dict[int, Node] = {}
         """By `id` of the subschema; parents before children."""
         self._unresolved: list[Node] = []
@@ -110,55 +106,32 @@ class SchemaGraph:
         try:
             TopologicalSorter({node: [child for _, child in node.same] for node in self.nodes()}).prepare()
         except CycleError as error:
-            in_order = {id(node): index for index, node in enumerate(self.nodes())}
-            first = min(error.args[1], key=lambda node: in_order[id(node)])
-            raise InvalidConstraint(
+            message = (
                 "the schema refers to itself for the same value, which never ends: put a keyword such as "
-                "'properties' or 'items' in between",
-                param=self._param,
-                pointer=first.pointer(),
-            ) from None
+                "'properties' or 'items' in between"
+            )
+            raise InvalidConstraint(message, pointer=error.args[1][0].pointer()) from None
 
     def partial_descriptions(self) -> set[int]:
         """Return the `id`s of subschemas that describe their object only in part (see `close_objects`)."""
-        declaring = self._declaring()
         marked: list[Node] = []
-        passed_on: dict[int, list[Node]] = {}
         conditions: list[Node] = []
         for node in self.nodes():
-            children = passed_on[id(node)] = [child for _, child in node.same]
             keywords = {keyword for keyword, _ in node.same}
             conditions += [child for keyword, child in node.same if keyword in ("if", "not")]
-            alone = len(keywords) == 1 and not any(name in node.schema for name in _PART_NAMED)
-            alternatives = keywords <= {"anyOf", "oneOf", *REFERENCES} or len(children) == 1
-            if alone and alternatives and not keywords & {*_SAME_ONE, *_SAME_NAMED}:
+            passes_on = keywords <= {"anyOf", "oneOf", *REFERENCES} or (keywords == {"allOf"} and len(node.same) == 1)
+            if not node.same or (passes_on and len(keywords) == 1 and not _declares(node)):
                 continue
-            marked += children
-            if any(id(child) in declaring for child in children):
-                marked.append(node)
+            children = [child for _, child in node.same]
+            marked += [*children, node] if any(child.same or _declares(child) for child in children) else children
         marked += closure(conditions)
         partial: dict[int, Node] = {}
         while marked:
             node = marked.pop()
             if id(node) not in partial:
                 partial[id(node)] = node
-                marked += passed_on[id(node)]
+                marked += [child for _, child in node.same]
         return {id(node.schema) for node in partial.values()}
-
-    def _declaring(self) -> set[int]:
-        """Return the `id`s of subschemas that declare properties: directly, or by what they apply to the same value."""
-        appliers: dict[int, list[Node]] = {}
-        for node in self.nodes():
-            for _, child in node.same:
-                appliers.setdefault(id(child), []).append(node)
-        todo = [node for node in self.nodes() if any(name in node.schema for name in _PART_NAMED)]
-        found: set[int] = set()
-        while todo:
-            node = todo.pop()
-            if id(node) not in found:
-                found.add(id(node))
-                todo += appliers.get(id(node), [])
-        return found
 
     def _add(self, schema: Any, path: tuple[str | int, ...]) -> None:
         """Add a subschema and everything inside it."""
@@ -191,23 +164,21 @@ class SchemaGraph:
             start = REGISTRY.with_resource("", root).crawl().resolver_with_root(root)
         except _LOOKUP_ERRORS as error:
             message = f"the identifiers and anchors in the schema cannot be read: {bounded(error)}"
-            raise InvalidConstraint(message, param=self._param, pointer="") from None
-        while self._unresolved:
-            todo, self._unresolved = self._unresolved, []
-            for node in todo:
-                above = self._resolvers.get(id(node if node.parent is None else node.parent), start)
-                resolver = above.in_subresource(specification.create_resource(node.schema))
-                self._resolvers[id(node)] = resolver
-                for keyword in REFERENCES:
-                    if isinstance(node.schema.get(keyword), str):
-                        self._link(node, keyword, resolver)
+            raise InvalidConstraint(message, pointer="") from None
+        for node in self._unresolved:  # `_link` adds to it
+            above = self._resolvers.get(id(node if node.parent is None else node.parent), start)
+            resolver = above.in_subresource(specification.create_resource(node.schema))
+            self._resolvers[id(node)] = resolver
+            for keyword in REFERENCES:
+                if isinstance(node.schema.get(keyword), str):
+                    self._link(node, keyword, resolver)
 
     def _link(self, node: Node, keyword: str, resolver: Any) -> None:
         reference = node.schema[keyword]
         try:
             found = resolver.lookup(reference)
         except _LOOKUP_ERRORS as error:
-            raise self._dangling(reference, node.pointer(keyword), resolver, error) from None
+            raise self._dangling(reference, node.pointer(keyword), error) from None
         target = found.contents
         if id(target) not in self._nodes:
             # JSON pointers such as "#/components/schemas/X" may lead anywhere in the document.
@@ -217,27 +188,23 @@ class SchemaGraph:
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
 
-    def _dangling(self, reference: str, where: str, resolver: Any, error: Exception) -> InvalidConstraint:
+    def _dangling(self, reference: str, where: str, error: Exception) -> InvalidConstraint:
         quoted = bounded(reference, 120)
         # A subclass of Unresolvable means that the document was found, but not the place within it.
         if reference.startswith("#") or type(error) is not referencing.exceptions.Unresolvable:
             message = f"the reference {quoted!r} leads to nothing in this document"
-        elif reference.startswith("/") and _exists(f"#{reference}", resolver):
+        elif reference.startswith("/"):
             message = f"the reference {quoted!r} is no JSON pointer; did you mean '#{quoted}'?"
         else:
             message = (
                 f"the reference {quoted!r} leads out of the document, and nothing is fetched: put the schema under "
                 "'$defs' and refer to it as '#/$defs/...'"
             )
-        return InvalidConstraint(message, param=self._param, pointer=where)
+        return InvalidConstraint(message, pointer=where)
 
 
-def _exists(reference: str, resolver: Any) -> bool:
-    try:
-        resolver.lookup(reference)
-    except _LOOKUP_ERRORS:
-        return False
-    return True
+def _declares(node: Node) -> bool:
+    return any(name in node.schema for name in _PART_NAMED)
 
 
 def closure(start: list[Node]) -> Iterator[Node]:

@@ -63,11 +63,9 @@ class Origin:
         }
 
     def values(self, values: list[Any]) -> list[Any]:
-        """Return the values of an `enum` or `const` in the order, and with the order of properties, as sent."""
-        sent = [value for node in self.nodes for value in listed(node.schema) or ()]
-        places = {_key(value): place for place, value in reversed(list(enumerate(sent)))}
-        ordered = sorted(values, key=lambda value: places.get(_key(value), len(sent)))
-        return [sent[places[_key(value)]] if _key(value) in places else value for value in ordered]
+        """Return the values of an `enum` or `const` with the order of properties as sent."""
+        sent = {_key(value): value for node in self.nodes for value in listed(node.schema) or ()}
+        return [sent.get(_key(value), value) for value in values]
 
     def property(self, name: str) -> Origin:
         """Return the origin of a property's subschema."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from guided import automaton, regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import UNIVERSE, Chars, Choice, Node, Repeat, Sequence
-from guided.regex_parser import parse, parse_search
+from guided.regex import UNIVERSE, Chars, Node, Repeat, Sequence
+from guided.regex_parser import parse, parse_search, width
 from guided.schema.formats import FORMATS, NECESSARY
 from guided.schema.keywords import Schema, listed, types_of
 
@@ -75,25 +75,6 @@ def in_json(node: Node, *, escapes: bool) -> Node:
         return regex.choice(options)
 
     return regex.map_chars(node, spelled)
-
-
-def width(node: Node) -> tuple[int, int | None]:
-    """Return the minimum and maximum number of characters of a match (None: unbounded)."""
-    match node:
-        case Chars():
-            return 1, 1
-        case Sequence(items):
-            widths = [width(item) for item in items]
-            known = [high for _, high in widths if high is not None]
-            return sum(low for low, _ in widths), sum(known) if len(known) == len(widths) else None
-        case Choice(options):
-            widths = [width(option) for option in options]
-            highs = [high for _, high in widths]
-            return min(low for low, _ in widths), None if None in highs else max(high or 0 for high in highs)
-        case Repeat(item, low, high):
-            least, most = width(item)
-            return least * low, None if most is None or high is None else most * high
-    raise TypeError(f"{type(node).__name__} in a pattern")
 
 
 def fit(node: Node, least: int, most: int | None) -> Node:

@@ -1,21 +1,102 @@
-"""Validation of a whole output against its schema, before it may end: `jsonschema-rs`, a library in Rust."""
+"""`jsonschema-rs`: the drafts of JSON Schema, what a meta-schema refuses, and the validation of a whole output."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jsonschema_rs
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import ConstraintNotMet, bounded
-from guided.schema.drafts import Draft
 from guided.schema.keywords import Schema
 from guided.schema.pointer import pointer
 
 PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
 """Limits of the engine for patterns."""
 _NONZERO = re.compile(r"[-0.]*[1-9]")
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+_OLDER = frozenset({"id", "definitions", "dependencies", "additionalItems", "$recursiveRef", "$recursiveAnchor"})
+"""Keywords of older drafts that are still read."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One version of JSON Schema."""
+
+    number: int
+    """The number of `jsonschema-rs` for it."""
+    validator: Any
+    """The class of `jsonschema-rs` for its schemas."""
+    uri: str
+    """Identifier of its meta-schema."""
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Draft:
+        """Return the draft that `$schema` names; 2020-12 if it names no known one."""
+        named = str(document.get("$schema", ""))
+        return next((draft for version, draft in _DRAFTS.items() if version in named), _DRAFTS["2020-12"])
+
+    def knows(self, keyword: str) -> bool:
+        """Return whether `keyword` is one of the draft, or of an older one that is still read."""
+        return keyword in self._keywords or keyword in _OLDER
+
+    def fault(self, document: Any) -> tuple[str, list[str | int]] | None:
+        """Return what the meta-schema refuses in a schema, and the path to it; None if it is valid."""
+        error = next(self._meta.iter_errors(document), None)
+        if error is None:
+            return None
+        path = list(error.instance_path)
+        if path and path[-1] == "type":
+            return _type_fault(error.instance, path)
+        keyword = next((part for part in reversed(path) if isinstance(part, str)), "")
+        return f"{keyword!r} is not valid: {bounded(error.message)}", path
+
+    @cached_property
+    def _meta(self) -> Any:
+        return self.validator(REGISTRY.contents(self.uri), offline=True)
+
+    @cached_property
+    def _keywords(self) -> frozenset[str]:
+        return frozenset(_properties(REGISTRY.contents(self.uri), self.uri))
+
+
+def _properties(meta: dict[str, Any], uri: str) -> Iterator[str]:
+    """Yield the keywords of a meta-schema, and of those that it combines (2019-09 and later)."""
+    yield from meta["properties"]
+    for part in meta.get("allOf", ()):
+        yield from REGISTRY.contents(f"{uri.rpartition('/')[0]}/{part['$ref']}")["properties"]
+
+
+def _type_fault(named: Any, path: list[str | int]) -> tuple[str, list[str | int]]:
+    """Return what is wrong with a `type`, and the path to it."""
+    if isinstance(named, list):
+        wrong = next((place for place, one in enumerate(named) if one not in _TYPES), None)
+        if wrong is None:
+            return "'type' is an empty list, or names a type twice", path
+        named, path = named[wrong], [*path, wrong]
+    near = difflib.get_close_matches(str(named)[:60], _TYPES, n=1)
+    known = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(_TYPES)}"
+    return f"{bounded(named, 60)!r} is not valid as 'type': {known}", path
+
+
+_DRAFTS = {
+    "draft-04": Draft(jsonschema_rs.Draft4, jsonschema_rs.Draft4Validator, "http://json-schema.org/draft-04/schema"),
+    "draft-06": Draft(jsonschema_rs.Draft6, jsonschema_rs.Draft6Validator, "http://json-schema.org/draft-06/schema"),
+    "draft-07": Draft(jsonschema_rs.Draft7, jsonschema_rs.Draft7Validator, "http://json-schema.org/draft-07/schema"),
+    **{
+        year: Draft(number, validator, f"https://json-schema.org/draft/{year}/schema")
+        for year, number, validator in (
+            ("2019-09", jsonschema_rs.Draft201909, jsonschema_rs.Draft201909Validator),
+            ("2020-12", jsonschema_rs.Draft202012, jsonschema_rs.Draft202012Validator),
+        )
+    },
+}
 
 
 def finite(text: str) -> float:

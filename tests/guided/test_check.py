@@ -33,7 +33,6 @@ def test_an_accepted_schema(backends: Backends) -> None:
     assert report.not_enforced == ["/properties/f/format"]
     assert report.least_tokens == len('{"f":""}') + 1
     assert report.compile_seconds > 0
-    assert '"not"' not in report.compiled
     assert len(set(report.samples)) > 1
     for sample in report.samples:
         jsonschema.validate(json.loads(sample), SCHEMA)

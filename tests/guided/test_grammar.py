@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from byte_vocabulary import BYTES, tokens
 
 from guided.backends.xgrammar import XGrammarBackend
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.grammar import check_lark, syntax
-from guided.vocabulary import Vocabulary
 
-# One token a byte: what is accepted is the grammar's doing, not the tokenizer's.
-BYTES = Vocabulary((*(bytes([byte]) for byte in range(256)), b""), (256,), frozenset({256}), 257)
 BACKEND = XGrammarBackend(BYTES)
 
 
 def accepts(grammar: str, text: str) -> bool:
     matcher = BACKEND.compile(Constraint.grammar(grammar)).matcher()
     try:
-        matcher.accept_tokens(list(text.encode()))
+        matcher.accept_tokens(tokens(text))
     except TokenRejected:
         return False
     return matcher.is_accepting()

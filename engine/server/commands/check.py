@@ -29,7 +29,6 @@ def check(
     samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
     seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
-    canonical: Annotated[bool, typer.Option("--canonical", help="Print the constraint as it is compiled.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="What is not enforced is an error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each file.")] = False,
 ) -> None:
@@ -49,7 +48,7 @@ def check(
             texts, vocabulary_of(tokenizer), kind=kind, backend=backend, samples=samples, seed=seed, seconds=seconds
         ):
             good = good and report.accepted and not (strict and report.not_enforced)
-            print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _lines(report, canonical), flush=True)
+            print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _lines(report), flush=True)
     raise typer.Exit(not good)
 
 
@@ -64,7 +63,7 @@ def _text_of(file: Path) -> str:
         raise ValueError(f"{file} is not JSON as YAML: {error}") from None
 
 
-def _lines(report: Report, canonical: bool) -> str:
+def _lines(report: Report) -> str:
     if report.accepted:
         lines = [f"{report.name}: accepted ({report.kind}), {report.backend}, {1000 * report.compile_seconds:.1f} ms"]
     else:
@@ -78,6 +77,4 @@ def _lines(report: Report, canonical: bool) -> str:
     lines += [f"  WARNING: not enforced: {each.strip()}" for each in report.not_enforced]
     if report.least_tokens is not None:
         lines.append(f"  shortest output: {report.least_tokens} tokens")
-    if canonical and report.compiled:
-        lines += ["  compiled as:", *(f"    {line}" for line in report.compiled.splitlines())]
     return "\n".join([*lines, *(f"  sample: {sample}" for sample in report.samples)])

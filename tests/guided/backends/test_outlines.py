@@ -1,18 +1,15 @@
-"""Tests specific to outlines-core: mistakes of its regexes, alternatives, the empty text, cached masks."""
+"""Tests specific to outlines-core: mistakes of its regexes, alternatives, the empty text."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import outlines_core
 import pytest
 from byte_vocabulary import BYTES, STOP, tokens
 
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
 from guided.backends.outlines import OutlinesBackend
-from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint
 
@@ -89,15 +86,3 @@ def test_regexes_match_as_a_whole(backend: OutlinesBackend, pattern: str, valid:
 def test_a_regex_that_the_empty_text_matches_is_refused(backend: OutlinesBackend) -> None:
     with pytest.raises(UnsupportedConstraint, match="empty"):
         backend.compile(Constraint.regex("a*"))
-
-
-def test_a_guide_writes_what_the_index_lists() -> None:
-    grammar = OutlinesBackend(BYTES).compile(Constraint.regex("(ab|ac|bc){2,5}[a-z]*"))
-    index = outlines_core.Index.from_binary(grammar.dump())
-    row = np.zeros(words(BYTES.padded_vocab_size), dtype=np.int32)
-    matcher, state = grammar.matcher(), index.get_initial_state()
-    for token in tokens("abacbcbcxyzz"):
-        matcher.fill_bitmask(row)
-        assert set(allowed_ids(row).tolist()) - {STOP} == set(index.get_allowed_tokens(state)) - {STOP}
-        matcher.accept_tokens([token])
-        state = index.get_next_state(state, token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from guided.backends.llguidance_schema import LLGuidanceLowering
+from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, InvalidConstraint
-from guided.limits import DEFAULT_LIMITS
 from guided.schema.canonical import CanonicalForm, canonical
-from guided.schema.document import parse
 
 
 def as_document(form: CanonicalForm) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_recursive_references_with_neighbours_are_merged() -> None:
     ids=str,
 )
 def test_what_is_left_out_has_its_pointer_in_the_schema_as_sent(schema: Any, places: list[str]) -> None:
-    lowering = LLGuidanceLowering(schema)
+    lowering = LLGuidanceLowering(Constraint.json_schema(schema))
     lowering.document()
     assert sorted(lowering.checked) == sorted(places)
 
@@ -170,13 +170,13 @@ def test_the_meaning_stays_or_what_is_checked_widens_it(
     schema: dict[str, Any], instances: list[Any], leave_out: set[str]
 ) -> None:
     try:
-        parse(schema, DEFAULT_LIMITS, "json_schema")
+        constraint = replace(Constraint.json_schema(schema), leave_out=tuple(leave_out))
     except InvalidConstraint:  # for example a `$ref` to itself
         return
     original = Draft202012Validator(schema)
     try:
         form = Draft202012Validator(as_document(canonical(schema)))
-        lowering = LLGuidanceLowering(schema, leave_out=leave_out)
+        lowering = LLGuidanceLowering(constraint)
         lowered = Draft202012Validator(lowering.document())
         verdicts = [(original.is_valid(one), form.is_valid(one), lowered.is_valid(one)) for one in instances]
     except InvalidConstraint:

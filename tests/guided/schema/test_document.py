@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gzip
 import json
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,8 +13,6 @@ import pytest
 from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema.document import Note, close_objects, parse
-
-DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 
 
 def check(schema: Any, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any] | bool:
@@ -91,6 +87,11 @@ def test_what_is_no_schema_says_where(schema: Any, pointer: str, message: str) -
         {"type": "string", "maxLength": 10**9},
         {"type": "string", "pattern": "("},  # syntax is judged where it is compiled
         {"not": {"minLength": 5, "maxLength": 3}},
+        {"properties": {"next": {"$ref": "#"}}},
+        {"$ref": "#here", "$defs": {"a": {"$anchor": "here", "type": "string"}}},
+        {"$id": "https://example.com/root", "$ref": "a", "$defs": {"a": {"$id": "a", "type": "string"}}},
+        {"$ref": "#/components/schemas/A~1b%25", "components": {"schemas": {"A/b%": {"type": "string"}}}},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#x", "definitions": {"a": {"$id": "#x"}}},
     ],
 )
 def test_what_is_a_schema(schema: Any) -> None:
@@ -117,48 +118,20 @@ def test_references_that_lead_nowhere(schema: Any, pointer: str | None, message:
         assert error.pointer == pointer
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"properties": {"next": {"$ref": "#"}}},
-        {"$ref": "#here", "$defs": {"a": {"$anchor": "here", "type": "string"}}},
-        {"$id": "https://example.com/root", "$ref": "a", "$defs": {"a": {"$id": "a", "type": "string"}}},
-        {"$ref": "#/components/schemas/A~1b%25", "components": {"schemas": {"A/b%": {"type": "string"}}}},
-        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#x", "definitions": {"a": {"$id": "#x"}}},
-    ],
-)
-def test_references_that_lead_somewhere(schema: Any) -> None:
-    assert check(schema) == schema
-
-
-class TestNotes:
-    """What is noted about a schema is bounded, however long its keys are and however many it does not know."""
-
-    @staticmethod
-    def of(schema: Any) -> list[Note]:
+def test_what_is_noted_is_bounded() -> None:
+    misspelt = {f"maxLenght{'' if number == 0 else number}": 1 for number in range(9)}
+    unknown = {f"unknown{number}": 0 for number in range(1_000)}
+    for schema, pointers in (
+        ({"enum": ["a"], "properties": {"é" * 100_000: misspelt | {"format": "nonesuch"}}}, {"/properties"}),
+        ({"type": "object", "requird": ["a"], **unknown}, {"/requird"}),
+        ({"type": "object", **unknown, "requird": ["a"]}, set()),
+    ):
         notes: list[Note] = []
         parse(schema, DEFAULT_LIMITS, "json_schema", notes)
-        return notes
-
-    def test_pointers_are_short(self) -> None:
-        misspelt = {f"maxLenght{'' if number == 0 else number}": 1 for number in range(9)}
-        notes = self.of({"enum": ["a"], "properties": {"é" * 100_000: misspelt | {"format": "nonesuch"}}})
-        assert len(notes) >= 2
-        assert {note.pointer for note in notes} == {"/properties"}
-
-    def test_few_unknown_keywords_are_compared(self) -> None:
-        unknown = {f"unknown{number}": 0 for number in range(1_000)}
-        assert [note.pointer for note in self.of({"type": "object", "requird": ["a"], **unknown})] == ["/requird"]
-        assert self.of({"type": "object", **unknown, "requird": ["a"]}) == []
+        assert {note.pointer for note in notes} == pointers
 
 
 class TestSizes:
-    def test_nesting_of_text_is_found_before_it_is_parsed(self) -> None:
-        for text in ("[" * 10_000, '{"a":' * 10_000, '{"items":' * 65 + "{}" + "}" * 65):
-            assert "deeper than 64" in str(refusal(text))
-        check('{"title": "' + "[" * 1000 + '"}')
-        check('{"title": "\\"' + "[" * 1000 + '"}')
-
     def test_nesting_of_objects_is_found_without_recursion(self) -> None:
         schema: dict[str, Any] = {}
         for _ in range(5000):
@@ -221,6 +194,7 @@ class TestCloseObjects:
         [
             {"properties": {"a": {"type": "object", "properties": {"b": {}}}}},
             {"anyOf": [{"properties": {"a": {}}}, {"type": "string"}]},
+            {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"properties": {"a": {}}}}},
             {"properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
         ],
     )
@@ -237,6 +211,9 @@ class TestCloseObjects:
             {"properties": {"a": {}}, "additionalProperties": True},
             {"properties": {"a": {}}, "unevaluatedProperties": False},
             {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+            {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {}}}], "$defs": {"a": {"properties": {"a": {}}}}},
+            {"not": {"items": {"properties": {"a": {}}}}},
+            {"if": {"properties": {"a": {}}}, "then": {"properties": {"b": {}}}},
             {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]},
             {"properties": {"a": {}}, "$ref": "#/$defs/b", "$defs": {"b": {"properties": {"b": {}}}}},
             True,
@@ -244,24 +221,3 @@ class TestCloseObjects:
     )
     def test_parts_of_descriptions_are_left_open(self, schema: Any) -> None:
         assert close_objects(schema) == schema
-
-    def test_what_both_parts_of_an_all_of_declare_stays_allowed(self) -> None:
-        schema = {
-            "allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {}}}],
-            "$defs": {"a": {"properties": {"a": {}}}},
-        }
-        assert jsonschema.Draft202012Validator(close_objects(schema)).is_valid({"a": 1, "b": 2})
-
-
-@pytest.mark.skipif(not DATA.exists(), reason="shared/data is not here")
-def test_no_real_schema_is_refused() -> None:
-    refused = []
-    with gzip.open(DATA) as lines:
-        entries = [json.loads(line) for line in lines]
-    for entry in entries:
-        try:
-            check(entry["schema"])
-        except InvalidConstraint as error:
-            refused.append((entry["id"], error.pointer))
-    assert len(entries) == 1125
-    assert refused == []

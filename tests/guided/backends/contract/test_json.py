@@ -71,24 +71,6 @@ def test_escaped_control_characters(backends: Backends, backend: str, vocabulary
 
 
 @pytest.mark.parametrize(
-    "value", [{"enum": ["\x01q", "b"]}, {"const": "q\x7f"}, {"pattern": "^\\x1bq$", "type": "string"}]
-)
-def test_a_control_character_is_not_left_out(
-    backends: Backends, backend: str, vocabulary: Vocabulary, value: dict[str, Any]
-) -> None:
-    """Of a property as elsewhere: llguidance leaves out what it can't escape."""
-    schema = {"type": "object", "properties": {"a": value}, "required": ["a"]}
-    try:
-        grammar = backends[backend].compile(Constraint.json_schema(schema))
-    except UnsupportedConstraint:
-        return
-    matcher = grammar.matcher()
-    with contextlib.suppress(TokenRejected):
-        matcher.accept_tokens(vocabulary.encode('{"a":"q"}'))
-        assert not matcher.is_accepting()
-
-
-@pytest.mark.parametrize(
     ("schema", "text"),
     [
         ({"exclusiveMaximum": 1}, "0." + "9" * 24),
