@@ -13,7 +13,6 @@ import pytest
 from byte_vocabulary import BYTES, tokens
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from numpy.typing import NDArray
-from sentencepiece import SentencePieceProcessor
 
 from guided.backends import Backends
 from guided.backends import llguidance as llguidance_backend
@@ -146,17 +145,11 @@ FORCED = {
 FORCED_TEXT = '{"x":{"identifier":"Zwölf Boxkämpfer 12.5","descriptions":[[]]}}'
 
 
-@pytest.mark.parametrize("family", ["tekken", "sentencepiece"])
-def test_masks_on_forced_text_allow_what_the_tokenizer_writes(mistral_data: Path, family: str) -> None:
+def test_masks_on_forced_text_allow_what_the_tokenizer_writes(mistral_data: Path) -> None:
     """The tokenizer's own tokens of the text are allowed one after the other, and nothing else where it is forced."""
-    if family == "tekken":
-        path = mistral_data / "tekken_240911.json"
-        vocabulary = Vocabulary.from_tekken(path)
-        tokens = Tekkenizer.from_file(path).encode(FORCED_TEXT, bos=False, eos=False)
-    else:
-        path = mistral_data / "mistral_instruct_tokenizer_240323.model.v3"
-        vocabulary, model = Vocabulary.from_sentencepiece(path), SentencePieceProcessor(model_file=str(path))
-        tokens = model.Encode("\n" + FORCED_TEXT)[len(model.Encode("\n")) :]
+    path = mistral_data / "tekken_240911.json"
+    vocabulary = Vocabulary.from_tekken(path)
+    tokens = Tekkenizer.from_file(path).encode(FORCED_TEXT, bos=False, eos=False)
     assert vocabulary.decode(tokens).decode() == FORCED_TEXT
     matcher = LLGuidanceBackend(vocabulary).compile(Constraint.json_schema(FORCED, whitespace="")).matcher()
     row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
