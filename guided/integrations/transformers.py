@@ -5,7 +5,7 @@
         model.generate(**inputs, logits_processor=[guide], num_beams=4, max_new_tokens=200)
 
 transformers is not imported. `generate()` calls a logits processor after the forward pass, so masks can't be computed
-during it: a Ray pool (`pool="ray"`) adds isolation, and hides no time.
+during it: a Ray pool adds isolation, and hides no time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
 from guided.kernel import apply_bitmask
 from guided.output_types import constraint_for
 from guided.pools.inline import InlinePool
-from guided.pools.opening import find_pool
 from guided.pools.protocol import MaskPool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
@@ -70,9 +69,7 @@ class GuidedLogitsProcessor:
         constraints: one for all rows, or one for each prompt (a list or tuple), None for a prompt without a constraint.
             Each is a `Constraint` or a Python type (`guided.output_types`). The beams and the `num_return_sequences` of
             a prompt share its constraint.
-        pool: computes the masks. None: this process does. A name, "ray": the pool of that name (entry point
-            `guided.pools`) with its default options, shut down by `close()`. A pool for the same vocabulary: used, and
-            not shut down here.
+        pool: computes the masks; over the same vocabulary. The caller shuts it down. None: this process computes them.
         backend: "auto", or the name of one backend.
         failed_rows: what happens if a row has no valid mask. "raise" ends `generate()` with the error. "end" ends the
             row (as a beam, it loses against all others), stores the error in `failed`, and continues the other rows.
@@ -81,7 +78,6 @@ class GuidedLogitsProcessor:
 
     Raises:
         GuidedError: a constraint can't be compiled. The message has its index in `constraints`.
-        PoolUnavailable: there is no pool of that name, or it can't be opened.
     """
 
     def __init__(
@@ -89,11 +85,11 @@ class GuidedLogitsProcessor:
         vocabulary: Vocabulary,
         constraints: Constraint | Any | Sequence[Constraint | Any | None],
         *,
-        pool: MaskPool | str | None = None,
+        pool: MaskPool | None = None,
         backend: str = "auto",
         failed_rows: Literal["raise", "end"] = "raise",
     ) -> None:
-        if not (pool is None or isinstance(pool, str)) and pool.vocabulary != vocabulary:
+        if pool is not None and pool.vocabulary != vocabulary:
             raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
         self.failed: dict[int, GuidedError] = {}
         """Rows of the current or last generation that failed (`failed_rows="end"`), by their index at that time."""
@@ -103,12 +99,7 @@ class GuidedLogitsProcessor:
             for each in many
         ]
         self._end_failed = failed_rows == "end"
-        self._own_pool: MaskPool | None = None
-        if pool is None:
-            pool = self._own_pool = InlinePool(vocabulary)
-        elif isinstance(pool, str):
-            pool = self._own_pool = find_pool(pool, {})(vocabulary)
-        self._processor = GuidedProcessor(pool)
+        self._processor = GuidedProcessor(pool or InlinePool(vocabulary))
         self._width = vocabulary.padded_vocab_size
         self._bitmask: NDArray[np.int32] = np.empty((0, words(self._width)), np.int32)
         self._stop = list(vocabulary.stop_token_ids)
@@ -168,8 +159,6 @@ class GuidedLogitsProcessor:
         self._mask_ended(scores, masked)
         return masked
 
-    # the sequence of each row
-
     def _begin(self, ids: NDArray[np.int64]) -> None:
         """Start a new generation with these prompts."""
         self.reset()
@@ -228,8 +217,6 @@ class GuidedLogitsProcessor:
         self._unused += [before[row].sequence_id for row in dropped]
         return True
 
-    # masks
-
     def _collect(self) -> list[int]:
         """Write the masks of the rows into `_bitmask`. Returns the rows that have one."""
         self._processor.failures()  # a lost sequence fails below, in its row
@@ -281,8 +268,6 @@ class GuidedLogitsProcessor:
             masked[ended] = -torch.inf
             masked[rows, stop] = kept
 
-    # the end
-
     def reset(self) -> None:
         """Start a new generation with the next call, whatever its rows are."""
         self._unused += [one.sequence_id for one in self._rows.values()]
@@ -297,15 +282,13 @@ class GuidedLogitsProcessor:
         self._unused.clear()
 
     def close(self) -> None:
-        """Free matchers and grammars, and shut down the pool if this processor opened it. Idempotent."""
+        """Free matchers and grammars. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self.reset()
         for index in range(len(self._constraints)):
             self._processor.free(str(index))
-        if self._own_pool is not None:
-            self._own_pool.shutdown()
 
     def __enter__(self) -> GuidedLogitsProcessor:
         return self

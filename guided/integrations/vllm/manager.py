@@ -4,9 +4,8 @@ vLLM's own manager compiles grammars and fills masks in the engine's process. Th
 for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the deadline leaves the
 batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask is ready.
 
-vLLM's `StructuredOutputBackend` and its grammar class would be the narrower interface. They don't fit masks of other
-processes: a grammar is asked for one row at a time, each answer is waited for, also between the rows of draft tokens,
-and a row can't be late. Compilations would wait in vLLM's few threads.
+vLLM's `StructuredOutputBackend` would be the narrower interface, but a row can't be late there: a grammar is asked for
+one row at a time, and each answer is waited for.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,9 @@ from guided.errors import GuidedError, InvalidRequest, TokenRejected
 from guided.integrations.vllm import metrics
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
-from guided.pools.opening import DEFAULT_POOL, LazyPool, find_pool
+from guided.pools.inline import InlinePool
+from guided.pools.opening import LazyPool
+from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
 
@@ -67,9 +70,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
-            raise ValueError(
-                "guided's structured outputs don't work with distributed_executor_backend=external_launcher"
-            )
+            raise ValueError("guided's structured outputs don't work with the executor external_launcher")
         super().__init__(vllm_config)
         self._pool, self._step_wait = lazy_pool(vllm_config)
         # vLLM accepts requests only after this. While requests wait, vLLM's processes poll and take two cores, and a
@@ -82,8 +83,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._stride = 1 + vllm_config.num_speculative_tokens
         """Number of lines that a request has in a bitmask."""
         self._words = words(vllm_config.model_config.get_vocab_size())
-        self._guided: dict[str, GuidedRequest] = {}
-        """By vLLM's request id. The thread that receives requests adds entries."""
+        self._guided = self._masker.requests
         self._slow: dict[str, GuidedRequest] = {}
         """Requests that had a late mask. They join a batch only when their mask is ready, until `_QUICK_MASKS` masks in
         succession took less than a step."""
@@ -101,8 +101,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         code = error.code if error.status >= 429 else "validation_error"
         self.errors[request_id] = RequestError(code, str(error), error.retryable)
 
-    # vLLM's interface
-
     def grammar_init(self, request: Request) -> None:
         """Compile a request's constraint. Called by the thread that receives requests."""
         structured = request.structured_output_request
@@ -110,7 +108,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             return
         guided = self._masker.begin(request.request_id, GuidedParams.from_text(structured.params._backend))
         guided.stops = frozenset(request.sampling_params.stop_token_ids or ())
-        self._guided[request.request_id] = guided
         structured.grammar = guided.compiled
 
     def grammar_bitmask(
@@ -174,8 +171,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         super().clear_backend()
         self._pool.shutdown()
 
-    # the scheduler's interface
-
     def hold_back(self, requests: Mapping[str, Request]) -> set[str]:
         """Return the ids of slow requests that must not join a batch now: their masks are missing.
 
@@ -221,14 +216,12 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def free(self, request_ids: Iterable[str]) -> None:
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
         for request_id in request_ids:
-            guided = self._guided.pop(request_id, None)
+            guided = self._guided.get(request_id)
             self._slow.pop(request_id, None)
             self.errors.pop(request_id, None)
             if guided is not None:
                 self._step = None
                 self._masker.end(guided)
-
-    # steps
 
     def prepare(
         self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
@@ -293,11 +286,12 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
 
     Raises:
         InvalidRequest: vLLM was started without a tokenizer.
-        PoolUnavailable: there is no such pool, or its dependencies are not installed.
-        ValueError: the pool does not take these options, or `step_wait` is no number of seconds.
+        ImportError: Ray is not installed.
+        TypeError: the pool does not take these options.
+        ValueError: there is no such pool, or an option is out of range.
     """
     additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
-    options = {"pool": DEFAULT_POOL, "step_wait": _STEP_WAIT, **(additional.get("guided") or {})}
+    options = {"pool": "ray", "step_wait": _STEP_WAIT, **(additional.get("guided") or {})}
     step_wait = options.pop("step_wait")
     if isinstance(step_wait, bool) or not isinstance(step_wait, int | float) or step_wait < 0:
         raise ValueError(f"step_wait is a number of seconds, 0 or more, not {step_wait!r}")
@@ -315,6 +309,15 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
 
     pool = LazyPool(vocabulary, open_reported)
     return pool, float(step_wait)
+
+
+def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
+    """Return a function that opens a pool: "ray" or "inline"."""
+    if name == "inline":
+        return partial(InlinePool, **options)
+    if name != "ray":
+        raise ValueError(f"pool is {name!r}; it must be ray or inline")
+    return partial(import_module("actors").RayPool, options=RayPoolOptions(**options))  # `guided` needs no Ray
 
 
 def model_vocabulary(config: VllmConfig) -> Vocabulary:
