@@ -99,8 +99,8 @@ class LogitPostProcessor:
             new_tokens: int32 `[len(sequences)]`: see `MaskPool.submit`.
 
         Raises:
-            ValueError: a sequence's request is not initialized (or is freed), its grammar is still being compiled, or
-                its id is used twice, or by another request. Nothing was sent.
+            ValueError: a sequence's request is not initialized, its grammar is still being compiled, or its id is used
+                twice. Nothing was sent.
             GuidedError: the compilation of its grammar failed.
             RuntimeError: `apply` has not followed the last `prepare`.
         """

@@ -1,17 +1,20 @@
-"""GuidedProcessor: the standard post-processor. It masks constrained rows with the bitmasks of a pool."""
+"""GuidedProcessor: the standard post-processor. It masks constrained rows with the bitmasks of a pool.
+
+`decode_step` is one step of a decode loop with it. `docs/embedding.md` shows the calls that it makes.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from guided.backends import candidates
-from guided.bitmask import pack
+from guided.bitmask import pack, words
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.kernel import apply_bitmask
@@ -234,3 +237,65 @@ class GuidedProcessor(LogitPostProcessor):
             request = self._requests.get(self._request_ids.pop(sequence_id, ""))
             if request is not None:
                 request.sequences.discard(sequence_id)
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """The result of one step."""
+
+    tokens: list[int]
+    """The sampled token of each logits row. Ignore those of failed and late sequences."""
+    report: ApplyReport
+    """Which sequences failed, and which are late."""
+    ended: list[int] = field(default_factory=list)
+    """Ids of sequences that sampled a stop token. It is not appended. Do not decode them again."""
+
+
+def decode_step(
+    processor: GuidedProcessor,
+    sequences: Sequence[GuidedSequence],
+    forward: Callable[[], torch.Tensor],
+    sample: Callable[[torch.Tensor], Sequence[int]],
+    logits_rows: Sequence[int] | None = None,
+    deadline: float | None = None,
+) -> DecodeStep:
+    """Prepare the masks, run the forward pass, apply the masks, sample, and append the tokens to the outputs.
+
+    Args:
+        sequences: the constrained sequences of the batch, with lists as `output_token_ids`.
+        forward: returns the logits, float `[rows, >= padded_vocab_size]`. The masks are computed meanwhile.
+        sample: returns one token for each logits row.
+        logits_rows: the logits row of each sequence. None: row i for sequence i.
+        deadline: seconds to wait for masks after the forward pass. A sequence without a mask by then is late: decode it
+            again when `processor.decided` returns it. None: wait for every mask.
+
+    Returns:
+        The step. Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the
+        forced tokens are appended too, so an output may grow by several tokens.
+    """
+    processor.prepare(sequences, logits_rows)
+    try:
+        logits = forward()
+    except BaseException:  # each `prepare` is followed by one `apply` or `collect`
+        rows = len(sequences) if logits_rows is None else 1 + max(logits_rows, default=-1)
+        processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0)
+        raise
+    report = processor.apply(logits, deadline)
+    step = DecodeStep([int(token) for token in sample(logits)], report)
+    for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
+        if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
+            _append(processor, sequence, [step.tokens[row]], step)
+    if forced := processor.edits(sequences):
+        for sequence in sequences:
+            if sequence.sequence_id in forced:
+                _append(processor, sequence, forced[sequence.sequence_id].append, step)
+    return step
+
+
+def _append(processor: GuidedProcessor, sequence: GuidedSequence, tokens: Sequence[int], step: DecodeStep) -> None:
+    """Append to the output, up to a stop token."""
+    for token in tokens:
+        if token in processor.vocabulary.stop_token_ids:
+            step.ended.append(sequence.sequence_id)
+            return
+        cast("list[int]", sequence.output_token_ids).append(token)

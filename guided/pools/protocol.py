@@ -84,8 +84,7 @@ class StepMasks:
 WorkerState = Literal["starting", "up", "restarting", "down"]
 """`down`: it did not start at the last attempt."""
 EndCause = Literal["died", "hung", "memory", "not_started"]
-"""Why an incarnation of a worker ended. `died`: by itself. `hung`: killed, because it exceeded a time limit. `memory`:
-killed, because it exceeded its memory limit. `not_started`: it never came up."""
+"""Why an incarnation of a worker ended: by itself, killed over its time or memory limit, or it never came up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +162,8 @@ class MaskPool(Protocol):
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """Compile with the first of `backends` that can enforce all of `constraint`. Equal ones share one compilation.
 
-        The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, if none can),
-        `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`.
+        The future may end with `InvalidConstraint`, `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or
+        `BackendError`.
         """
 
     def release(self, grammar: Grammar) -> None:

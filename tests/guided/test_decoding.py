@@ -7,9 +7,8 @@ import torch
 from faulty_pool import FaultyPool
 
 from guided.constraint import Constraint
-from guided.decoding import DecodeStep, decode_step
 from guided.pools.inline import InlinePool
-from guided.processor import GuidedProcessor
+from guided.processor import DecodeStep, GuidedProcessor, decode_step
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
