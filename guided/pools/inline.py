@@ -153,12 +153,10 @@ class InlinePool:
         return error
 
     def decided(self) -> list[int]:
-        """Return nothing: no row is ever late."""
-        return []
+        return []  # no row is ever late
 
     def failures(self) -> dict[int, GuidedError]:
-        """Return nothing: the worker ends with its caller."""
-        return {}
+        return {}  # the worker ends with its caller
 
     def status(self) -> PoolStatus:
         worker = WorkerStatus(0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0)
