@@ -95,8 +95,7 @@ class GuidedLogitsProcessor:
         """Rows of the current or last generation that failed (`failed_rows="end"`), by their index at that time."""
         many = constraints if isinstance(constraints, list | tuple) else [constraints]
         self._constraints = [
-            each if each is None or isinstance(each, Constraint) else constraint_for(each, param="constraints")
-            for each in many
+            each if isinstance(each, Constraint | None) else constraint_for(each, param="constraints") for each in many
         ]
         self._end_failed = failed_rows == "end"
         self._processor = GuidedProcessor(pool or InlinePool(vocabulary))
@@ -112,7 +111,7 @@ class GuidedLogitsProcessor:
         self._rows: dict[int, _Row] = {}
         """By index. Rows without a constraint have none."""
         self._step: tuple[list[int], tuple[GuidedSequence, ...]] | None = None
-        """The rows that need a mask and their sequences. None: a row has begun, moved or ended since the last step."""
+        """The rows that need a mask, and their sequences. None: they have changed since the last step."""
         self._unused: list[int] = []
         """Ids of sequences to be freed after this step: until then, their matchers may be copied."""
         try:
@@ -122,9 +121,10 @@ class GuidedLogitsProcessor:
                 if constraint is not None
             }
             for index, future in futures.items():
-                if isinstance(error := future.exception(), GuidedError):
+                try:
+                    future.result()
+                except GuidedError as error:
                     raise _prefixed(error, f"constraint {index}") from error
-                future.result()
         except BaseException:
             self.close()
             raise
@@ -137,17 +137,14 @@ class GuidedLogitsProcessor:
             scores: float `[rows, width]`, logits or log-probabilities. Not written to.
 
         Raises:
-            GuidedError: a row has no valid mask, and `failed_rows` is "raise".
-            InvalidRequest: the scores or the number of rows don't fit.
+            GuidedError: a row has no valid mask, and `failed_rows` is "raise"; or the shapes don't fit.
         """
         if self._closed:
             raise RuntimeError("this processor is closed")
         if scores.shape[1] != self._width:
-            raise InvalidRequest(
-                f"the model has {scores.shape[1]} logits and the vocabulary {self._width}: make the vocabulary with "
-                f"padded_vocab_size={scores.shape[1]}",
-                param="vocabulary",
-            )
+            message = f"the model has {scores.shape[1]} logits and the vocabulary {self._width}"
+            message += f": make the vocabulary with padded_vocab_size={scores.shape[1]}"
+            raise InvalidRequest(message, param="vocabulary")
         ids: NDArray[np.int64] = input_ids.numpy(force=True).copy()  # `generate()` may write into its tensor
         if not self._continue(ids):
             self._begin(ids)
@@ -164,10 +161,8 @@ class GuidedLogitsProcessor:
         self.reset()
         rows, prompts = len(ids), len(self._constraints)
         if not prompts or rows % prompts:
-            raise InvalidRequest(
-                f"{rows} rows and {prompts} constraints: give one for all, or one (or None) for each prompt",
-                param="constraints",
-            )
+            message = f"{rows} rows and {prompts} constraints: give one for all, or one (or None) for each prompt"
+            raise InvalidRequest(message, param="constraints")
         self.failed.clear()
         self._length = ids.shape[1]
         self._bitmask = np.empty((rows, words(self._width)), np.int32)

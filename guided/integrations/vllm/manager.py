@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -48,8 +48,6 @@ _QUICK_MASKS = 16
 """Number of successive masks, each ready within a step, after which a slow request is an ordinary one again."""
 _MAX_REPLAYS = 2
 """Default of `max_replays`: vLLM has no finish reason for a request that ends because of another request's fault."""
-_STEP_WAIT = 0.2
-"""Default of `step_wait`: seconds that a step waits for a mask. All rows of the batch wait as long."""
 
 
 @dataclass(slots=True)
@@ -73,8 +71,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             raise ValueError("guided's structured outputs don't work with the executor external_launcher")
         super().__init__(vllm_config)
         self._pool, self._step_wait = lazy_pool(vllm_config)
-        # vLLM accepts requests only after this. While requests wait, vLLM's processes poll and take two cores, and a
-        # local Ray that starts then can exceed its limit of 30 s. After a failure, which is logged, requests try again.
+        # vLLM accepts requests only after this: while they wait, vLLM's processes poll, and Ray would start too slowly.
+        # After a failure, which is logged, requests try again.
         self._pool.opened().exception()
         weakref.finalize(self, self._pool.shutdown)
         self.errors: dict[str, RequestError] = {}
@@ -87,12 +85,13 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._slow: dict[str, GuidedRequest] = {}
         """Requests that had a late mask. They join a batch only when their mask is ready, until `_QUICK_MASKS` masks in
         succession took less than a step."""
-        self._missing: list[str] = []
-        """Ids of requests without a mask in this step."""
+        self.missing: list[str] = []
+        """Ids of requests without a mask in this step. Their tokens must be discarded."""
         self._step: _Step | None = None
         """The step that is being prepared: its masks are being computed."""
         config = vllm_config.scheduler_config
-        config.scheduler_cls = guided_scheduler(config.get_scheduler_cls())
+        base = config.get_scheduler_cls()
+        config.scheduler_cls = type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
 
     def _note_failure(self, request_id: str, error: GuidedError) -> None:
         """Note a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
@@ -141,7 +140,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 scheduled_spec_decode_tokens[request_id] = [*drafts[:invalid], *[-1] * (len(drafts) - invalid)]
             if guided.late or guided.error is not None:
                 self._slow[request_id], guided.quick = guided, 0
-                self._missing.append(request_id)
+                self.missing.append(request_id)
         return bitmask
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
@@ -208,11 +207,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         returning = [name for name in slow if name not in held and requests[name].status == RequestStatus.PREEMPTED]
         return held.union(returning[1:])
 
-    def take_missing(self) -> list[str]:
-        """Return the ids of requests without a mask in the last step, once. Their tokens must be discarded."""
-        missing, self._missing = self._missing, []
-        return missing
-
     def free(self, request_ids: Iterable[str]) -> None:
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
         for request_id in request_ids:
@@ -248,12 +242,11 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._masker.prepare(step.rows)
         return step
 
-    def _implicit_ends(self, request: Request) -> frozenset[int]:
+    def _implicit_ends(self, request: Request) -> Collection[int]:
         """Return the tokens that end the reasoning and begin the output, such as the start of a tool call."""
         reasoner = self._get_reasoner(request)
-        if isinstance(reasoner, ParserEngineReasoningAdapter):
-            return frozenset(reasoner.implicit_reasoning_end_token_ids)
-        return frozenset()
+        known = isinstance(reasoner, ParserEngineReasoningAdapter)
+        return reasoner.implicit_reasoning_end_token_ids if known else ()
 
     def _mask_reasoning_ends(self, request: Request, masks: NDArray[np.int32], beginning: NDArray[np.int32]) -> None:
         """Forbid the tokens that end the reasoning where the output can't begin with them. Others are allowed.
@@ -269,7 +262,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     def _allow_stops(self, guided: GuidedRequest) -> None:
         """Allow the request's own stop tokens in those of its masks that allow the end of the output."""
-        vocabulary = self._masker.vocabulary
+        vocabulary = self._pool.vocabulary
         assert guided.masks is not None
         for mask in guided.masks:
             complete = any(_allows(mask, token) for token in vocabulary.stop_token_ids)
@@ -282,7 +275,7 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
     """Read `--additional-config '{"guided": {...}}'`.
 
     Returns:
-        The pool, which is not open yet, and the option `step_wait`: seconds that a step waits for a mask.
+        The pool, which is not open yet, and `step_wait`: seconds that a step, with all its rows, waits for a mask.
 
     Raises:
         InvalidRequest: vLLM was started without a tokenizer.
@@ -291,9 +284,9 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
         ValueError: there is no such pool, or an option is out of range.
     """
     additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
-    options = {"pool": "ray", "step_wait": _STEP_WAIT, **(additional.get("guided") or {})}
+    options = {"pool": "ray", "step_wait": 0.2, **(additional.get("guided") or {})}
     step_wait = options.pop("step_wait")
-    if isinstance(step_wait, bool) or not isinstance(step_wait, int | float) or step_wait < 0:
+    if not isinstance(step_wait, int | float) or step_wait < 0:
         raise ValueError(f"step_wait is a number of seconds, 0 or more, not {step_wait!r}")
     if options["pool"] == "ray":
         options.setdefault("max_replays", _MAX_REPLAYS)
@@ -308,7 +301,7 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
         return opened
 
     pool = LazyPool(vocabulary, open_reported)
-    return pool, float(step_wait)
+    return pool, step_wait
 
 
 def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
@@ -336,13 +329,8 @@ def model_vocabulary(config: VllmConfig) -> Vocabulary:
     )
 
 
-def guided_scheduler(base: type[Any]) -> type[Any]:
-    """Return a subclass of vLLM's scheduler class `base` that skips requests without a mask."""
-    return type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
-
-
 class _GuidedScheduling:
-    """Overrides of the methods of vLLM's `Scheduler`."""
+    """Overrides of the methods of vLLM's `Scheduler`: requests without a mask are skipped."""
 
     structured_output_manager: GuidedManager
     requests: dict[str, Request]
@@ -381,7 +369,8 @@ class _GuidedScheduling:
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         output: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
         manager = self.structured_output_manager
-        for request_id in manager.take_missing():
+        while manager.missing:
+            request_id = manager.missing.pop()
             request = self.requests[request_id]
             if request in self.running:
                 self.running.remove(request)

@@ -24,7 +24,6 @@ from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
-from guided.vocabulary import Vocabulary
 
 _log = logging.getLogger("guided.integrations")
 
@@ -45,7 +44,6 @@ class GuidedRequest:
     committed: dict[int, int] = field(default_factory=dict)
     """By number of draft tokens: the number of last prepared tokens that cannot be rejected."""
 
-    # The manager's
     stops: frozenset[int] = frozenset()
     """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
     tokens: list[int] = field(default_factory=list)
@@ -79,6 +77,7 @@ class Masker:
 
     def __init__(self, pool: MaskPool, report: Callable[[str, GuidedError], None]) -> None:
         self._processor = GuidedProcessor(pool)
+        self._vocabulary = pool.vocabulary
         self._report = report
         self._sequence_ids = itertools.count()
         self.requests: dict[str, GuidedRequest] = {}
@@ -93,11 +92,7 @@ class Masker:
         """The processor has a prepared step."""
 
     def begin(self, request_id: str, params: GuidedParams | GuidedError) -> GuidedRequest:
-        """Add a request, and compile its constraint. From any thread.
-
-        Args:
-            params: an error fails the request.
-        """
+        """Add a request, and compile its constraint. An error as `params` fails it. From any thread."""
         request = self.requests[request_id] = GuidedRequest(request_id)
         try:
             if isinstance(params, GuidedError):
@@ -132,11 +127,6 @@ class Masker:
             request.error = error
             self._report(request.request_id, error)
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The vocabulary of the masks."""
-        return self._processor.vocabulary
-
     def prepare(self, rows: Sequence[GuidedRow]) -> None:
         """Start to compute the masks of `rows`; their requests are compiled. `collect` or another `prepare` follows."""
         self._discard_step()
@@ -149,7 +139,7 @@ class Masker:
 
     def _submit(self, rows: Sequence[GuidedRow]) -> None:
         processor = self._processor
-        stops = processor.vocabulary.stop_token_ids
+        stops = self._vocabulary.stop_token_ids
         for index, row in enumerate(rows):
             if any(token in stops for token in row.token_ids[-max(1, row.drafts) :]):
                 self._discarded.add(index)
@@ -207,7 +197,7 @@ class Masker:
             if index not in computed or index in self._discarded or row.request.error is not None or row.request.late
         ]
         if without:
-            bitmask[without] = pack(self.vocabulary.stop_token_ids[:1], bitmask.shape[1] * 32)
+            bitmask[without] = pack(self._vocabulary.stop_token_ids[:1], bitmask.shape[1] * 32)
         return {self._rows[index].line for index in self._discarded}
 
     def _record_report(self, report: ApplyReport) -> None:
@@ -231,7 +221,7 @@ class Masker:
     def _discard_step(self) -> None:
         """Finish a prepared step that the engine does not use."""
         if self._in_step:
-            width = words(self.vocabulary.padded_vocab_size)
+            width = words(self._vocabulary.padded_vocab_size)
             self.collect(np.empty((1 + max(row.line for row in self._rows), width), np.int32), 0.0)
 
     def _fail_rows(self, error: Exception) -> None:

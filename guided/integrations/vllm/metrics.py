@@ -70,10 +70,6 @@ class _Pools(Collector):
         children = [child.pid for child in multiprocessing.active_children()]
         yield from pool_metrics(list(_statuses([os.getpid(), *(pid for pid in children if pid is not None)])))
 
-    def describe(self) -> Iterator[Metric]:
-        """Return no names: reading them would need a pool."""
-        return iter(())
-
 
 def _statuses(pids: list[int]) -> Iterator[PoolStatus]:
     for file in map(_file, pids):

@@ -114,7 +114,14 @@ def guided_params(params: SamplingParams, config: StructuredOutputsConfig) -> Gu
         if extra.get(BACKEND) is not None:
             raise InvalidRequest(f"{BACKEND} needs a constraint beside it", param=BACKEND)
         return None
-    _reject_overwriting(params)
+    overwriting = {
+        "ignore_eos": params.ignore_eos,
+        "thinking_token_budget": params.thinking_token_budget is not None,
+        "trace_decode_token_ids": bool(params.trace_decode_token_ids),
+    }
+    for name, given in overwriting.items():  # they overwrite masks, or change where an output ends
+        if given:
+            raise InvalidRequest(f"{name} can't be kept beside a constraint: leave one of the two out", param=name)
     constraint = _constraint(outputs, config)
     backend = extra.get(BACKEND, config.backend)
     if not isinstance(backend, str):
@@ -138,15 +145,3 @@ def _constraint(outputs: StructuredOutputsParams, config: StructuredOutputsConfi
         whitespace.append(GivenWhitespace("structured_outputs.disable_any_whitespace", ""))
     closed = outputs.disable_additional_properties or config.disable_additional_properties
     return build(given, take_whitespace(given, whitespace), additional_properties=not closed)
-
-
-def _reject_overwriting(params: SamplingParams) -> None:
-    """Reject parameters that overwrite masks, or change where an output ends."""
-    overwriting = {
-        "ignore_eos": params.ignore_eos,
-        "thinking_token_budget": params.thinking_token_budget is not None,
-        "trace_decode_token_ids": bool(params.trace_decode_token_ids),
-    }
-    for name, given in overwriting.items():
-        if given:
-            raise InvalidRequest(f"{name} can't be kept beside a constraint: leave one of the two out", param=name)
