@@ -200,13 +200,6 @@ class TestAdmission:
             outputs = host.llm.generate(["a", "b"], params, use_tqdm=False)
             assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
 
-    def test_a_constraint_is_not_validated_in_the_engine(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        text = GuidedParams(Constraint.json_schema(SCHEMA)).to_text()
-        monkeypatch.setattr("guided.schema.document.parse", None)
-        params = GuidedParams.from_text(text)
-        assert isinstance(params, GuidedParams)
-        assert params.constraint.kind == "json_schema"
-
 
 # the gates of reasoning, and draft tokens: no engine
 

@@ -147,16 +147,6 @@ def test_special_tokens(backends: Backends, vocabulary: Vocabulary, form: dict[s
     assert allowed[0] & special == {names["<|system|>"], *vocabulary.stop_token_ids} & special
     assert allowed[start + 1] & special == set()
     assert allowed[start + 2] == {names["<|user|>"]}
-    # A child and a replay behave as the parent.
-    worker.open(1, "g", parent=0, tokens=output)
-    worker.open(2, "g", tokens=output)
-    for slot in (1, 2):
-        assert worker.fill(slot, (), row) is None
-        assert set(allowed_ids(row).tolist()) == allowed[-1]
-    # Rejected drafts.
-    worker.edit(0, start + 2, ())
-    assert worker.fill(0, (), row) is None
-    assert set(allowed_ids(row).tolist()) == allowed[start + 2]
     # Text that looks like the special token would be read as one.
     assert not accepts(grammar.matcher(), "Hi <|system|>", vocabulary)
     with pytest.raises(TokenRejected):
@@ -240,13 +230,6 @@ def test_a_limit_on_the_tokens_of_free_text(
     worker.edit(4, len(first) + 5, wide[1:])
     assert worker.fill(4, (), row) is None
     assert list(allowed_ids(row)) == last[:1]
-    # A fork, a replay and rejected drafts.
-    worker.open(1, "g", parent=0, tokens=output[:-1])
-    worker.open(2, "g", tokens=output[:-1])
-    worker.edit(0, len(output) - 1, ())
-    for slot in (0, 1, 2):
-        assert worker.fill(slot, (), row) is None
-        assert list(allowed_ids(row)) == last[-1:]
     # Text that ends by itself has no more to spell.
     worker.open(3, "g", tokens=[*first, a, *last])
     assert worker.fill(3, (), row) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -87,11 +87,6 @@ class Broken(InlinePool):
         lost = self.opened if self.lose_all else set()
         self.lose_all = False
         return dict.fromkeys(lost, WorkerDied("gone"))
-
-    def free(self, sequence_ids: Collection[int]) -> None:
-        if self.raises_in == "free":
-            raise ValueError("out of order")
-        super().free(sequence_ids)
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
         if self.raises_in == "submit":
@@ -181,16 +176,6 @@ class TestFailures:
         pool.lose_all = True
         assert subject.step(GuidedRow(done, 0, [1, 2, STOP]), GuidedRow(half, 1, [3, 4])) == [[STOP], [STOP]]
         assert subject.codes() == [("half", "worker_died")]
-
-    def test_a_request_that_cannot_be_freed_raises_nothing(self) -> None:
-        pool = Broken()
-        subject = Subject(pool)
-        requests = [subject.begin("123", name=str(index)) for index in range(2)]
-        subject.step(*(GuidedRow(request, row, []) for row, request in enumerate(requests)))
-        pool.raises_in = "free"
-        subject.masker.end(requests[0])
-        pool.raises_in = ""
-        assert subject.step(GuidedRow(requests[1], 0, [1])) == [[2]]
 
     def test_a_request_that_ends_before_its_step_is_collected(self) -> None:
         pool = Broken()
