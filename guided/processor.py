@@ -124,7 +124,8 @@ class GuidedProcessor(LogitPostProcessor):
         rows = [part.rows for part in step.ready]
         if self._logits_rows is not None:
             rows = [self._logits_rows[part] for part in rows]
-        apply_bitmask(logits, step.ready, np.concatenate(rows) if rows else ())
+        masks = (part.masks[slot] for part in step.ready for slot in part.slots)
+        apply_bitmask(logits, masks, np.concatenate(rows) if rows else ())
         closed = self._without_mask(step)
         if closed:
             logits[closed] = float("-inf")
@@ -160,11 +161,7 @@ class GuidedProcessor(LogitPostProcessor):
     def _collect(
         self, sequences: Sequence[GuidedSequence], deadline: float | None, alone: bool
     ) -> tuple[StepMasks, ApplyReport]:
-        """Collect the step, and free the sequences that failed.
-
-        Args:
-            alone: no other row of the batch can be sampled. If all are late, wait for the first mask.
-        """
+        """Collect the step, and free the sequences that failed. `alone`: no other row of the batch can be sampled."""
         started = time.perf_counter()
         step = self._pool.collect(deadline)
         if alone and deadline is not None and sequences and len(step.late) == len(sequences):
@@ -183,12 +180,7 @@ class GuidedProcessor(LogitPostProcessor):
         return step, report
 
     def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
-        """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again.
-
-        Args:
-            until: the end of the wait, by `time.perf_counter()`.
-            seconds: `StepMasks.seconds` so far.
-        """
+        """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again."""
         while not self._pool.decided() and time.perf_counter() < until:
             time.sleep(0.0005)  # interval between looks for the first mask, after the deadline
         self._pool.submit(sequences)

@@ -151,8 +151,7 @@ class GuidedLogitsProcessor:
         self._ids = ids
         rows = self._collect()
         masked = scores.clone(memory_format=torch.contiguous_format)
-        masks = self._bitmask if len(rows) == len(self._bitmask) else [self._bitmask[row] for row in rows]
-        apply_bitmask(masked, masks, rows, _FLOOR)
+        apply_bitmask(masked, (self._bitmask[row] for row in rows), rows, _FLOOR)
         self._mask_ended(scores, masked)
         return masked
 

@@ -39,7 +39,6 @@ class InlinePool:
     """A `MaskPool` without processes: `compile()` compiles, `collect()` fills the masks.
 
     Args:
-        vocabulary: the vocabulary of the masks.
         backends: tokenizer data to share with other pools.
         max_cache_bytes: size of the cache of compiled grammars (see `GrammarCache`).
         forced_tokens: look ahead where a mask allows only one token (`StepMasks.forced`).
@@ -110,7 +109,7 @@ class InlinePool:
         self._step = sequences
 
     def collect(self, deadline: float | None = None) -> StepMasks:
-        """Compute the masks now. `deadline` is ignored, and no row is late."""
+        """Compute the masks now, without a deadline."""
         sequences, self._step = self._step, ()
         if len(self._masks) < len(sequences):
             self._masks = np.empty((2 * len(sequences), self._masks.shape[1]), np.int32)
