@@ -1,8 +1,7 @@
 """A constraint on the output of a request, checked before any grammar library gets it.
 
-The checks here are cheap and use no native code: sizes, nesting, NUL bytes, counts, and for JSON Schema the
-meta-schema. The syntax of a regex or a grammar is checked where it is compiled, in a process that may be killed
-(`docs/structure.md`).
+The checks here are cheap: sizes, nesting, NUL bytes, counts, and for JSON Schema the meta-schema. The syntax of a regex
+or a grammar is checked where it is compiled, in a process that may be killed.
 """
 
 from __future__ import annotations

@@ -54,10 +54,8 @@ def constraint_for(
 def parse_as(output_type: Any, text: str) -> Any:
     """Return a complete output that the constraint of `output_type` allows, as a value of that type.
 
-    A term of outlines has no type of its own: a schema becomes what `json.loads` returns, other terms stay text.
-
-    Raises:
-        ValueError: a validator of the type rejects the value. A JSON schema does not express every validator.
+    A term of outlines has no type of its own: a schema becomes what `json.loads` returns, other terms stay text. Raises
+    `ValueError` if a validator of the type, which a JSON schema may not express, rejects the value.
     """
     if _is_term(output_type):
         return json.loads(text) if hasattr(output_type, "schema") else text

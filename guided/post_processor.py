@@ -129,7 +129,6 @@ class LogitPostProcessor:
 
         Args:
             seq: the sequence. Its output already ends with the token.
-            token_id: the sampled token.
             logprobs: of the token, and of as many others as the request asked for, by token id.
 
         Returns:
@@ -153,10 +152,7 @@ class LogitPostProcessor:
         return {}
 
     def decided(self) -> list[int]:
-        """Return late sequences that are decided, without waiting, until they are prepared again with the same tokens.
-
-        A sequence that is never returned waits until nothing else can run, or its request is aborted.
-        """
+        """Return late sequences that are decided, without waiting, until they are prepared again, unchanged."""
         return []
 
     def failures(self) -> dict[str, GuidedError]:

@@ -38,11 +38,7 @@ class _Request:
 
 
 class GuidedProcessor(LogitPostProcessor):
-    """The standard `LogitPostProcessor`: masks constrained rows with the bitmasks of a pool.
-
-    Args:
-        pool: computes the masks. The caller shuts it down.
-    """
+    """The standard `LogitPostProcessor`. It computes masks with `pool`, which the caller shuts down."""
 
     all_rows = False
 
@@ -139,10 +135,12 @@ class GuidedProcessor(LogitPostProcessor):
         Args:
             bitmask: int32 `[rows, words]`. Line i gets the mask of the sequence with logits row i. Lines of failed and
                 late sequences allow a stop token only.
-            deadline: seconds to wait at most, also if all rows are late then. None: as for `apply`.
+            deadline: seconds to wait at most. None: as for `apply`.
         """
         step, report = self._collect(self._take_prepared("collect"), deadline, alone=False)
-        step.copy_to(bitmask, self._logits_rows)
+        lines = self._logits_rows
+        for part in step.ready:
+            bitmask[part.rows if lines is None else lines[part.rows]] = part.masks[part.slots]
         bitmask[self._without_mask(step)] = self._stop_mask
         return report
 
@@ -261,9 +259,8 @@ def decode_step(
         deadline: seconds to wait for masks after the forward pass. A sequence without a mask by then is late: decode it
             again when `processor.decided` returns it. None: wait for every mask.
 
-    Returns:
-        The step. Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the
-        forced tokens are appended too, so an output may grow by several tokens.
+    Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the forced tokens
+    are appended too, so an output may grow by several tokens.
     """
     processor.prepare(sequences, logits_rows)
     try:

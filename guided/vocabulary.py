@@ -128,8 +128,7 @@ class Vocabulary:
     def encode(self, text: str | bytes) -> list[int]:
         """Return text tokens that spell exactly `text`: the tokenizer's own tokens if possible, else the longest first.
 
-        Raises:
-            InvalidRequest: no sequence of text tokens spells `text`.
+        Raises `InvalidRequest` if no text tokens spell it.
         """
         data = text.encode("utf-8") if isinstance(text, str) else text
         if not data:
@@ -234,19 +233,15 @@ class Vocabulary:
             return cls.from_tekken(path, padded_vocab_size, stop_token_ids)
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not isinstance(backend, Tokenizer):
-            raise InvalidRequest(
-                f"{type(tokenizer).__name__} is no fast tokenizer: a tokenizer.json or a tekken.json is needed",
-                param="tokenizer",
-            )
+            message = f"{type(tokenizer).__name__} is no fast tokenizer: a tokenizer.json or a tekken.json is needed"
+            raise InvalidRequest(message, param="tokenizer")
         text = backend.to_str()
         try:
             tokens = LLTokenizer(text, eos_token=0)
         except ValueError as error:
-            raise InvalidRequest(
-                f"the tokens of this tokenizer have no bytes of their own ({bounded(error)}): byte-level BPE,"
-                " SentencePiece-style and tekken tokenizers have",
-                param="tokenizer",
-            ) from None
+            message = f"the tokens of this tokenizer have no bytes of their own ({bounded(error)})"
+            message += ": byte-level BPE, SentencePiece-style and tekken tokenizers have"
+            raise InvalidRequest(message, param="tokenizer") from None
         special = {added["id"] for added in json.loads(text)["added_tokens"] if added["special"]}
         special.update(getattr(tokenizer, "all_special_ids", ()))
         contents = [b"" if token in special else tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]

@@ -48,9 +48,8 @@ class _SlotState:
 class MaskWorker:
     """Compiled grammars and open matchers for one vocabulary.
 
-    Args:
-        vocabulary: every row is ANDed with its text tokens (and the special tokens that a structural tag names),
-            and its stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
+    Every row is ANDed with the vocabulary's text tokens (and the special tokens that a structural tag names), and its
+    stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -93,7 +92,6 @@ class MaskWorker:
         """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
 
         Args:
-            grammar: key of an installed grammar.
             parent: slot of the matcher to copy. None: the matcher starts at the beginning.
             tokens: the sequence's whole output so far.
             budget: the constraint is completed within it.
@@ -155,7 +153,7 @@ class MaskWorker:
             row: int32 `[words]`; undefined if the result is an error.
 
         Returns:
-            None, or why the sequence is over. Nothing is raised: an error ends this sequence and no other.
+            None, or why the sequence is over. Nothing is raised.
         """
         state = self._slots.get(slot)
         if state is None:
@@ -171,9 +169,7 @@ class MaskWorker:
         return state.error
 
     def look_ahead(self, slot: int, row: NDArray[np.int32], run: NDArray[np.int32]) -> None:
-        """Write the forced tokens from a mask on: each is the only one that its mask allows.
-
-        Sampling one by one would give the same tokens: the tokenization does not change.
+        """Write the forced tokens from a mask on: each is the only one that its mask allows, and would be sampled.
 
         Args:
             row: the mask that `fill` has written.

@@ -67,14 +67,13 @@ class GuidedLogitsProcessor:
         vocabulary: as wide as the model's logits, with all tokens that end a generation
             (`model.generation_config.eos_token_id`) among its stop tokens.
         constraints: one for all rows, or one for each prompt (a list or tuple), None for a prompt without a constraint.
-            Each is a `Constraint` or a Python type (`guided.output_types`). The beams and the `num_return_sequences` of
-            a prompt share its constraint.
+            Each is a `Constraint` or a Python type (`guided.output_types`).
         pool: computes the masks; over the same vocabulary. The caller shuts it down. None: this process computes them.
         backend: "auto", or the name of one backend.
         failed_rows: what happens if a row has no valid mask. "raise" ends `generate()` with the error. "end" ends the
             row (as a beam, it loses against all others), stores the error in `failed`, and continues the other rows.
-            Beam sampling (`num_beams` with `do_sample`) needs "end": if it finds too few allowed tokens, it draws
-            forbidden ones, for beams that can't win.
+            Beam sampling (`num_beams` with `do_sample`) needs "end": it may draw forbidden tokens, for beams that
+            can't win.
 
     Raises:
         GuidedError: a constraint can't be compiled. The message has its index in `constraints`.

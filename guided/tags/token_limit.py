@@ -23,8 +23,7 @@ _REST_OF_CHARACTER = 3
 def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
     """Return the limit on the free text of a structural tag; None if it has none.
 
-    Raises:
-        UnsupportedConstraint: the limit is not at the beginning of the output, or no literal ends the text.
+    Raises `UnsupportedConstraint` if it is not at the beginning of the output, or no literal ends the text.
     """
     limited = [each for each in walk(node) if isinstance(each, FreeText) and each.max_tokens is not None]
     if not limited:

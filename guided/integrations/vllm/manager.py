@@ -1,8 +1,8 @@
 """GuidedManager: vLLM's manager of structured outputs, with masks from a pool.
 
-vLLM's own manager compiles grammars and fills masks in the engine's process. This one asks the pool. A request waits
-for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the deadline leaves the
-batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask is ready.
+A request waits for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the
+deadline leaves the batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask
+is ready.
 
 vLLM's `StructuredOutputBackend` would be the narrower interface, but a row can't be late there: a grammar is asked for
 one row at a time, and each answer is waited for.
@@ -279,9 +279,7 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
 
     Raises:
         InvalidRequest: vLLM was started without a tokenizer.
-        ImportError: Ray is not installed.
-        TypeError: the pool does not take these options.
-        ValueError: there is no such pool, or an option is out of range.
+        TypeError, ValueError: there is no such pool or option, or its value is out of range.
     """
     additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
     options = {"pool": "ray", "step_wait": 0.2, **(additional.get("guided") or {})}
