@@ -1,7 +1,4 @@
-"""Compilation of a constraint by the first backend that supports it, with a check of the first mask.
-
-It runs in a process that may be killed (`actors`), or in the calling process (`InlinePool`).
-"""
+"""Compilation of a constraint by the first backend that supports it, with a check of the first mask."""
 
 from __future__ import annotations
 

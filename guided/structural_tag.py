@@ -223,9 +223,8 @@ _STRUCTS = (defstruct(n, f, tag=n, tag_field="type", forbid_unknown_fields=True)
 _Format: Any = Union[*_STRUCTS, _Token, _Tag]
 _TYPE = ("type", Literal["structural_tag"], "structural_tag")
 _Document = defstruct("_Document", [("format", Any), _TYPE], forbid_unknown_fields=True)
-_Older = defstruct(
-    "_Older", [("structures", list[_Structure]), ("triggers", list[_Trigger]), _TYPE], forbid_unknown_fields=True
-)
+_OLDER: list[Any] = [("structures", list[_Structure]), ("triggers", Annotated[list[_Trigger], _AtLeastOne]), _TYPE]
+_Older = defstruct("_Older", _OLDER, forbid_unknown_fields=True)
 """vLLM's older form of a structural tag."""
 _MAX_COMPARED = 10**8
 """Characters in which triggers are searched: half a second, if they begin alike."""

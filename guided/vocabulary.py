@@ -245,7 +245,8 @@ class Vocabulary:
         special = {added["id"] for added in json.loads(text)["added_tokens"] if added["special"]}
         special.update(getattr(tokenizer, "all_special_ids", ()))
         contents = [b"" if token in special else tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
-        return cls._of(contents, special, stop_token_ids, padded_vocab_size, tokenizer_json=text)
+        width = len(contents) if padded_vocab_size is None else padded_vocab_size
+        return cls(tuple(contents), tuple(dict.fromkeys(stop_token_ids)), frozenset(special), width, text)
 
     @classmethod
     def from_tekken(
@@ -258,19 +259,9 @@ class Vocabulary:
         num_special = config["default_num_special_tokens"]
         ordinary = document["vocab"][: config["default_vocab_size"] - num_special]
         contents = [b""] * num_special + [base64.b64decode(entry["token_bytes"]) for entry in ordinary]
-        return cls._of(contents, range(num_special), stop_token_ids, padded_vocab_size, split_pattern=config["pattern"])
-
-    @classmethod
-    def _of(
-        cls,
-        contents: Sequence[bytes],
-        special: Iterable[int],
-        stop_token_ids: Sequence[int],
-        padded_vocab_size: int | None,
-        **encoding: str,
-    ) -> Vocabulary:
-        padded = len(contents) if padded_vocab_size is None else padded_vocab_size
-        return cls(tuple(contents), tuple(dict.fromkeys(stop_token_ids)), frozenset(special), padded, **encoding)
+        width = len(contents) if padded_vocab_size is None else padded_vocab_size
+        special, pattern = frozenset(range(num_special)), config["pattern"]
+        return cls(tuple(contents), tuple(stop_token_ids), special, width, split_pattern=pattern)
 
 
 def valid_utf8(data: bytes) -> int:

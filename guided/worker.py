@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,7 +214,8 @@ class MaskWorker:
         assert state.edit is not None
         (start, tokens), state.edit = state.edit, None
         tokens = [*tokens, *new_tokens]
-        keep = start + _common_prefix(state.tokens[start:], tokens)
+        pairs = zip(state.tokens[start:], tokens, strict=False)
+        keep = start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if keep < len(state.tokens):
             matcher.rollback(len(state.tokens) - keep)
             if state.budgeted is not None:
@@ -246,12 +248,3 @@ def _only_token(row: NDArray[np.int32]) -> int | None:
         return None
     word = int(row[words[0]]) & 0xFFFFFFFF
     return None if word & (word - 1) else int(words[0]) * 32 + word.bit_length() - 1
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    count = 0
-    for mine, other in zip(left, right, strict=False):
-        if mine != other:
-            break
-        count += 1
-    return count

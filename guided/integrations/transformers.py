@@ -33,8 +33,6 @@ from guided.vocabulary import Vocabulary
 _FLOOR = -1e4
 """Minimum score of an allowed token, even if other processors forbid it: it is chosen only if nothing else is left. As
 a beam, it ranks before `generate()`'s empty beams (-1e9)."""
-_POLL_SECONDS = 0.001
-"""Interval in which rows are tried again while no worker is up."""
 
 _ids = count(1 << 40)  # shared by all processors: they may use one pool, together with an engine that counts from 0
 
@@ -244,7 +242,7 @@ class GuidedLogitsProcessor:
             failed |= report.failed
             if not report.late:
                 return failed
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.001)  # until a worker is up
             late = [place for place, each in enumerate(sequences) if each.sequence_id in report.late]
             rows, sequences = [rows[place] for place in late], tuple(sequences[place] for place in late)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from guided import regex
@@ -137,7 +137,8 @@ class TagGrammar:
                 options.append(f"{self._token(head)} {self._alternatives([Series(rest) for _, rest in same])}")
             else:
                 texts = [(text.text, rest) for text, rest in same if isinstance(text, Text)]
-                common = _common_prefix(texts[0][0], texts[-1][0])  # they are sorted
+                pairs = zip(texts[0][0], texts[-1][0], strict=False)  # they are sorted
+                common = "".join(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 below = [Series((Text(text[len(common) :]), *rest)) for text, rest in texts]
                 options.append(f"{_literal(common)} {self._alternatives(below)}")
         return _any(options)
@@ -266,11 +267,6 @@ def _order(head: _Head) -> tuple[int, str, str]:
     """Return a sort key: tokens first. The first two elements are equal for literals that begin alike."""
     mark = head[0]
     return (0, str(mark.token), "") if isinstance(mark, Token) else (1, mark.text[:1], mark.text)
-
-
-def _common_prefix(left: str, right: str) -> str:
-    length = next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
-    return left[: min(length, len(right))]
 
 
 def _literal(text: str) -> str:

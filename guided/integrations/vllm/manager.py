@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("guided.integrations")
 _QUICK_MASKS = 16
 """Number of successive masks, each ready within a step, after which a slow request is an ordinary one again."""
-_MAX_REPLAYS = 2
-"""Default of `max_replays`: vLLM has no finish reason for a request that ends because of another request's fault."""
 
 
 @dataclass(slots=True)
@@ -287,7 +285,7 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
     if not isinstance(step_wait, int | float) or step_wait < 0:
         raise ValueError(f"step_wait is a number of seconds, 0 or more, not {step_wait!r}")
     if options["pool"] == "ray":
-        options.setdefault("max_replays", _MAX_REPLAYS)
+        options.setdefault("max_replays", 2)  # vLLM has no finish reason for another request's fault
         if config.parallel_config.distributed_executor_backend == "ray":
             options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
     make = find_pool(options.pop("pool"), options)
