@@ -26,23 +26,9 @@ def triggered(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "form",
     [
-        TEXT,
-        {"type": "const_string", "value": "x"},
-        {"type": "or", "elements": [TEXT, {"type": "json_object"}]},
-        {"type": "repeat", "min": 0, "max": -1, "content": TAG},
         {"type": "plus", "content": TAG},
         {"type": "dispatch", "rules": [["<x", {"type": "regex", "pattern": "a"}]], "loop": False},
-        {
-            "type": "tag",
-            "begin": {"type": "token", "token": "<|x|>"},
-            "content": TEXT,
-            "end": {"type": "token", "token": 7},
-        },
-        {
-            "type": "token_triggered_tags",
-            "trigger_tokens": [3],
-            "tags": [{**TAG, "begin": {"type": "token", "token": 3}}],
-        },
+        {**TAG, "begin": {"type": "token", "token": "<|x|>"}, "end": [{"type": "token", "token": 7}, "x"]},
         {"type": "json_schema", "json_schema": {"type": "integer"}, "style": "json", "any_order": False},
         triggered(at_least_one=True, stop_after_first=True, excludes=["x"]),
     ],
@@ -105,6 +91,7 @@ def test_errors_say_where(form: Any, pointer: str, words: list[str]) -> None:
             {"type": "structural_tag", "structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]},
             "/structures/0/begin",
         ),
+        ({"structures": [], "triggers": []}, "/triggers"),
         ("{", None),
     ],
 )

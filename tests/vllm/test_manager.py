@@ -348,15 +348,10 @@ class TestReasoning:
         subject = Subject(monkeypatch, Reasoner)
         assert subject.rows([]) == ["all"]
         assert subject.accept(7)
+        assert subject.rows([8, 9]) == ["all", "all", "all"]
         assert subject.rows([8, END_OF_THOUGHT, 1]) == ["all", "all", [1], [2]]
         assert subject.accept(8, END_OF_THOUGHT, 1, 2)
         assert subject.rows([3]) == [[3], [4]]
-
-    def test_drafts_without_an_end_are_unconstrained(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, Reasoner)
-        assert subject.rows([8, 9]) == ["all", "all", "all"]
-        assert subject.accept(8, END_OF_THOUGHT)
-        assert subject.rows([]) == [[1]]
 
     @pytest.mark.parametrize("drafts", [[], [8], [8, 7]])
     def test_an_end_that_can_not_begin_the_output_is_forbidden(
