@@ -6,7 +6,6 @@ in the calling process, `actors.RayPool` in processes that may crash.
 
 from guided.bundle import ProcessorBundle
 from guided.constraint import KINDS, Constraint, ConstraintKind
-from guided.decoding import DecodeStep, decode_step
 from guided.errors import (
     BackendError,
     CompileTimeout,
@@ -27,7 +26,7 @@ from guided.output_types import constraint_for, parse_as
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
-from guided.processor import GuidedProcessor
+from guided.processor import DecodeStep, GuidedProcessor, decode_step
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 

@@ -14,11 +14,7 @@ from guided.vocabulary import Vocabulary
 
 
 class BackendProcess:
-    """Calls functions in another process, one after the other. A process that was killed is replaced.
-
-    Args:
-        names: the backends to load before the first call.
-    """
+    """Calls functions in another process, with the backends `names` loaded. A process that was killed is replaced."""
 
     def __init__(self, vocabulary: Vocabulary, names: Sequence[str] = ()) -> None:
         self._arguments = vocabulary.to_bytes(), names

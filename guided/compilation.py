@@ -1,7 +1,4 @@
-"""Compilation of a constraint by the first backend that supports it, with a check of the first mask.
-
-It runs in a process that may be killed (`actors`), or in the calling process (`InlinePool`).
-"""
+"""Compilation of a constraint by the first backend that supports it, with a check of the first mask."""
 
 from __future__ import annotations
 
@@ -74,14 +71,8 @@ def compile_constraint(
 
 
 def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compiled:
-    """Compile with one backend, and compute the first mask.
-
-    Raises:
-        InvalidConstraint: the constraint is malformed, or no output satisfies it.
-        UnsupportedConstraint: the backend can't enforce all of it.
-        ConstraintTooLarge: it is nested too deep, or too long, for Python's stack.
-        BackendError: the library failed.
-    """
+    """Compile with one backend, and compute the first mask. Raises as `compile_constraint` does, and
+    `ConstraintTooLarge` for a constraint that is nested too deep for Python's stack."""
     try:
         with guard(name):
             backend = backends[name]

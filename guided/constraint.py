@@ -1,15 +1,13 @@
 """A constraint on the output of a request, checked before any grammar library gets it.
 
-The checks here are cheap and use no native code: sizes, nesting, NUL bytes, counts, and for JSON Schema the
-meta-schema. The syntax of a regex or a grammar is checked where it is compiled, in a process that may be killed
-(`docs/structure.md`).
+The checks here are cheap: sizes, nesting, NUL bytes, counts, and for JSON Schema the meta-schema. The syntax of a regex
+or a grammar is checked where it is compiled, in a process that may be killed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +19,6 @@ from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
 from guided.structural_tag import Content, Node, contents, located, parse, read
 
-logger = logging.getLogger(__name__)
-
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 """The default whitespace between JSON tokens: nothing, one space, or a line break and its indentation.
@@ -30,7 +26,7 @@ USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 It allows what `json.dumps` writes, and no more: with unbounded whitespace, a model may generate blanks until its token
 limit.
 """
-_ANY_SIZE = Limits(**dict.fromkeys(Limits.RANGES, sys.maxsize))
+_ANY_SIZE = Limits(**dict.fromkeys(Limits.__dataclass_fields__, sys.maxsize))
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 _OPTIONS: Mapping[str, Collection[str]] = {
     "json_schema": ("whitespace", "additional_properties", "strict_schema"),
@@ -113,8 +109,6 @@ class Constraint:
             document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", limits, param)
-        if notes:
-            logger.debug("not enforced in %s: %s", param, ", ".join(map(str, notes)))
         spaces = _whitespace(whitespace, limits, param)
         return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(map(str, notes)), limits=limits)
 
@@ -197,11 +191,7 @@ class Constraint:
         return Constraint(content.kind, source, self.whitespace, self.strict, self.leave_out)
 
     def check(self, limits: Limits) -> None:
-        """Check this constraint against `limits`, unless it was created under them.
-
-        Raises:
-            ConstraintTooLarge: over one of them.
-        """
+        """Check this constraint against `limits`, unless it was created under them. Raises `ConstraintTooLarge`."""
         if self.limits != limits:
             value = self.choices if self.kind == "choice" else self.source
             Constraint.of_kind(self.kind, value, whitespace=self.whitespace, limits=limits, param=self.kind)

@@ -10,7 +10,10 @@ from guided.errors import GuidedError
 
 def error_body(error: GuidedError) -> dict[str, Any]:
     """Return the body of an error response, also used as the payload of an error event in a stream."""
-    return envelope(error.status, str(error), error.param, error.code, error.pointer)
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "rate_limit_error" if error.status == 429 else kind
+    fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code, "pointer": error.pointer}
+    return {"error": fields}
 
 
 def error_headers(error: GuidedError) -> dict[str, str]:
@@ -21,14 +24,3 @@ def error_headers(error: GuidedError) -> dict[str, str]:
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers
-
-
-def envelope(status: int, message: str, param: str | None, code: str, pointer: str | None = None) -> dict[str, Any]:
-    """Return the body of an error that is no `GuidedError`.
-
-    Args:
-        status: HTTP status, which determines OpenAI's error type.
-        pointer: RFC 6901 pointer into the schema.
-    """
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code, "pointer": pointer}}

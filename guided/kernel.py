@@ -7,20 +7,16 @@ CUDA, torch for everything else. Functions import torch themselves: it takes 3 s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.pools.protocol import ReadyMasks
-
 if TYPE_CHECKING:
     import torch
 
-Masks: TypeAlias = NDArray[np.int32] | Sequence[NDArray[np.int32]] | Sequence[ReadyMasks]
-"""int32 `[rows, words]`, or a sequence of `[words]`, or the parts of a step's masks, one after the other."""
 Bits: TypeAlias = NDArray[Any]
 """Logits as unsigned integers of the same width. As such, only a NaN with its sign set is larger than -inf, and of two
 negative logits the lower one is the larger integer."""
@@ -31,25 +27,27 @@ _cuda_failed = False
 
 
 def apply_bitmask(
-    logits: torch.Tensor, bitmask: Masks, rows: Sequence[int] | NDArray[np.intp], least: float | None = None
+    logits: torch.Tensor,
+    masks: Iterable[NDArray[np.int32]],
+    rows: Sequence[int] | NDArray[np.intp],
+    least: float | None = None,
 ) -> None:
     """Write -inf over the forbidden logits, in place.
 
     Args:
         logits: float `[batch, padded_vocab_size]`, any device. On CUDA: float32, bfloat16 or float16, each row
             contiguous.
-        bitmask: `len(rows)` rows; row i belongs to `logits[rows[i]]`. They may be overwritten as soon as this returns.
+        masks: int32 `[words]`, contiguous, one for each of `rows`. They may be overwritten as soon as this returns.
         rows: distinct rows of `logits`.
         least: minimum of an allowed logit; negative.
 
-    Columns of `logits` beyond the bitmask are forbidden too. A forbidden NaN may stay one.
-
-    On CUDA, after an exception (no Triton, no compiler, another type or layout) this process uses torch instead.
+    Columns of `logits` beyond the masks are forbidden too. A forbidden NaN may stay one. On CUDA, after an exception
+    (no Triton, no compiler, another type or layout) this process uses torch instead.
     """
     if not len(rows):
         return
     rows = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
-    masks = _each(bitmask)
+    masks = list(masks)
     if logits.device.type == "cpu" and logits.stride(1) == 1 and logits.element_size() in (2, 4):
         _apply_on_cpu(logits, masks, rows, least)
         return
@@ -59,14 +57,6 @@ def apply_bitmask(
         _apply_on_cuda_or_by_torch(logits, masks, rows)
     else:
         _apply_by_torch(logits, masks, rows)
-
-
-def _each(masks: Masks) -> list[NDArray[np.int32]]:
-    """Return the masks one by one: contiguous int32 `[words]`."""
-    found: list[NDArray[np.int32]] = []
-    for part in masks:
-        found += [part.masks[slot] for slot in part.slots] if isinstance(part, ReadyMasks) else [part]
-    return [np.ascontiguousarray(mask) for mask in found]
 
 
 def _apply_on_cpu(logits: torch.Tensor, masks: list[NDArray[np.int32]], rows: list[int], least: float | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from guided.errors import ConstraintTooLarge, bounded
@@ -84,46 +84,28 @@ class Limits:
     Lower than for choices: an alternative may be any subschema, and each has its own states.
     """
 
-    RANGES: ClassVar[Mapping[str, Range]] = dict.fromkeys(
-        (
-            *("max_constraint_bytes", "max_values", "max_nesting", "max_choices", "max_enum"),
-            *("max_repetition", "max_grammar_rules", "max_alternatives"),
-        ),
-        Range(1),
-    )
-
     def __post_init__(self) -> None:
-        check_ranges(self)
+        for each in fields(self):
+            if getattr(self, each.name) < 1:
+                raise ValueError(f"{each.name} is {getattr(self, each.name)}; it must be at least 1")
 
     def check_regex(self, pattern: str, param: str, pointer: str | None = None) -> None:
-        """Refuse repetition bounds, alternatives and group nesting over the limits.
-
-        Raises:
-            ConstraintTooLarge: with `param`, and `pointer` where the pattern is part of a schema.
-        """
+        """Raise `ConstraintTooLarge` for repetition bounds, alternatives or group nesting over the limits."""
         self._measure(_REGEX_TOKEN.finditer(pattern), param, pointer)
 
     def check_grammar(self, text: str, param: str) -> None:
-        """Refuse rules, repetition bounds, alternatives and bracket nesting of Lark or GBNF over the limits.
-
-        Raises:
-            ConstraintTooLarge: with `param`.
-        """
+        """Raise `ConstraintTooLarge` for rules, repetitions, alternatives or brackets over the limits."""
         rules = sum(1 for _ in _RULE.finditer(text))
         if rules > self.max_grammar_rules:
-            raise ConstraintTooLarge(
-                f"the grammar has {rules} rules; the limit is {self.max_grammar_rules}", param=param
-            )
+            message = f"the grammar has {rules} rules; the limit is {self.max_grammar_rules}"
+            raise ConstraintTooLarge(message, param=param)
         self._measure(_GRAMMAR_TOKEN.finditer(text), param, None)
 
     def too_many_alternatives(self, param: str, pointer: str | None) -> ConstraintTooLarge:
         """Return the error for more than `max_alternatives`."""
-        return ConstraintTooLarge(
-            f"there are more than {self.max_alternatives} alternatives; 'choice' and 'enum' may have more"
-            f" ({self.max_choices} and {self.max_enum})",
-            param=param,
-            pointer=pointer,
-        )
+        message = f"there are more than {self.max_alternatives} alternatives; 'choice' and 'enum' may have more"
+        message += f" ({self.max_choices} and {self.max_enum})"
+        return ConstraintTooLarge(message, param=param, pointer=pointer)
 
     def _measure(self, tokens: Iterable[re.Match[str]], param: str, pointer: str | None) -> None:
         repeated = [1]
@@ -135,8 +117,6 @@ class Limits:
         bars = 0
         for token in tokens:
             kind = token.lastgroup
-            if kind is None:
-                continue
             if kind == "bar":
                 bars += 1
                 if bars >= self.max_alternatives:
@@ -145,21 +125,19 @@ class Limits:
                 if token["bracket"] == "(":
                     repeated.append(1)
                     if len(repeated) - 1 > self.max_nesting:
-                        raise ConstraintTooLarge(
-                            f"brackets are nested deeper than {self.max_nesting} levels", param=param, pointer=pointer
-                        )
+                        message = f"brackets are nested deeper than {self.max_nesting} levels"
+                        raise ConstraintTooLarge(message, param=param, pointer=pointer)
                 else:
                     closed, end = (repeated.pop() if len(repeated) > 1 else 1), token.end()
                     repeated[-1] = max(repeated[-1], closed)
-            else:
+            elif kind is not None:  # neither an escape nor a class
                 inner = closed if token.start() == end else 1
                 product = _bound(token) * inner
                 repeated[-1] = max(repeated[-1], product)
                 if product > self.max_repetition:
                     what = f"the repetition {bounded(token[0], 40)!r} goes" if inner == 1 else "nested repetitions go"
-                    raise ConstraintTooLarge(
-                        f"{what} beyond the limit of {self.max_repetition}", param=param, pointer=pointer
-                    )
+                    message = f"{what} beyond the limit of {self.max_repetition}"
+                    raise ConstraintTooLarge(message, param=param, pointer=pointer)
 
 
 def _bound(token: re.Match[str]) -> int:

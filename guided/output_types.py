@@ -2,7 +2,6 @@
 
 A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, `list[int]`) or
 a term of the outlines package (`outlines.types`: regexes, `Choice`, `JsonSchema`, `CFG`), also as a field of a model.
-pydantic and outlines are optional, and imported when needed.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def constraint_for(
     """Build the constraint of a type.
 
     An `Enum` or a `Literal` of strings is a `choice`: the output is the plain text of one value. Other types are JSON.
-    A term of outlines is the constraint of the same kind: a schema, a grammar, a choice, or else a regex.
+    A term of outlines is a schema, a grammar, or else a regex.
 
     Raises:
-        InvalidConstraint: there is no constraint for this type, or a package that it needs is not installed.
+        InvalidConstraint: there is no constraint for this type.
         ConstraintTooLarge: over one of `limits`.
     """
     if _is_term(output_type):
@@ -55,10 +54,8 @@ def constraint_for(
 def parse_as(output_type: Any, text: str) -> Any:
     """Return a complete output that the constraint of `output_type` allows, as a value of that type.
 
-    A term of outlines has no type of its own: a schema becomes what `json.loads` returns, other terms stay text.
-
-    Raises:
-        ValueError: a validator of the type rejects the value. A JSON schema does not express every validator.
+    A term of outlines has no type of its own: a schema becomes what `json.loads` returns, other terms stay text. Raises
+    `ValueError` if a validator of the type, which a JSON schema may not express, rejects the value.
     """
     if _is_term(output_type):
         return json.loads(text) if hasattr(output_type, "schema") else text
@@ -72,20 +69,13 @@ def _strings(output_type: Any) -> list[str]:
     if isinstance(output_type, enum.EnumMeta):
         members: dict[str, Any] = dict(output_type.__members__)
         values = [member.value for member in members.values()]
-    return _texts(values)
-
-
-def _texts(values: Sequence[Any]) -> list[str]:
     return list(values) if all(type(value) is str and value for value in values) else []
 
 
 def _adapter(output_type: Any, param: str) -> TypeAdapter[Any]:
     try:
-        hash(output_type)
         return _cached_adapter(output_type)
-    except ImportError:
-        raise InvalidConstraint(f"{param} needs pydantic: pip install pydantic", param=param) from None
-    except Exception as error:
+    except Exception as error:  # also of a type without a hash
         message = f"{_name(output_type)} is not a type that can be a constraint: {bounded(error)}"
         raise InvalidConstraint(message, param=param) from None
 
@@ -131,8 +121,6 @@ def _constraint_of_term(term: Any, whitespace: str | None, limits: Limits, param
     _refuse_whitespace(whitespace)
     if kind == "CFG":
         return Constraint.grammar(term.definition, limits=limits, param=param)
-    if kind == "Choice" and _texts(term.items):
-        return Constraint.choice(term.items, limits=limits, param=param)
     return Constraint.regex(_regex(term, param), limits=limits, param=param)
 
 
@@ -152,11 +140,8 @@ def _regex(term: Any, param: str) -> str:
 
 def _parts(term: Any) -> Iterator[Any]:
     yield term
-    for part in (
-        *getattr(term, "terms", ()),
-        *getattr(term, "items", ()),
-        *filter(None, [getattr(term, "term", None)]),
-    ):
+    inner = getattr(term, "term", None)
+    for part in (*getattr(term, "terms", ()), *getattr(term, "items", ()), *([] if inner is None else [inner])):
         yield from _parts(part)
 
 

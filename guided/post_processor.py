@@ -99,8 +99,8 @@ class LogitPostProcessor:
             new_tokens: int32 `[len(sequences)]`: see `MaskPool.submit`.
 
         Raises:
-            ValueError: a sequence's request is not initialized (or is freed), its grammar is still being compiled, or
-                its id is used twice, or by another request. Nothing was sent.
+            ValueError: a sequence's request is not initialized, its grammar is still being compiled, or its id is used
+                twice. Nothing was sent.
             GuidedError: the compilation of its grammar failed.
             RuntimeError: `apply` has not followed the last `prepare`.
         """
@@ -129,7 +129,6 @@ class LogitPostProcessor:
 
         Args:
             seq: the sequence. Its output already ends with the token.
-            token_id: the sampled token.
             logprobs: of the token, and of as many others as the request asked for, by token id.
 
         Returns:
@@ -153,10 +152,7 @@ class LogitPostProcessor:
         return {}
 
     def decided(self) -> list[int]:
-        """Return late sequences that are decided, without waiting, until they are prepared again with the same tokens.
-
-        A sequence that is never returned waits until nothing else can run, or its request is aborted.
-        """
+        """Return late sequences that are decided, without waiting, until they are prepared again, unchanged."""
         return []
 
     def failures(self) -> dict[str, GuidedError]:

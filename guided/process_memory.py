@@ -33,8 +33,7 @@ def give_back_free_memory() -> None:
 def watch_free_memory() -> None:
     """Start a thread that returns freed memory of this process to the system. The C library would keep it.
 
-    Loading a grammar, computing its first mask, and reading a large body temporarily take many times their size. If all
-    of the growth is in use, which can't be seen, an attempt takes 15 ms per GB, in which no thread allocates memory.
+    Loading a grammar, its first mask, and reading a large body temporarily take many times their size.
     """
 
     def run() -> None:

@@ -1,17 +1,20 @@
-"""GuidedProcessor: the standard post-processor. It masks constrained rows with the bitmasks of a pool."""
+"""GuidedProcessor: the standard post-processor. It masks constrained rows with the bitmasks of a pool.
+
+`decode_step` is one step of a decode loop with it. `docs/embedding.md` shows the calls that it makes.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from guided.backends import candidates
-from guided.bitmask import pack
+from guided.bitmask import pack, words
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.kernel import apply_bitmask
@@ -35,11 +38,7 @@ class _Request:
 
 
 class GuidedProcessor(LogitPostProcessor):
-    """The standard `LogitPostProcessor`: masks constrained rows with the bitmasks of a pool.
-
-    Args:
-        pool: computes the masks. The caller shuts it down.
-    """
+    """The standard `LogitPostProcessor`. It computes masks with `pool`, which the caller shuts down."""
 
     all_rows = False
 
@@ -121,7 +120,8 @@ class GuidedProcessor(LogitPostProcessor):
         rows = [part.rows for part in step.ready]
         if self._logits_rows is not None:
             rows = [self._logits_rows[part] for part in rows]
-        apply_bitmask(logits, step.ready, np.concatenate(rows) if rows else ())
+        masks = (part.masks[slot] for part in step.ready for slot in part.slots)
+        apply_bitmask(logits, masks, np.concatenate(rows) if rows else ())
         closed = self._without_mask(step)
         if closed:
             logits[closed] = float("-inf")
@@ -135,10 +135,12 @@ class GuidedProcessor(LogitPostProcessor):
         Args:
             bitmask: int32 `[rows, words]`. Line i gets the mask of the sequence with logits row i. Lines of failed and
                 late sequences allow a stop token only.
-            deadline: seconds to wait at most, also if all rows are late then. None: as for `apply`.
+            deadline: seconds to wait at most. None: as for `apply`.
         """
         step, report = self._collect(self._take_prepared("collect"), deadline, alone=False)
-        step.copy_to(bitmask, self._logits_rows)
+        lines = self._logits_rows
+        for part in step.ready:
+            bitmask[part.rows if lines is None else lines[part.rows]] = part.masks[part.slots]
         bitmask[self._without_mask(step)] = self._stop_mask
         return report
 
@@ -157,11 +159,7 @@ class GuidedProcessor(LogitPostProcessor):
     def _collect(
         self, sequences: Sequence[GuidedSequence], deadline: float | None, alone: bool
     ) -> tuple[StepMasks, ApplyReport]:
-        """Collect the step, and free the sequences that failed.
-
-        Args:
-            alone: no other row of the batch can be sampled. If all are late, wait for the first mask.
-        """
+        """Collect the step, and free the sequences that failed. `alone`: no other row of the batch can be sampled."""
         started = time.perf_counter()
         step = self._pool.collect(deadline)
         if alone and deadline is not None and sequences and len(step.late) == len(sequences):
@@ -180,12 +178,7 @@ class GuidedProcessor(LogitPostProcessor):
         return step, report
 
     def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
-        """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again.
-
-        Args:
-            until: the end of the wait, by `time.perf_counter()`.
-            seconds: `StepMasks.seconds` so far.
-        """
+        """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again."""
         while not self._pool.decided() and time.perf_counter() < until:
             time.sleep(0.0005)  # interval between looks for the first mask, after the deadline
         self._pool.submit(sequences)
@@ -234,3 +227,64 @@ class GuidedProcessor(LogitPostProcessor):
             request = self._requests.get(self._request_ids.pop(sequence_id, ""))
             if request is not None:
                 request.sequences.discard(sequence_id)
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """The result of one step."""
+
+    tokens: list[int]
+    """The sampled token of each logits row. Ignore those of failed and late sequences."""
+    report: ApplyReport
+    """Which sequences failed, and which are late."""
+    ended: list[int] = field(default_factory=list)
+    """Ids of sequences that sampled a stop token. It is not appended. Do not decode them again."""
+
+
+def decode_step(
+    processor: GuidedProcessor,
+    sequences: Sequence[GuidedSequence],
+    forward: Callable[[], torch.Tensor],
+    sample: Callable[[torch.Tensor], Sequence[int]],
+    logits_rows: Sequence[int] | None = None,
+    deadline: float | None = None,
+) -> DecodeStep:
+    """Prepare the masks, run the forward pass, apply the masks, sample, and append the tokens to the outputs.
+
+    Args:
+        sequences: the constrained sequences of the batch, with lists as `output_token_ids`.
+        forward: returns the logits, float `[rows, >= padded_vocab_size]`. The masks are computed meanwhile.
+        sample: returns one token for each logits row.
+        logits_rows: the logits row of each sequence. None: row i for sequence i.
+        deadline: seconds to wait for masks after the forward pass. A sequence without a mask by then is late: decode it
+            again when `processor.decided` returns it. None: wait for every mask.
+
+    Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the forced tokens
+    are appended too, so an output may grow by several tokens.
+    """
+    processor.prepare(sequences, logits_rows)
+    try:
+        logits = forward()
+    except BaseException:  # each `prepare` is followed by one `apply` or `collect`
+        rows = len(sequences) if logits_rows is None else 1 + max(logits_rows, default=-1)
+        processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0)
+        raise
+    report = processor.apply(logits, deadline)
+    step = DecodeStep([int(token) for token in sample(logits)], report)
+    for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
+        if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
+            _append(processor, sequence, [step.tokens[row]], step)
+    if forced := processor.edits(sequences):
+        for sequence in sequences:
+            if sequence.sequence_id in forced:
+                _append(processor, sequence, forced[sequence.sequence_id].append, step)
+    return step
+
+
+def _append(processor: GuidedProcessor, sequence: GuidedSequence, tokens: Sequence[int], step: DecodeStep) -> None:
+    """Append to the output, up to a stop token."""
+    for token in tokens:
+        if token in processor.vocabulary.stop_token_ids:
+            step.ended.append(sequence.sequence_id)
+            return
+        cast("list[int]", sequence.output_token_ids).append(token)

@@ -33,11 +33,7 @@ class GivenWhitespace:
 
 
 def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
-    """Return the only constraint field, or None if there is none.
-
-    Raises:
-        InvalidConstraint: several are given.
-    """
+    """Return the only constraint field, or None if there is none. Raises `InvalidConstraint` if there are several."""
     if len(given) > 1:
         names = " and ".join(one.field for one in given)
         raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].field)
@@ -71,11 +67,7 @@ def build(
     strict_schema: bool = False,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Constraint:
-    """Build the constraint.
-
-    Raises:
-        InvalidConstraint, ConstraintTooLarge: `param` is the field at fault.
-    """
+    """Build the constraint. `param` of an `InvalidConstraint` is the field at fault."""
     try:
         return Constraint.of_kind(
             one.kind,
@@ -95,11 +87,7 @@ def build(
 def refuse_stops(
     constraint: Constraint, stop: Sequence[str] | str | None, stop_token_ids: Sequence[int] | None
 ) -> None:
-    """Reject stop conditions that could end an output before it satisfies its constraint.
-
-    Raises:
-        InvalidRequest: the request has such stop conditions.
-    """
+    """Raise `InvalidRequest` for stop conditions that could end an output before it satisfies its constraint."""
     strings = [stop] if isinstance(stop, str) else stop or ()
     choices = constraint.choices if constraint.kind == "choice" else []
     cutting = next((text for text in strings if _may_contain(constraint, choices, text)), None)

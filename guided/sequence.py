@@ -11,10 +11,7 @@ from guided.completing.budget import Budget
 
 @dataclass(slots=True, eq=False)
 class GuidedSequence:
-    """One sequence. The engine makes it once and passes the same object at every step.
-
-    The fields are those that vLLM's RFC 5423 lists for a row. Everything is held by reference.
-    """
+    """One sequence, with the fields of a row in vLLM's RFC 5423. The engine passes the same object at every step."""
 
     request_id: str
     sequence_id: int

@@ -1,18 +1,22 @@
 """Structural tags: free text with constrained parts, in the format that vLLM and xgrammar publish.
 
-`parse` checks the shape of a structural tag and reduces its formats to eight kinds of nodes, which
-`guided/tags/` lowers for each library. It checks no content (schemas, regexes, grammars): `guided/constraint.py` does.
+msgspec checks the shape of a structural tag. `parse` reduces its formats to eight kinds of nodes, which `guided/tags/`
+lowers for each library. It checks no content (schemas, regexes, grammars): `guided/constraint.py` does.
 
 Free text ends at the first occurrence of a literal that can follow it: a trigger, or an end tag.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Union
+
+import msgspec
+from msgspec import Meta, defstruct
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
@@ -155,204 +159,200 @@ def located(content: Content, param: str) -> Iterator[None]:
         raise
 
 
-_MAX_TOKEN_ID = 1 << 31
+_Literal = Annotated[str, Meta(pattern=r"^[^\x00]*$")]  # no backend can take a NUL character
+_Trigger = Annotated[str, Meta(pattern=r"^[^\x00]+$")]
+_TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Not = Annotated[list[Any], Meta(max_length=0)]
+"""A list that must be empty: xgrammar's option is not supported."""
+_AtLeastOne = Meta(min_length=1)
+
+
+class _Token(msgspec.Struct, tag="token", tag_field="type", forbid_unknown_fields=True):
+    token: str | _TokenId
+
+
+_Mark = _Literal | _Token
+
+
+class _Tag(msgspec.Struct, tag="tag", tag_field="type", forbid_unknown_fields=True):
+    begin: _Mark
+    content: Any
+    end: _Mark | Annotated[list[_Mark], _AtLeastOne]
+
+
+class _Structure(msgspec.Struct, forbid_unknown_fields=True):
+    begin: _Literal
+    schema: Any
+    end: _Literal
+
+
+_TAGS = ("tags", Annotated[list[_Tag], _AtLeastOne])
+_FLAGS = [("at_least_one", bool, False), ("stop_after_first", bool, False)]
+_EXCLUDES: Any = ("excludes", list[Annotated[str, _AtLeastOne]], [])
+_FORMATS: dict[str, list[Any]] = {
+    "json_schema": [
+        ("json_schema", Any),
+        ("style", Literal["json"], "json"),
+        ("any_order", bool, False),  # the schema's own order, which is enforced, is always valid
+        ("max_whitespace_cnt", None, None),
+        ("excludes", _Not, []),
+    ],
+    "regex": [("pattern", Any)],
+    "grammar": [("grammar", Any)],
+    "choice": [("choice", Any)],
+    "json_object": [],
+    "const_string": [("value", _Literal)],
+    "any_text": [_EXCLUDES, ("max_tokens", Annotated[int, Meta(ge=0)] | None, None), ("max_chars", None, None)],
+    "sequence": [("elements", list[Any])],
+    "or": [("elements", Annotated[list[Any], _AtLeastOne])],
+    "triggered_tags": [("triggers", Annotated[list[_Trigger], _AtLeastOne]), _TAGS, *_FLAGS, _EXCLUDES],
+    "token_triggered_tags": [
+        ("trigger_tokens", Annotated[list[str | _TokenId], _AtLeastOne]),
+        *(_TAGS, *_FLAGS),
+        ("exclude_tokens", _Not, []),
+    ],
+    "tags_with_separator": [_TAGS, ("separator", _Literal), *_FLAGS],
+    "optional": [("content", Any)],
+    "plus": [("content", Any)],
+    "star": [("content", Any)],
+    "repeat": [("content", Any), ("min", Annotated[int, Meta(ge=0)]), ("max", Annotated[int, Meta(ge=-1)])],
+    "dispatch": [("rules", Annotated[list[tuple[_Trigger, Any]], _AtLeastOne]), ("loop", bool, True), _EXCLUDES],
+}
+"""Name of a format -> its fields (name, type, default), as in `xgrammar.structural_tag`. Formats in it are `Any`."""
+_STRUCTS = (defstruct(n, f, tag=n, tag_field="type", forbid_unknown_fields=True) for n, f in _FORMATS.items())
+_Format: Any = Union[*_STRUCTS, _Token, _Tag]
+_TYPE = ("type", Literal["structural_tag"], "structural_tag")
+_Document = defstruct("_Document", [("format", Any), _TYPE], forbid_unknown_fields=True)
+_OLDER: list[Any] = [("structures", list[_Structure]), ("triggers", Annotated[list[_Trigger], _AtLeastOne]), _TYPE]
+_Older = defstruct("_Older", _OLDER, forbid_unknown_fields=True)
+"""vLLM's older form of a structural tag."""
 _MAX_COMPARED = 10**8
 """Characters in which triggers are searched: half a second, if they begin alike."""
-_Fields = Mapping[str, Any]
-_CONTENTS: dict[str, tuple[ContentKind, str]] = {
-    "json_schema": ("json_schema", "json_schema"),
-    "regex": ("regex", "pattern"),
-    "grammar": ("grammar", "grammar"),
-    "choice": ("choice", "choice"),
-    "json_object": ("json_object", ""),
-}
-"""Format -> kind of constraint, and the field with its value."""
-_ADVICE = {
-    "exclude_token": "any_text with excludes",
-    "any_tokens": "any_text",
-    "token_dispatch": "dispatch with the names of special tokens as patterns",
-    "qwen_xml_parameter": "json_schema",
-}
-_TYPES: dict[type, str] = {str: "a string", list: "a list", dict: "an object", bool: "true or false", int: "an integer"}
 
 
 class _Reader:
-    """One call of `parse`."""
+    """One call of `parse`. `at` is the JSON pointer of a format."""
 
     def __init__(self, limits: Limits, param: str) -> None:
         self._limits = limits
         self._param = param
         self._alternatives = 0
-        self._formats: dict[str, Callable[[_Fields, str, int], Node]] = {
-            **dict.fromkeys(_CONTENTS, self._content),
-            "const_string": lambda fields, at, _: self._literal(self._take(fields, at, str, "value"), f"{at}/value"),
-            "any_text": self._any_text,
-            "sequence": lambda fields, at, depth: Series(tuple(self._list(fields, at, depth, "elements"))),
-            "or": self._or,
-            "tag": self._tag,
-            "triggered_tags": self._triggered_tags,
-            "token_triggered_tags": self._triggered_tags,
-            "tags_with_separator": self._tags_with_separator,
-            "optional": lambda fields, at, depth: self._times(fields, at, depth, 0, 1),
-            "plus": lambda fields, at, depth: self._times(fields, at, depth, 1, None),
-            "star": lambda fields, at, depth: self._times(fields, at, depth, 0, None),
-            "repeat": self._repeat,
-            "token": lambda fields, at, _: self._token(self._take(fields, at, (str, int), "token"), f"{at}/token"),
-            "dispatch": self._dispatch,
-        }
 
     def document(self, tag: Any) -> Node:
-        if not isinstance(tag, Mapping):
-            raise self._invalid(f"a structural tag is {_TYPES[dict]}", "")
-        if tag.get("type", "structural_tag") != "structural_tag":
-            message = 'a structural tag has the type "structural_tag", and its "format" contains the formats'
-            raise self._invalid(message, "/type")
-        if "structures" in tag:
-            return self._older(tag)
-        self._known(tag, "", "type", "format")
-        return self._format(tag.get("format"), "/format", 0)
+        if not (isinstance(tag, Mapping) and "structures" in tag):
+            return self._node(self._convert(tag, _Document, "").format, "/format", 0)
+        older = self._convert(tag, _Older, "")
+        tags = [
+            (
+                Text(each.begin),
+                Series((Content("json_schema", each.schema, f"/structures/{index}/schema"), Text(each.end))),
+                f"/structures/{index}/begin",
+            )
+            for index, each in enumerate(older.structures)
+        ]
+        return self._triggered(map(Text, older.triggers), tags, "", loop=True)
 
-    def _older(self, tag: _Fields) -> Node:
-        """Read vLLM's older form: `structures` (begin, schema, end) and `triggers`."""
-        self._known(tag, "", "type", "structures", "triggers")
-        tags = []
-        for index, each in enumerate(self._take(tag, "", list, "structures")):
-            at = f"/structures/{index}"
-            if not isinstance(each, Mapping):
-                raise self._invalid("a structure is an object with begin, schema and end", at)
-            self._known(each, at, "begin", "schema", "end")
-            begin = self._literal(self._take(each, at, str, "begin"), f"{at}/begin")
-            end = self._literal(self._take(each, at, str, "end"), f"{at}/end")
-            if "schema" not in each:
-                raise self._invalid("schema is missing", at)
-            tags.append((begin, Series((Content("json_schema", each["schema"], f"{at}/schema"), end)), f"{at}/begin"))
-        triggers = self._literals(tag, "", "triggers")
-        return self._triggered(triggers, tags, "", loop=True, at_least_one=False, excludes=())
+    def _convert(self, value: Any, kind: Any, at: str) -> Any:
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            found = re.fullmatch(r"(.*?)(?: - at `\$(\S+)`)?", str(error), re.DOTALL)
+            assert found is not None
+            message, pointer = bounded(found[1]), at + re.sub(r"[.\[](\w+)\]?", r"/\1", found[2] or "")
+            if message.startswith("Invalid value") and kind is _Format:
+                message += f"; there are {', '.join([*_FORMATS, 'token', 'tag'])}"
+            raise InvalidConstraint(message, param=self._param, pointer=pointer) from None
 
-    def _format(self, format_: Any, at: str, depth: int) -> Node:
-        if not isinstance(format_, Mapping):
-            raise self._invalid("a format is an object with a type", at)
+    def _node(self, value: Any, at: str, depth: int) -> Node:
         if depth > self._limits.max_nesting:
             message = f"formats are nested deeper than {self._limits.max_nesting} levels"
             raise ConstraintTooLarge(message, param=self._param)
-        name = format_.get("type")
-        name = name if isinstance(name, str) else repr(name)
-        read = self._formats.get(name)
-        if read is None:
-            instead = f": use {_ADVICE[name]}" if name in _ADVICE else f"; there are {', '.join(self._formats)}"
-            raise self._invalid(f"{bounded(name, 60)!r} is not a supported format{instead}", f"{at}/type")
-        return read(format_, at, depth)
+        form = self._convert(value, _Format, at)
+        match name := form.__struct_config__.tag:
+            case "json_schema" | "grammar" | "choice":
+                return Content(name, getattr(form, name), f"{at}/{name}")
+            case "regex":
+                return Content("regex", form.pattern, f"{at}/pattern")
+            case "json_object":
+                return Content("json_object", None, at)
+            case "const_string":
+                return Text(form.value)
+            case "any_text":
+                return FreeText(self._distinct(form.excludes), form.max_tokens)
+            case "token":
+                return Token(form.token)
+            case "sequence":
+                return Series(tuple(self._nodes(form.elements, f"{at}/elements", depth)))
+            case "or":
+                return self._either(self._nodes(form.elements, f"{at}/elements", depth))
+            case "tag":
+                return Series(self._tag(form, at, depth))
+            case "triggered_tags" | "token_triggered_tags":
+                return self._triggered_tags(form, at, depth)
+            case "tags_with_separator":
+                tags = enumerate(form.tags)
+                one = self._either([Series(self._tag(tag, f"{at}/tags/{index}", depth + 1)) for index, tag in tags])
+                separated = Series((one, Times(Series((Text(form.separator), one)), 0, None)))
+                several = one if form.stop_after_first else separated
+                return several if form.at_least_one else Times(several, 0, 1)
+            case "dispatch":
+                self._count(len(form.rules))
+                rules = [
+                    (Text(trigger), self._node(rule, f"{at}/rules/{index}/1", depth + 1))
+                    for index, (trigger, rule) in enumerate(form.rules)
+                ]
+                return self._checked(Dispatch(tuple(rules), form.loop, self._distinct(form.excludes)), at)
+        low, high = {"optional": (0, 1), "plus": (1, -1), "star": (0, -1)}.get(name) or (form.min, form.max)
+        if -1 < high < low:
+            raise self._invalid("min and max are no range; max may be -1 for unbounded", at)
+        if max(low, high) > self._limits.max_repetition:
+            message = f"the limit of repetitions is {self._limits.max_repetition}"
+            raise ConstraintTooLarge(message, param=self._param, pointer=at)
+        return Times(self._node(form.content, f"{at}/content", depth + 1), low, None if high == -1 else high)
 
-    def _content(self, fields: _Fields, at: str, _depth: int) -> Node:
-        kind, field = _CONTENTS[fields["type"]]
-        neutral = {"style": "json", "any_order": False, "max_whitespace_cnt": None, "excludes": []}
-        for name, value in neutral.items():
-            if kind == "json_schema" and fields.get(name, value) != value:
-                message = f"{name} is not supported here, except {value!r}"
-                raise self._invalid(message, f"{at}/{name}")
-        self._known(fields, at, "type", field, *(neutral if kind == "json_schema" else ()))
-        if field and field not in fields:
-            raise self._invalid(f"{field} is missing", at)
-        return Content(kind, fields.get(field), f"{at}/{field}" if field else at)
+    def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
+        return [self._node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
 
-    def _any_text(self, fields: _Fields, at: str, _depth: int) -> Node:
-        self._known(fields, at, "type", "excludes", "max_tokens", "max_chars")
-        if fields.get("max_chars") is not None:
-            raise self._invalid("max_chars is not supported", f"{at}/max_chars")
-        limit = None if fields.get("max_tokens") is None else self._take(fields, at, int, "max_tokens")
-        if limit is not None and limit < 0:
-            raise self._invalid("max_tokens is not negative", f"{at}/max_tokens")
-        return FreeText(self._excludes(fields, at), limit)
-
-    def _or(self, fields: _Fields, at: str, depth: int) -> Node:
-        options = self._list(fields, at, depth, "elements")
-        if not options:
-            raise self._invalid("or has no elements: nothing can be produced", f"{at}/elements")
-        return self._either(options)
-
-    def _tag(self, fields: _Fields, at: str, depth: int) -> Node:
-        begin, rest = self._tag_parts(fields, at, depth)
-        return Series((begin, rest))
-
-    def _tag_parts(self, fields: Any, at: str, depth: int) -> tuple[Text | Token, Node]:
+    def _tag(self, tag: Any, at: str, depth: int) -> tuple[Text | Token, Node]:
         """Return a tag's begin, and what follows it."""
-        if not isinstance(fields, Mapping) or fields.get("type", "tag") != "tag":
-            raise self._invalid("a tag is an object with begin, content and end", at)
-        self._known(fields, at, "type", "begin", "content", "end")
-        begin = self._mark(self._take(fields, at, (str, dict), "begin"), f"{at}/begin", depth)
-        content = self._format(fields.get("content"), f"{at}/content", depth + 1)
-        end = self._take(fields, at, (str, dict, list), "end")
-        ends = end if isinstance(end, list) else [end]
-        if not ends:
-            raise self._invalid('end is an empty list; "" is no end tag', f"{at}/end")
-        marks = [self._mark(each, f"{at}/end", depth) for each in ends]
-        return begin, Series((content, self._either(marks)))
+        content = self._node(tag.content, f"{at}/content", depth + 1)
+        ends = tag.end if isinstance(tag.end, list) else [tag.end]
+        return _mark(tag.begin), Series((content, self._either(list(map(_mark, ends)))))
 
-    def _triggered_tags(self, fields: _Fields, at: str, depth: int) -> Node:
-        tokens = fields["type"] == "token_triggered_tags"
-        name, excludes = ("trigger_tokens", "exclude_tokens") if tokens else ("triggers", "excludes")
-        self._known(fields, at, "type", name, "tags", "at_least_one", "stop_after_first", excludes)
-        if tokens and fields.get(excludes):
-            raise self._invalid(f"{excludes} is not supported: free text has no special tokens", f"{at}/{excludes}")
-        triggers: list[Text | Token]
-        if tokens:
-            values = self._take(fields, at, list, name)
-            triggers = [self._token(each, f"{at}/{name}") for each in values if isinstance(each, str | int)]
-        else:
-            triggers = self._literals(fields, at, name)
+    def _triggered_tags(self, form: Any, at: str, depth: int) -> Node:
         tags = [
-            (*self._tag_parts(each, f"{at}/tags/{index}", depth + 1), f"{at}/tags/{index}/begin")
-            for index, each in enumerate(self._take(fields, at, list, "tags"))
+            (*self._tag(tag, f"{at}/tags/{index}", depth + 1), f"{at}/tags/{index}/begin")
+            for index, tag in enumerate(form.tags)
         ]
-        return self._triggered(
-            triggers,
-            tags,
-            at,
-            loop=not self._flag(fields, at, "stop_after_first"),
-            at_least_one=self._flag(fields, at, "at_least_one"),
-            excludes=() if tokens else self._excludes(fields, at),
-        )
+        triggers: list[Text | Token]
+        if hasattr(form, "triggers"):
+            triggers, excludes = [*map(Text, form.triggers)], self._distinct(form.excludes)
+        else:
+            triggers, excludes = [*map(Token, form.trigger_tokens)], ()
+        dispatch = self._triggered(triggers, tags, at, loop=not form.stop_after_first, excludes=excludes)
+        if not form.at_least_one:
+            return dispatch
+        first = self._either([Series((begin, rest)) for begin, rest, _ in tags])
+        return first if form.stop_after_first else Series((first, dispatch))
 
     def _triggered(
         self,
-        triggers: Sequence[Text | Token],
+        triggers: Iterable[Text | Token],
         tags: Sequence[tuple[Text | Token, Node, str]],
         at: str,
-        *,
         loop: bool,
-        at_least_one: bool,
-        excludes: tuple[str, ...],
-    ) -> Node:
-        if not tags or not triggers:
-            raise self._invalid("there is no tag, or no trigger", at)
-        self._count(len(triggers))  # they are compared with each other
+        excludes: tuple[str, ...] = (),
+    ) -> Dispatch:
+        """Return the dispatch of tags. `tags`: begin, what follows it, and the pointer of the begin."""
         rules: dict[Text | Token, list[Node]] = {trigger: [] for trigger in triggers}
+        self._count(len(rules))  # they are compared with each other
         for begin, rest, place in tags:
             trigger = next((each for each in rules if _starts(begin, each)), None)
             if trigger is None:
                 raise self._invalid("the tag never can be produced: no trigger is a prefix of its begin", place)
             left = begin.text[len(trigger.text) :] if isinstance(begin, Text) and isinstance(trigger, Text) else ""
             rules[trigger].append(Series((Text(left), rest)))
-        dispatch = self._checked(Dispatch(tuple((t, self._either(r)) for t, r in rules.items()), loop, excludes), at)
-        if not at_least_one:
-            return dispatch
-        first = self._either([Series((begin, rest)) for begin, rest, _ in tags])
-        return Series((first, dispatch)) if loop else first
-
-    def _dispatch(self, fields: _Fields, at: str, depth: int) -> Node:
-        self._known(fields, at, "type", "rules", "loop", "excludes")
-        rules: list[tuple[Text | Token, Node]] = []
-        for index, rule in enumerate(self._take(fields, at, list, "rules")):
-            place = f"{at}/rules/{index}"
-            if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
-                raise self._invalid("a rule is a list of a non-empty string and a format", place)
-            rules.append((self._literal(rule[0], f"{place}/0"), self._format(rule[1], f"{place}/1", depth + 1)))
-        if not rules:
-            raise self._invalid("dispatch has no rules", f"{at}/rules")
-        self._count(len(rules))
-        return self._checked(
-            Dispatch(tuple(rules), self._flag(fields, at, "loop", True), self._excludes(fields, at)), at
-        )
+        return self._checked(Dispatch(tuple((t, self._either(r)) for t, r in rules.items()), loop, excludes), at)
 
     def _checked(self, dispatch: Dispatch, at: str) -> Dispatch:
         """Check that each trigger of `dispatch` can occur, and is followed by something."""
@@ -374,72 +374,9 @@ class _Reader:
                     raise self._invalid(f"{message}: its tags never can be produced", f"{at}/excludes")
         return dispatch
 
-    def _tags_with_separator(self, fields: _Fields, at: str, depth: int) -> Node:
-        self._known(fields, at, "type", "tags", "separator", "at_least_one", "stop_after_first")
-        tags = self._list(fields, at, depth, "tags", self._tag)
-        if not tags:
-            raise self._invalid("there is no tag", f"{at}/tags")
-        separator = self._literal(self._take(fields, at, str, "separator"), f"{at}/separator")
-        one = self._either(tags)
-        once = self._flag(fields, at, "stop_after_first")
-        several = one if once else Series((one, Times(Series((separator, one)), 0, None)))
-        return several if self._flag(fields, at, "at_least_one") else Times(several, 0, 1)
-
-    def _repeat(self, fields: _Fields, at: str, depth: int) -> Node:
-        low, high = self._take(fields, at, int, "min"), self._take(fields, at, int, "max")
-        if low < 0 or high < -1 or -1 < high < low:
-            raise self._invalid("min and max are no range; max may be -1 for unbounded", at)
-        if max(low, high) > self._limits.max_repetition:
-            message = f"the limit of repetitions is {self._limits.max_repetition}"
-            raise ConstraintTooLarge(message, param=self._param, pointer=at)
-        return self._times(fields, at, depth, low, None if high == -1 else high)
-
-    def _times(self, fields: _Fields, at: str, depth: int, low: int, high: int | None) -> Node:
-        self._known(fields, at, "type", "content", *(("min", "max") if fields["type"] == "repeat" else ()))
-        return Times(self._format(fields.get("content"), f"{at}/content", depth + 1), low, high)
-
-    def _list(
-        self, fields: _Fields, at: str, depth: int, name: str, read: Callable[[Any, str, int], Node] | None = None
-    ) -> list[Node]:
-        self._known(fields, at, "type", name, *(("separator", "at_least_one", "stop_after_first") if read else ()))
-        each = read or self._format
-        return [
-            each(item, f"{at}/{name}/{index}", depth + 1)
-            for index, item in enumerate(self._take(fields, at, list, name))
-        ]
-
-    def _mark(self, mark: Any, at: str, depth: int) -> Text | Token:
-        """Read a begin or an end: a string, or a `token` format."""
-        if isinstance(mark, str):
-            return self._literal(mark, at)
-        node = self._format(mark, at, depth)
-        if not isinstance(node, Token):
-            raise self._invalid("a begin or an end is a string or a token", at)
-        return node
-
-    def _literals(self, fields: _Fields, at: str, name: str) -> list[Text | Token]:
-        values = self._take(fields, at, list, name)
-        for index, value in enumerate(values):
-            if not isinstance(value, str) or not value:
-                raise self._invalid("a trigger is a non-empty string", f"{at}/{name}/{index}")
-        return [self._literal(value, f"{at}/{name}") for value in dict.fromkeys(values)]
-
-    def _token(self, token: str | int, at: str) -> Token:
-        if isinstance(token, int) and not 0 <= token < _MAX_TOKEN_ID:  # Python's hashes of longer numbers collide
-            raise self._invalid("there is no token with this id", at)
-        return Token(token)
-
-    def _literal(self, text: str, at: str) -> Text:
-        if "\x00" in text:
-            raise self._invalid("the text contains a NUL character, which no backend can take", at)
-        return Text(text)
-
-    def _excludes(self, fields: _Fields, at: str) -> tuple[str, ...]:
-        values = fields.get("excludes") or []
-        if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-            raise self._invalid("excludes is a list of non-empty strings", f"{at}/excludes")
-        self._count(len(values))
-        return tuple(dict.fromkeys(values))
+    def _distinct(self, excludes: Sequence[str]) -> tuple[str, ...]:
+        self._count(len(excludes))
+        return tuple(dict.fromkeys(excludes))
 
     def _either(self, options: Sequence[Node]) -> Node:
         distinct = tuple(dict.fromkeys(options))
@@ -451,26 +388,12 @@ class _Reader:
         if self._alternatives > self._limits.max_alternatives:
             raise self._limits.too_many_alternatives(self._param, None)
 
-    def _take(self, fields: _Fields, at: str, kind: type | tuple[type, ...], name: str) -> Any:
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if name not in fields:
-            raise self._invalid(f"{name} is missing", at)
-        value = fields[name]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise self._invalid(f"{name} is {' or '.join(_TYPES[each] for each in kinds)}", f"{at}/{name}")
-        return value
-
-    def _flag(self, fields: _Fields, at: str, name: str, default: bool = False) -> bool:
-        return bool(self._take(fields, at, bool, name)) if name in fields else default
-
-    def _known(self, fields: _Fields, at: str, *names: str) -> None:
-        unknown = next((name for name in fields if name not in names), None)
-        if unknown is not None:
-            shown = ", ".join(filter(None, names))
-            raise self._invalid(f"there is no field {bounded(unknown, 60)!r} here; there are {shown}", at)
-
     def _invalid(self, message: str, at: str) -> InvalidConstraint:
         return InvalidConstraint(message, param=self._param, pointer=at)
+
+
+def _mark(mark: Any) -> Text | Token:
+    return Text(mark) if isinstance(mark, str) else Token(mark.token)
 
 
 def _starts(begin: Text | Token, trigger: Text | Token) -> bool:

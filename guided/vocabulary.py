@@ -1,30 +1,30 @@
 """Vocabulary: the tokens of a tokenizer as bytes, which is all that `guided` needs of a tokenizer.
 
-Every grammar library works on token bytes. `token_bytes.py` reads them from each tokenizer family. `Vocabulary.encode`
-gives the tokens that the tokenizer itself would: grammar libraries ask for them where a constraint forces a text.
+Every grammar library works on token bytes. `Vocabulary.encode` gives the tokens that the tokenizer itself would:
+grammar libraries ask for them where a constraint forces a text.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from llguidance import LLTokenizer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from guided.bitmask import pack
-from guided.errors import InvalidRequest
-from guided.token_bytes import TokenBytes, from_huggingface, from_sentencepiece, from_tekken
+from guided.errors import InvalidRequest, bounded
 
-_Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str, str, bytes]
+_Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str, str]
 """The fields of a vocabulary in msgpack."""
 
 
@@ -41,10 +41,8 @@ class Vocabulary:
         special_token_ids: tokens that are no text (bos, pad, role markers, ...); never allowed except as stop tokens.
         padded_vocab_size: width of the model's logits, usually >= vocab_size. Ids beyond it can't be sampled and are
             not permitted.
-        tokenizer_json: a Hugging Face `tokenizer.json`. This and the next two are for canonical `encode`; at most one
-            is given.
+        tokenizer_json: a Hugging Face `tokenizer.json`. This, or the next one, is for canonical `encode`.
         split_pattern: the regex of a `tekken.json` that splits a text into pieces, each encoded on its own.
-        sentencepiece_model: a SentencePiece model file.
     """
 
     token_bytes: tuple[bytes, ...]
@@ -53,7 +51,6 @@ class Vocabulary:
     padded_vocab_size: int
     tokenizer_json: str = ""
     split_pattern: str = ""
-    sentencepiece_model: bytes = b""
 
     def __post_init__(self) -> None:
         beyond = [token for token in self.stop_token_ids if not 0 <= token < self.padded_vocab_size]
@@ -131,8 +128,7 @@ class Vocabulary:
     def encode(self, text: str | bytes) -> list[int]:
         """Return text tokens that spell exactly `text`: the tokenizer's own tokens if possible, else the longest first.
 
-        Raises:
-            InvalidRequest: no sequence of text tokens spells `text`.
+        Raises `InvalidRequest` if no text tokens spell it.
         """
         data = text.encode("utf-8") if isinstance(text, str) else text
         if not data:
@@ -195,19 +191,12 @@ class Vocabulary:
             ranks = dict(self._by_bytes)  # a token's id is its rank
             pairs = Encoding("tekken", pat_str=self.split_pattern, mergeable_ranks=ranks, special_tokens={})
             return pairs.encode_ordinary
-        if self.sentencepiece_model:
-            from sentencepiece import SentencePieceProcessor  # an optional dependency, for these models only
-
-            encode: Callable[[str], list[int]] = SentencePieceProcessor(model_proto=self.sentencepiece_model).encode
-            return encode
         return None
 
     def to_bytes(self) -> bytes:
         """Pack the vocabulary as msgpack, for `from_bytes` in any process."""
-        special = sorted(self.special_token_ids)
-        encoding = self.tokenizer_json, self.split_pattern, self.sentencepiece_model
-        fields = (self.token_bytes, self.stop_token_ids, special, self.padded_vocab_size, *encoding)
-        return msgspec.msgpack.encode(fields)
+        ids = self.stop_token_ids, sorted(self.special_token_ids), self.padded_vocab_size
+        return msgspec.msgpack.encode((self.token_bytes, *ids, self.tokenizer_json, self.split_pattern))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Vocabulary:
@@ -224,6 +213,8 @@ class Vocabulary:
     ) -> Vocabulary:
         """Read a Hugging Face fast tokenizer, a `tokenizers.Tokenizer`, or transformers' wrapper of mistral_common.
 
+        Byte 255, which is in no text, has no token: llguidance marks special tokens with it.
+
         Args:
             tokenizer: duck-typed; neither transformers nor mistral_common is imported.
             padded_vocab_size: width of the model's logits; the tokenizer's size if None.
@@ -237,44 +228,40 @@ class Vocabulary:
             eos = getattr(tokenizer, "eos_token_id", None)
             stop_token_ids = () if eos is None else (eos,)
         instruct = getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None)
-        if instruct is not None:
-            path = os.fspath(instruct.tokenizer.file_path)
-            read = cls.from_tekken if path.endswith(".json") else cls.from_sentencepiece
-            return read(path, padded_vocab_size, stop_token_ids)
+        path = os.fspath(instruct.tokenizer.file_path) if instruct is not None else ""
+        if path.endswith(".json"):
+            return cls.from_tekken(path, padded_vocab_size, stop_token_ids)
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not isinstance(backend, Tokenizer):
-            raise InvalidRequest(
-                f"{type(tokenizer).__name__} is no fast tokenizer: a tokenizer.json or a tekken.json is needed",
-                param="tokenizer",
-            )
-        tokens = from_huggingface(backend)
-        special = tokens.special.union(getattr(tokenizer, "all_special_ids", ()))
-        tokens = TokenBytes(tokens.contents, special)
-        return cls._of(tokens, stop_token_ids, padded_vocab_size, tokenizer_json=backend.to_str())
+            message = f"{type(tokenizer).__name__} is no fast tokenizer: a tokenizer.json or a tekken.json is needed"
+            raise InvalidRequest(message, param="tokenizer")
+        text = backend.to_str()
+        try:
+            tokens = LLTokenizer(text, eos_token=0)
+        except ValueError as error:
+            message = f"the tokens of this tokenizer have no bytes of their own ({bounded(error)})"
+            message += ": byte-level BPE, SentencePiece-style and tekken tokenizers have"
+            raise InvalidRequest(message, param="tokenizer") from None
+        special = {added["id"] for added in json.loads(text)["added_tokens"] if added["special"]}
+        special.update(getattr(tokenizer, "all_special_ids", ()))
+        contents = [b"" if token in special else tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
+        width = len(contents) if padded_vocab_size is None else padded_vocab_size
+        return cls(tuple(contents), tuple(dict.fromkeys(stop_token_ids)), frozenset(special), width, text)
 
     @classmethod
     def from_tekken(
         cls, path: str | os.PathLike[str], padded_vocab_size: int | None = None, stop_token_ids: Sequence[int] = (2,)
     ) -> Vocabulary:
         """Read a `tekken.json` (Mistral's tiktoken-like format), in which token 2 is always `</s>`."""
-        tokens, pattern = from_tekken(path)
-        return cls._of(tokens, stop_token_ids, padded_vocab_size, split_pattern=pattern)
-
-    @classmethod
-    def from_sentencepiece(
-        cls, path: str | os.PathLike[str], padded_vocab_size: int | None = None, stop_token_ids: Sequence[int] = (2,)
-    ) -> Vocabulary:
-        """Read a SentencePiece model file, with the `sentencepiece` package. Token 2 is `</s>` in most of them."""
-        model = Path(path).read_bytes()
-        return cls._of(from_sentencepiece(model), stop_token_ids, padded_vocab_size, sentencepiece_model=model)
-
-    @classmethod
-    def _of(
-        cls, tokens: TokenBytes, stop_token_ids: Sequence[int], padded_vocab_size: int | None, **encoding: Any
-    ) -> Vocabulary:
-        contents = tuple(b"" if token in tokens.special else content for token, content in enumerate(tokens.contents))
-        padded = len(contents) if padded_vocab_size is None else padded_vocab_size
-        return cls(contents, tuple(dict.fromkeys(stop_token_ids)), tokens.special, padded, **encoding)
+        with open(path, encoding="utf-8") as file:
+            document = json.load(file)
+        config = document["config"]
+        num_special = config["default_num_special_tokens"]
+        ordinary = document["vocab"][: config["default_vocab_size"] - num_special]
+        contents = [b""] * num_special + [base64.b64decode(entry["token_bytes"]) for entry in ordinary]
+        width = len(contents) if padded_vocab_size is None else padded_vocab_size
+        special, pattern = frozenset(range(num_special)), config["pattern"]
+        return cls(tuple(contents), tuple(stop_token_ids), special, width, split_pattern=pattern)
 
 
 def valid_utf8(data: bytes) -> int:

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,9 +49,8 @@ class _SlotState:
 class MaskWorker:
     """Compiled grammars and open matchers for one vocabulary.
 
-    Args:
-        vocabulary: every row is ANDed with its text tokens (and the special tokens that a structural tag names),
-            and its stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
+    Every row is ANDed with the vocabulary's text tokens (and the special tokens that a structural tag names), and its
+    stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -93,7 +93,6 @@ class MaskWorker:
         """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
 
         Args:
-            grammar: key of an installed grammar.
             parent: slot of the matcher to copy. None: the matcher starts at the beginning.
             tokens: the sequence's whole output so far.
             budget: the constraint is completed within it.
@@ -155,7 +154,7 @@ class MaskWorker:
             row: int32 `[words]`; undefined if the result is an error.
 
         Returns:
-            None, or why the sequence is over. Nothing is raised: an error ends this sequence and no other.
+            None, or why the sequence is over. Nothing is raised.
         """
         state = self._slots.get(slot)
         if state is None:
@@ -171,9 +170,7 @@ class MaskWorker:
         return state.error
 
     def look_ahead(self, slot: int, row: NDArray[np.int32], run: NDArray[np.int32]) -> None:
-        """Write the forced tokens from a mask on: each is the only one that its mask allows.
-
-        Sampling one by one would give the same tokens: the tokenization does not change.
+        """Write the forced tokens from a mask on: each is the only one that its mask allows, and would be sampled.
 
         Args:
             row: the mask that `fill` has written.
@@ -217,7 +214,8 @@ class MaskWorker:
         assert state.edit is not None
         (start, tokens), state.edit = state.edit, None
         tokens = [*tokens, *new_tokens]
-        keep = start + _common_prefix(state.tokens[start:], tokens)
+        pairs = zip(state.tokens[start:], tokens, strict=False)
+        keep = start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if keep < len(state.tokens):
             matcher.rollback(len(state.tokens) - keep)
             if state.budgeted is not None:
@@ -250,12 +248,3 @@ def _only_token(row: NDArray[np.int32]) -> int | None:
         return None
     word = int(row[words[0]]) & 0xFFFFFFFF
     return None if word & (word - 1) else int(words[0]) * 32 + word.bit_length() - 1
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    count = 0
-    for mine, other in zip(left, right, strict=False):
-        if mine != other:
-            break
-        count += 1
-    return count

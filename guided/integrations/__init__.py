@@ -1,4 +1,1 @@
-"""Guided decoding inside other engines: vLLM's structured outputs, and transformers' `generate()`.
-
-Nothing else in `guided` imports this package.
-"""
+"""Guided decoding inside other engines. Nothing else in `guided` imports this package."""

@@ -5,7 +5,7 @@
         model.generate(**inputs, logits_processor=[guide], num_beams=4, max_new_tokens=200)
 
 transformers is not imported. `generate()` calls a logits processor after the forward pass, so masks can't be computed
-during it: a Ray pool (`pool="ray"`) adds isolation, and hides no time.
+during it: a Ray pool adds isolation, and hides no time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
 from guided.kernel import apply_bitmask
 from guided.output_types import constraint_for
 from guided.pools.inline import InlinePool
-from guided.pools.opening import find_pool
 from guided.pools.protocol import MaskPool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
@@ -34,8 +33,6 @@ from guided.vocabulary import Vocabulary
 _FLOOR = -1e4
 """Minimum score of an allowed token, even if other processors forbid it: it is chosen only if nothing else is left. As
 a beam, it ranks before `generate()`'s empty beams (-1e9)."""
-_POLL_SECONDS = 0.001
-"""Interval in which rows are tried again while no worker is up."""
 
 _ids = count(1 << 40)  # shared by all processors: they may use one pool, together with an engine that counts from 0
 
@@ -68,20 +65,16 @@ class GuidedLogitsProcessor:
         vocabulary: as wide as the model's logits, with all tokens that end a generation
             (`model.generation_config.eos_token_id`) among its stop tokens.
         constraints: one for all rows, or one for each prompt (a list or tuple), None for a prompt without a constraint.
-            Each is a `Constraint` or a Python type (`guided.output_types`). The beams and the `num_return_sequences` of
-            a prompt share its constraint.
-        pool: computes the masks. None: this process does. A name, "ray": the pool of that name (entry point
-            `guided.pools`) with its default options, shut down by `close()`. A pool for the same vocabulary: used, and
-            not shut down here.
+            Each is a `Constraint` or a Python type (`guided.output_types`).
+        pool: computes the masks; over the same vocabulary. The caller shuts it down. None: this process computes them.
         backend: "auto", or the name of one backend.
         failed_rows: what happens if a row has no valid mask. "raise" ends `generate()` with the error. "end" ends the
             row (as a beam, it loses against all others), stores the error in `failed`, and continues the other rows.
-            Beam sampling (`num_beams` with `do_sample`) needs "end": if it finds too few allowed tokens, it draws
-            forbidden ones, for beams that can't win.
+            Beam sampling (`num_beams` with `do_sample`) needs "end": it may draw forbidden tokens, for beams that
+            can't win.
 
     Raises:
         GuidedError: a constraint can't be compiled. The message has its index in `constraints`.
-        PoolUnavailable: there is no pool of that name, or it can't be opened.
     """
 
     def __init__(
@@ -89,26 +82,20 @@ class GuidedLogitsProcessor:
         vocabulary: Vocabulary,
         constraints: Constraint | Any | Sequence[Constraint | Any | None],
         *,
-        pool: MaskPool | str | None = None,
+        pool: MaskPool | None = None,
         backend: str = "auto",
         failed_rows: Literal["raise", "end"] = "raise",
     ) -> None:
-        if not (pool is None or isinstance(pool, str)) and pool.vocabulary != vocabulary:
+        if pool is not None and pool.vocabulary != vocabulary:
             raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
         self.failed: dict[int, GuidedError] = {}
         """Rows of the current or last generation that failed (`failed_rows="end"`), by their index at that time."""
         many = constraints if isinstance(constraints, list | tuple) else [constraints]
         self._constraints = [
-            each if each is None or isinstance(each, Constraint) else constraint_for(each, param="constraints")
-            for each in many
+            each if isinstance(each, Constraint | None) else constraint_for(each, param="constraints") for each in many
         ]
         self._end_failed = failed_rows == "end"
-        self._own_pool: MaskPool | None = None
-        if pool is None:
-            pool = self._own_pool = InlinePool(vocabulary)
-        elif isinstance(pool, str):
-            pool = self._own_pool = find_pool(pool, {})(vocabulary)
-        self._processor = GuidedProcessor(pool)
+        self._processor = GuidedProcessor(pool or InlinePool(vocabulary))
         self._width = vocabulary.padded_vocab_size
         self._bitmask: NDArray[np.int32] = np.empty((0, words(self._width)), np.int32)
         self._stop = list(vocabulary.stop_token_ids)
@@ -121,7 +108,7 @@ class GuidedLogitsProcessor:
         self._rows: dict[int, _Row] = {}
         """By index. Rows without a constraint have none."""
         self._step: tuple[list[int], tuple[GuidedSequence, ...]] | None = None
-        """The rows that need a mask and their sequences. None: a row has begun, moved or ended since the last step."""
+        """The rows that need a mask, and their sequences. None: they have changed since the last step."""
         self._unused: list[int] = []
         """Ids of sequences to be freed after this step: until then, their matchers may be copied."""
         try:
@@ -131,9 +118,10 @@ class GuidedLogitsProcessor:
                 if constraint is not None
             }
             for index, future in futures.items():
-                if isinstance(error := future.exception(), GuidedError):
+                try:
+                    future.result()
+                except GuidedError as error:
                     raise _prefixed(error, f"constraint {index}") from error
-                future.result()
         except BaseException:
             self.close()
             raise
@@ -146,39 +134,31 @@ class GuidedLogitsProcessor:
             scores: float `[rows, width]`, logits or log-probabilities. Not written to.
 
         Raises:
-            GuidedError: a row has no valid mask, and `failed_rows` is "raise".
-            InvalidRequest: the scores or the number of rows don't fit.
+            GuidedError: a row has no valid mask, and `failed_rows` is "raise"; or the shapes don't fit.
         """
         if self._closed:
             raise RuntimeError("this processor is closed")
         if scores.shape[1] != self._width:
-            raise InvalidRequest(
-                f"the model has {scores.shape[1]} logits and the vocabulary {self._width}: make the vocabulary with "
-                f"padded_vocab_size={scores.shape[1]}",
-                param="vocabulary",
-            )
+            message = f"the model has {scores.shape[1]} logits and the vocabulary {self._width}"
+            message += f": make the vocabulary with padded_vocab_size={scores.shape[1]}"
+            raise InvalidRequest(message, param="vocabulary")
         ids: NDArray[np.int64] = input_ids.numpy(force=True).copy()  # `generate()` may write into its tensor
         if not self._continue(ids):
             self._begin(ids)
         self._ids = ids
         rows = self._collect()
         masked = scores.clone(memory_format=torch.contiguous_format)
-        masks = self._bitmask if len(rows) == len(self._bitmask) else [self._bitmask[row] for row in rows]
-        apply_bitmask(masked, masks, rows, _FLOOR)
+        apply_bitmask(masked, (self._bitmask[row] for row in rows), rows, _FLOOR)
         self._mask_ended(scores, masked)
         return masked
-
-    # the sequence of each row
 
     def _begin(self, ids: NDArray[np.int64]) -> None:
         """Start a new generation with these prompts."""
         self.reset()
         rows, prompts = len(ids), len(self._constraints)
         if not prompts or rows % prompts:
-            raise InvalidRequest(
-                f"{rows} rows and {prompts} constraints: give one for all, or one (or None) for each prompt",
-                param="constraints",
-            )
+            message = f"{rows} rows and {prompts} constraints: give one for all, or one (or None) for each prompt"
+            raise InvalidRequest(message, param="constraints")
         self.failed.clear()
         self._length = ids.shape[1]
         self._bitmask = np.empty((rows, words(self._width)), np.int32)
@@ -228,8 +208,6 @@ class GuidedLogitsProcessor:
         self._unused += [before[row].sequence_id for row in dropped]
         return True
 
-    # masks
-
     def _collect(self) -> list[int]:
         """Write the masks of the rows into `_bitmask`. Returns the rows that have one."""
         self._processor.failures()  # a lost sequence fails below, in its row
@@ -264,7 +242,7 @@ class GuidedLogitsProcessor:
             failed |= report.failed
             if not report.late:
                 return failed
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.001)  # until a worker is up
             late = [place for place, each in enumerate(sequences) if each.sequence_id in report.late]
             rows, sequences = [rows[place] for place in late], tuple(sequences[place] for place in late)
 
@@ -281,8 +259,6 @@ class GuidedLogitsProcessor:
             masked[ended] = -torch.inf
             masked[rows, stop] = kept
 
-    # the end
-
     def reset(self) -> None:
         """Start a new generation with the next call, whatever its rows are."""
         self._unused += [one.sequence_id for one in self._rows.values()]
@@ -297,15 +273,13 @@ class GuidedLogitsProcessor:
         self._unused.clear()
 
     def close(self) -> None:
-        """Free matchers and grammars, and shut down the pool if this processor opened it. Idempotent."""
+        """Free matchers and grammars. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self.reset()
         for index in range(len(self._constraints)):
             self._processor.free(str(index))
-        if self._own_pool is not None:
-            self._own_pool.shutdown()
 
     def __enter__(self) -> GuidedLogitsProcessor:
         return self

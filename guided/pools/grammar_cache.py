@@ -16,13 +16,7 @@ from guided.pools.protocol import Grammar
 
 _LEAST_BYTES = 4096
 """Minimum size of an entry: a cached error takes memory too."""
-
-_LEAST_ENTRIES = 4
-"""An unused grammar is kept if it takes at most a quarter of the cache (1 / `_LEAST_ENTRIES`). A quarter is always left
-for unused grammars, even if the grammars in use fill the cache."""
-
 DEFAULT_CACHE_BYTES = 64 << 20
-"""Default size of the cache, in bytes. Unused grammars take the part that the grammars in use leave."""
 
 
 def cache_key(constraint: Constraint, backends: Sequence[str]) -> str:
@@ -53,6 +47,7 @@ class GrammarCache:
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
+        self._quarter = max_bytes // 4
         self._entries: dict[str, Entry] = {}
         self._unused: OrderedDict[str, Entry] = OrderedDict()
         """Entries without users, the least recently used first."""
@@ -110,7 +105,7 @@ class GrammarCache:
         return self._keep_unused(grammar.key, entry)
 
     def _keep_unused(self, key: str, entry: Entry) -> list[str]:
-        if entry.nbytes > self._max_bytes // _LEAST_ENTRIES:
+        if entry.nbytes > self._quarter:
             del self._entries[key]
             return [key]
         self._unused[key] = entry
@@ -119,7 +114,7 @@ class GrammarCache:
 
     def _evict(self) -> list[str]:
         evicted: list[str] = []
-        room = max(self._max_bytes - self._used_bytes, self._max_bytes // _LEAST_ENTRIES)
+        room = max(self._max_bytes - self._used_bytes, self._quarter)
         while self._unused_bytes > room:
             key, entry = self._unused.popitem(last=False)
             del self._entries[key]

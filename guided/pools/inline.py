@@ -39,7 +39,6 @@ class InlinePool:
     """A `MaskPool` without processes: `compile()` compiles, `collect()` fills the masks.
 
     Args:
-        vocabulary: the vocabulary of the masks.
         backends: tokenizer data to share with other pools.
         max_cache_bytes: size of the cache of compiled grammars (see `GrammarCache`).
         forced_tokens: look ahead where a mask allows only one token (`StepMasks.forced`).
@@ -110,7 +109,7 @@ class InlinePool:
         self._step = sequences
 
     def collect(self, deadline: float | None = None) -> StepMasks:
-        """Compute the masks now. `deadline` is ignored, and no row is late."""
+        """Compute the masks now, without a deadline."""
         sequences, self._step = self._step, ()
         if len(self._masks) < len(sequences):
             self._masks = np.empty((2 * len(sequences), self._masks.shape[1]), np.int32)
@@ -153,12 +152,10 @@ class InlinePool:
         return error
 
     def decided(self) -> list[int]:
-        """Return nothing: no row is ever late."""
-        return []
+        return []  # no row is ever late
 
     def failures(self) -> dict[int, GuidedError]:
-        """Return nothing: the worker ends with its caller."""
-        return {}
+        return {}  # the worker ends with its caller
 
     def status(self) -> PoolStatus:
         worker = WorkerStatus(0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0)

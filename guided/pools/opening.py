@@ -1,16 +1,13 @@
-"""Pools by name, from the entry point group `guided.pools`, and pools that are opened on first use."""
+"""LazyPool: a pool that is opened on first use."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
-from importlib.metadata import entry_points
 from typing import Any
 
 from guided.constraint import Constraint
@@ -19,37 +16,9 @@ from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
 from guided.vocabulary import Vocabulary
 
-DEFAULT_POOL = "ray"
 _RETRY_SECONDS = 30.0
 """Seconds after a failed attempt to open a pool until the next one. Until then, requests fail immediately."""
 _log = logging.getLogger(__name__)
-
-
-def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
-    """Return a function that opens the pool `name` for a vocabulary.
-
-    Args:
-        options: keyword arguments of the pool's class.
-
-    Raises:
-        PoolUnavailable: there is no such pool, or its dependencies are not installed.
-        ValueError: the pool does not take these options.
-    """
-    found = {entry.name: entry for entry in entry_points(group="guided.pools")}
-    if name not in found:
-        raise PoolUnavailable(f"there is no pool {bounded(name, 60)!r}: there are {', '.join(sorted(found)) or 'none'}")
-    try:
-        pool = found[name].load()
-    except ImportError as error:
-        raise PoolUnavailable(
-            f"the {name} pool can't be loaded: {bounded(error)} (in a checkout of guided: pip install '.[ray]')"
-        ) from error
-    try:
-        inspect.signature(pool).bind(None, **options)
-    except TypeError as error:
-        raise ValueError(f"the {name} pool doesn't take these options: {error}") from None
-
-    return partial(pool, **options)
 
 
 class LazyPool:
@@ -75,16 +44,9 @@ class LazyPool:
 
     def opened(self) -> Future[MaskPool]:
         """Start to open the pool, unless it is open or opening. The future ends with the pool or `PoolUnavailable`."""
-        if self.closed:
-            closed: Future[MaskPool] = Future()
-            closed.set_exception(PoolUnavailable("the pool is shut down"))
-            return closed
         if self._opening is None or time.monotonic() - self._failed_at > _RETRY_SECONDS:
             self._opening, self._failed_at = Future(), math.inf
-            try:
-                threading.Thread(target=self._run, args=(self._opening,), name="open-pool", daemon=True).start()
-            except RuntimeError as error:  # the process can't start another thread
-                self._fail(self._opening, error)
+            threading.Thread(target=self._run, args=(self._opening,), name="open-pool", daemon=True).start()
         return self._opening
 
     def _run(self, opening: Future[MaskPool]) -> None:
@@ -92,18 +54,16 @@ class LazyPool:
         try:
             self._pool = self._open_pool()
         except BaseException as error:  # a request waits for the future
-            self._fail(opening, error)
+            _log.error("the mask pool can't be opened", exc_info=error)
+            self._failed_at = time.monotonic()
+            if not isinstance(error, PoolUnavailable):
+                error = PoolUnavailable(f"the mask pool can't be opened: {bounded(error)}")
+            opening.set_exception(error)
             return
         _log.info("the mask pool opened after %.1f s", time.monotonic() - started)
         opening.set_result(self._pool)
         if self.closed:
             self._pool.shutdown()
-
-    def _fail(self, opening: Future[MaskPool], error: BaseException) -> None:
-        _log.error("the mask pool can't be opened", exc_info=error)
-        self._failed_at = time.monotonic()
-        known = isinstance(error, PoolUnavailable)
-        opening.set_exception(error if known else PoolUnavailable(f"the mask pool can't be opened: {bounded(error)}"))
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """See `MaskPool.compile`."""
@@ -129,4 +89,6 @@ class LazyPool:
     def shutdown(self) -> None:
         """Shut the pool down; if it is still opening, as soon as it is open. Idempotent."""
         self.closed = True
+        self._opening, self._failed_at = Future(), math.inf
+        self._opening.set_exception(PoolUnavailable("the pool is shut down"))
         self._pool.shutdown()

@@ -1,8 +1,7 @@
 """MaskPool: the interface between the post-processor and the workers that compute masks.
 
-`InlinePool` (`inline.py`) runs one worker in the calling process; `actors.RayPool` runs many in Ray actors. A pool
-compiles constraints, keeps one matcher per open sequence, and returns the mask or the error of each row of a step. It
-knows nothing of requests, batches or logits.
+A pool compiles constraints, keeps one matcher per open sequence, and returns the mask or the error of each row of a
+step. It knows nothing of requests, batches or logits.
 """
 
 from __future__ import annotations
@@ -70,22 +69,11 @@ class StepMasks:
     """Forced tokens by row: the only allowed token, and the tokens after it that have no alternative either. Contains
     runs of at least two tokens, and only if the pool looks ahead (`forced_tokens`)."""
 
-    def copy_to(self, bitmask: NDArray[np.int32], rows: NDArray[np.intp] | None = None) -> None:
-        """Copy the ready masks.
-
-        Args:
-            bitmask: int32 `[>= rows, words]`.
-            rows: the line of `bitmask` for each submitted sequence. None: line i for sequence i.
-        """
-        for part in self.ready:
-            bitmask[part.rows if rows is None else rows[part.rows]] = part.masks[part.slots]
-
 
 WorkerState = Literal["starting", "up", "restarting", "down"]
 """`down`: it did not start at the last attempt."""
 EndCause = Literal["died", "hung", "memory", "not_started"]
-"""Why an incarnation of a worker ended. `died`: by itself. `hung`: killed, because it exceeded a time limit. `memory`:
-killed, because it exceeded its memory limit. `not_started`: it never came up."""
+"""Why an incarnation of a worker ended: by itself, killed over its time or memory limit, or it never came up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +145,13 @@ class MaskPool(Protocol):
     """Workers that compute masks. All methods but `release` and `status` are called from one thread, the engine's."""
 
     @property
-    def vocabulary(self) -> Vocabulary:
-        """The vocabulary of the masks."""
+    def vocabulary(self) -> Vocabulary: ...
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """Compile with the first of `backends` that can enforce all of `constraint`. Equal ones share one compilation.
 
-        The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, if none can),
-        `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`.
+        The future may end with `InvalidConstraint`, `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or
+        `BackendError`.
         """
 
     def release(self, grammar: Grammar) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from guided import regex
@@ -25,12 +25,10 @@ _ANYTHING = "/(?s:.*)/"
 _EMPTY = '""'
 
 
-class _Again:
-    """The end of a loop's body: the loop follows."""
-
-
+_AGAIN = object()
+"""The end of a loop's body: the loop follows."""
 _Items = tuple[Any, ...]
-"""Nodes, and `_Again` at the end."""
+"""Nodes, and `_AGAIN` at the end."""
 _Head = tuple[Text | Token, _Items]
 """The literal or the token with which an alternative begins, and the rest of it."""
 
@@ -76,12 +74,8 @@ class TagGrammar:
         start = self._series((self._constraint.tag,)) or _EMPTY
         lexemes = (f"{name}: {body}" for body, name in self._names.items())
         lazy = (f"{rule}[lazy]: {name}" for name, rule in self._lazy.items())
-        return {
-            "grammars": [
-                {"lark_grammar": "\n".join((f"start: {start}", *lazy, *lexemes)) + "\n"},
-                *self._inner.values(),
-            ]
-        }
+        lark = "\n".join((f"start: {start}", *lazy, *lexemes)) + "\n"
+        return {"grammars": [{"lark_grammar": lark}, *self._inner.values()]}
 
     def _series(self, items: _Items) -> str:
         """Return the expression for `items` in order."""
@@ -91,9 +85,9 @@ class TagGrammar:
         if not items:
             return ""
         first, rest = items[0], items[1:]
+        if first is _AGAIN:
+            return ""
         match first:
-            case _Again():
-                return ""
             case Series(inner):
                 return self._series((*inner, *rest))
             case Text(text):
@@ -110,7 +104,7 @@ class TagGrammar:
             case FreeText(excludes):
                 return self._text(excludes, [], rest)
             case Dispatch(rules, loop, excludes):
-                after = (_Again(),) if loop else rest
+                after = (_AGAIN,) if loop else rest
                 heads = [head for trigger, node in rules for head in self._heads((trigger, node, *after))]
                 return self._text(excludes, heads, rest, loop=loop)
             case Content():
@@ -143,7 +137,8 @@ class TagGrammar:
                 options.append(f"{self._token(head)} {self._alternatives([Series(rest) for _, rest in same])}")
             else:
                 texts = [(text.text, rest) for text, rest in same if isinstance(text, Text)]
-                common = _common_prefix(texts[0][0], texts[-1][0])  # they are sorted
+                pairs = zip(texts[0][0], texts[-1][0], strict=False)  # they are sorted
+                common = "".join(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 below = [Series((Text(text[len(common) :]), *rest)) for text, rest in texts]
                 options.append(f"{_literal(common)} {self._alternatives(below)}")
         return _any(options)
@@ -222,11 +217,7 @@ class TagGrammar:
         )
 
     def _heads(self, items: _Items) -> list[_Head]:
-        """Return the alternatives with which `items` can begin.
-
-        Raises:
-            UnsupportedConstraint: `items` can begin with something other than a literal or a token.
-        """
+        """Return the alternatives with which `items` can begin: only with a literal or a token."""
         if items:
             first, rest = items[0], items[1:]
             match first:
@@ -254,11 +245,8 @@ class TagGrammar:
     def _token(self, token: Token) -> str:
         number = self._special.get(str(token.token)) if isinstance(token.token, str) else token.token
         if number is None or number not in self._special.values():
-            raise UnsupportedConstraint(
-                f"{bounded(repr(token.token), 60)} is no special token that an output may contain (a stop token ends"
-                " it, and is left out)",
-                param="structural_tag",
-            )
+            message = f"{bounded(repr(token.token), 60)} is no special token that an output may contain"
+            raise UnsupportedConstraint(f"{message} (a stop token ends it, and is left out)", param="structural_tag")
         self.special_token_ids.add(number)
         return f"<[{number}]>"
 
@@ -279,11 +267,6 @@ def _order(head: _Head) -> tuple[int, str, str]:
     """Return a sort key: tokens first. The first two elements are equal for literals that begin alike."""
     mark = head[0]
     return (0, str(mark.token), "") if isinstance(mark, Token) else (1, mark.text[:1], mark.text)
-
-
-def _common_prefix(left: str, right: str) -> str:
-    length = next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
-    return left[: min(length, len(right))]
 
 
 def _literal(text: str) -> str:

@@ -23,8 +23,7 @@ _REST_OF_CHARACTER = 3
 def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
     """Return the limit on the free text of a structural tag; None if it has none.
 
-    Raises:
-        UnsupportedConstraint: the limit is not at the beginning of the output, or no literal ends the text.
+    Raises `UnsupportedConstraint` if it is not at the beginning of the output, or no literal ends the text.
     """
     limited = [each for each in walk(node) if isinstance(each, FreeText) and each.max_tokens is not None]
     if not limited:
@@ -53,12 +52,9 @@ def _flat(node: Node) -> list[Node]:
 
 
 class TokenLimit:
-    """Restricts the masks of one structural tag.
+    """Restricts the masks of one structural tag: `limit` tokens of text between the literals `begin` and `end`.
 
-    Args:
-        begin: the literal before the text; an output that begins otherwise has no limit.
-        limit: maximum number of tokens of the text.
-        end: the literal after it.
+    An output that begins otherwise has no limit.
     """
 
     def __init__(self, vocabulary: Vocabulary, begin: str, limit: int, end: str) -> None:
@@ -82,9 +78,9 @@ class TokenLimit:
         spelled = self._vocabulary.spelled(output[cut:])
         if self._end in free or not self._end.startswith(spelled) or spelled == self._end:
             return
-        token = (
-            self._end_token if self._end_token is not None else self._vocabulary.encode(self._end[len(spelled) :])[0]
-        )
+        token = self._end_token
+        if token is None:
+            token = self._vocabulary.encode(self._end[len(spelled) :])[0]
         np.bitwise_and(row, pack([token], self._vocabulary.padded_vocab_size), out=row)
 
     def _start(self, output: Sequence[int]) -> int:

@@ -33,11 +33,7 @@ class TagFormat:
         """JSON pointers of the keywords of schemas that the grammars leave out."""
 
     def source(self) -> dict[str, Any]:
-        """Return the structural tag.
-
-        Raises:
-            UnsupportedConstraint: xgrammar would enforce something else.
-        """
+        """Return the structural tag. Raises `UnsupportedConstraint` where xgrammar would enforce something else."""
         return {"type": "structural_tag", "format": self._sequence(self._series((self._constraint.tag,)))}
 
     def _series(self, items: _Items) -> list[dict[str, Any]]:

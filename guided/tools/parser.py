@@ -33,9 +33,7 @@ class OutputParser:
     """Splits one growing output into pieces.
 
     Args:
-        reasoning: the format of the thinking phase. None: there is none.
         thinking: the prompt ends within a thinking phase.
-        tools: the format of calls. None: there are none.
         names: the functions that may be called.
         anywhere: calls may stand anywhere in free text. False: only at the beginning of the answer.
     """

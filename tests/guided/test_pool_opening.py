@@ -1,10 +1,8 @@
-"""Pools by name, from the entry points of installed packages."""
+"""A pool that is opened for the first constraint."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -13,30 +11,11 @@ from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, PoolUnavailable
 from guided.pools import opening as pools
 from guided.pools.inline import InlinePool
-from guided.pools.opening import LazyPool, find_pool
+from guided.pools.opening import LazyPool
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary((b"</s>", b"a"), (0,), frozenset({0}), 2)
-
-
-def test_unknown_options_are_rejected_at_once() -> None:
-    with pytest.raises(ValueError, match="num_actors"):
-        find_pool("inline", {"num_actors": 2})
-
-
-def test_an_unknown_name() -> None:
-    with pytest.raises(PoolUnavailable, match="there are inline, ray"):
-        find_pool("unknown", {})
-
-
-def test_a_pool_with_missing_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def installed(group: str) -> Iterable[EntryPoint]:
-        return [EntryPoint("ray", "no_such_package:RayPool", group)]
-
-    monkeypatch.setattr(pools, "entry_points", installed)
-    with pytest.raises(PoolUnavailable, match=r"'\.\[ray\]'"):
-        find_pool("ray", {})
 
 
 class Opening:

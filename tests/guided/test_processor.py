@@ -7,13 +7,14 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
+from faulty_pool import FaultyPool
 from scripted_grammar import STOP, ScriptedBackends
 
 from guided.constraint import Constraint
-from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied
+from guided.errors import BackendError
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, StepMasks
-from guided.processor import FIRST_MASK_SECONDS, GuidedProcessor
+from guided.processor import FIRST_MASK_SECONDS, DecodeStep, GuidedProcessor, decode_step
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -35,7 +36,8 @@ def allowed(logits: torch.Tensor, row: int) -> list[int]:
 
 
 def test_a_failed_row_allows_a_stop_token_only() -> None:
-    subject = processor(fail_at=1)
+    pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY, fail_at=1))  # type: ignore[arg-type]
+    subject = GuidedProcessor(pool)
     subject.initialize("bad", Constraint.choice(["12"]))
     subject.initialize("good", Constraint.choice(["345"]))
     rows = [GuidedSequence("bad", 1, []), GuidedSequence("good", 2, [])]
@@ -48,6 +50,7 @@ def test_a_failed_row_allows_a_stop_token_only() -> None:
     assert isinstance(report.failed[1], BackendError)
     assert allowed(logits, 0) == [STOP]
     assert allowed(logits, 1) == [5]
+    assert pool.status().workers[0].open_sequences == 1, "the failed one is closed"
 
 
 def test_rows_of_requests_that_are_not_ready_are_refused() -> None:
@@ -76,41 +79,11 @@ def test_rows_of_requests_that_are_not_ready_are_refused() -> None:
         subject.prepare([good])
 
 
-class FaultyPool(InlinePool):
-    """An inline pool in which the next row ends as told."""
-
-    def __init__(self, error: GuidedError | None = None, late: bool = False) -> None:
-        super().__init__(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
-        self.error, self.late = error, late
-        self.lost: dict[int, GuidedError] = {}
-
-    def collect(self, deadline: float | None = None) -> StepMasks:
-        step = super().collect(deadline)
-        if self.late:
-            return StepMasks(late=[0])
-        return StepMasks(failed={0: self.error}) if self.error is not None else step
-
-    def failures(self) -> dict[int, GuidedError]:
-        return self.lost
-
-
-@pytest.mark.parametrize("error", [MaskTimeout("late"), WorkerDied("gone"), PoolUnavailable("no worker is up")])
-def test_a_failed_row_is_reported_under_its_sequence_and_closed(error: GuidedError) -> None:
-    pool = FaultyPool(error)
-    subject = GuidedProcessor(pool)
-    subject.initialize("r", Constraint.choice(["12"]))
-    subject.prepare([GuidedSequence("r", 1, [])])
-    logits = torch.zeros(1, WIDTH)
-    assert subject.apply(logits).failed == {1: error}
-    assert allowed(logits, 0) == [STOP]
-    assert pool.status().workers[0].open_sequences == 0
-
-
-class LatePool(FaultyPool):
+class LatePool(InlinePool):
     """An inline pool in which all rows are late until `decided` was called `looks` times."""
 
     def __init__(self, looks: int) -> None:
-        super().__init__()
+        super().__init__(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
         self.looks = looks
         self.deadlines: list[float | None] = []
 
@@ -160,7 +133,7 @@ def test_misuse_is_an_error() -> None:
 def test_a_grammar_is_released_once_it_is_compiled() -> None:
     released: list[Grammar] = []
 
-    class SlowPool(FaultyPool):
+    class SlowPool(InlinePool):
         pending: Future[Grammar] = Future()
 
         def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
@@ -172,7 +145,7 @@ def test_a_grammar_is_released_once_it_is_compiled() -> None:
         def free(self, sequence_ids: Collection[int]) -> None:
             assert not sequence_ids
 
-    pool = SlowPool()
+    pool = SlowPool(VOCABULARY)
     subject = GuidedProcessor(pool)
     subject.initialize("r", Constraint.choice(["1"]))
     subject.free("r")
@@ -195,3 +168,75 @@ def test_masks_can_be_collected_instead_of_applied() -> None:
     assert (bitmask[[0, 2]] == -1).all()
     with pytest.raises(RuntimeError, match="without prepare"):
         subject.collect(bitmask)
+
+
+LETTERS = Vocabulary((b"</s>", *(bytes([97 + index]) for index in range(26))), (0,), frozenset({0}), 32)
+
+
+class Loop:
+    """Two constrained sequences in rows 0 and 2, and a row without a constraint between them."""
+
+    def __init__(self, pool: InlinePool) -> None:
+        self.processor = GuidedProcessor(pool)
+        self.processor.initialize("r", Constraint.regex("(abc|xyz)")).result()
+        self.sequences = [GuidedSequence("r", 0, []), GuidedSequence("r", 1, [])]
+
+    @property
+    def texts(self) -> list[bytes]:
+        return [LETTERS.decode(list(sequence.output_token_ids)) for sequence in self.sequences]
+
+    def step(self, *preferred: int, deadline: float | None = None) -> DecodeStep:
+        """Decode. Row i prefers `preferred[i]`."""
+
+        def forward() -> torch.Tensor:
+            logits = torch.zeros(3, 32)
+            logits[[0, 1, 2], list(preferred)] = 5.0
+            return logits
+
+        return decode_step(
+            self.processor, self.sequences, forward, lambda logits: logits.argmax(-1).tolist(), [0, 2], deadline
+        )
+
+
+def test_tokens_are_masked_and_appended() -> None:
+    loop = Loop(InlinePool(LETTERS))
+    step = loop.step(24, 7, 9)
+    assert step.tokens == [24, 7, 1]
+    assert loop.texts == [b"x", b"a"]
+    assert not step.ended
+    loop.step(25, 7, 2)
+    loop.step(26, 7, 3)
+    step = loop.step(7, 7, 7)
+    assert loop.texts == [b"xyz", b"abc"]
+    assert step.tokens == [0, 7, 0]
+    assert step.ended == [0, 1]
+
+
+def test_tokens_without_an_alternative_are_appended_at_once() -> None:
+    loop = Loop(InlinePool(LETTERS, forced_tokens=True))
+    loop.step(24, 7, 1)
+    assert loop.step(25, 7, 2).ended == [0, 1]
+    assert loop.texts == [b"xyz", b"abc"]
+
+
+def test_tokens_of_late_and_failed_sequences_are_not_appended() -> None:
+    pool = FaultyPool(LETTERS)
+    pool.delay = lambda sequence_id, position: int(sequence_id == 0)
+    pool.fails = lambda sequence_id, position: sequence_id == 1
+    loop = Loop(pool)
+    step = loop.step(24, 7, 1, deadline=0.0)
+    assert step.report.late == [0]
+    assert set(step.report.failed) == {1}
+    assert loop.texts == [b"", b""]
+
+
+def test_a_forward_pass_that_fails_leaves_the_processor_usable() -> None:
+    loop = Loop(InlinePool(LETTERS))
+
+    def forward() -> torch.Tensor:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        decode_step(loop.processor, loop.sequences, forward, lambda logits: [], [0, 2])
+    loop.step(24, 7, 1)
+    assert loop.texts == [b"x", b"a"]

@@ -200,13 +200,6 @@ class TestAdmission:
             outputs = host.llm.generate(["a", "b"], params, use_tqdm=False)
             assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
 
-    def test_a_constraint_is_not_validated_in_the_engine(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        text = GuidedParams(Constraint.json_schema(SCHEMA)).to_text()
-        monkeypatch.setattr("guided.schema.document.parse", None)
-        params = GuidedParams.from_text(text)
-        assert isinstance(params, GuidedParams)
-        assert params.constraint.kind == "json_schema"
-
 
 # the gates of reasoning, and draft tokens: no engine
 
@@ -355,15 +348,10 @@ class TestReasoning:
         subject = Subject(monkeypatch, Reasoner)
         assert subject.rows([]) == ["all"]
         assert subject.accept(7)
+        assert subject.rows([8, 9]) == ["all", "all", "all"]
         assert subject.rows([8, END_OF_THOUGHT, 1]) == ["all", "all", [1], [2]]
         assert subject.accept(8, END_OF_THOUGHT, 1, 2)
         assert subject.rows([3]) == [[3], [4]]
-
-    def test_drafts_without_an_end_are_unconstrained(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, Reasoner)
-        assert subject.rows([8, 9]) == ["all", "all", "all"]
-        assert subject.accept(8, END_OF_THOUGHT)
-        assert subject.rows([]) == [[1]]
 
     @pytest.mark.parametrize("drafts", [[], [8], [8, 7]])
     def test_an_end_that_can_not_begin_the_output_is_forbidden(

@@ -4,8 +4,7 @@ vLLM calls `activate`, a general plugin, in every process before anything else. 
 the manager of structured outputs, in the engine's process, and the validation of `structured_outputs`, in the process
 that admits requests. Both are internal to vLLM, so an untested version is refused.
 
-The rest is imported inside `activate`. vLLM goes on after an exception while it imports a plugin, and does not start
-after one that the plugin raises.
+The rest is imported inside `activate`, because vLLM goes on after an exception while it imports a plugin.
 """
 
 from __future__ import annotations
@@ -52,14 +51,7 @@ def activate() -> None:
 
 
 def check_version(version: str, forced: bool) -> None:
-    """Check that this version of vLLM is tested.
-
-    Args:
-        forced: log a warning instead of raising the error.
-
-    Raises:
-        RuntimeError: it is not.
-    """
+    """Raise a `RuntimeError` if this version of vLLM is untested; if `forced`, log a warning instead."""
     if version.partition("+")[0] in TESTED_VERSIONS:
         return
     tested = ", ".join(TESTED_VERSIONS)

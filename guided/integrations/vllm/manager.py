@@ -1,12 +1,11 @@
 """GuidedManager: vLLM's manager of structured outputs, with masks from a pool.
 
-vLLM's own manager compiles grammars and fills masks in the engine's process. This one asks the pool. A request waits
-for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the deadline leaves the
-batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask is ready.
+A request waits for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the
+deadline leaves the batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask
+is ready.
 
-vLLM's `StructuredOutputBackend` and its grammar class would be the narrower interface. They don't fit masks of other
-processes: a grammar is asked for one row at a time, each answer is waited for, also between the rows of draft tokens,
-and a row can't be late. Compilations would wait in vLLM's few threads.
+vLLM's `StructuredOutputBackend` would be the narrower interface, but a row can't be late there: a grammar is asked for
+one row at a time, and each answer is waited for.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,9 @@ from guided.errors import GuidedError, InvalidRequest, TokenRejected
 from guided.integrations.vllm import metrics
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
-from guided.pools.opening import DEFAULT_POOL, LazyPool, find_pool
+from guided.pools.inline import InlinePool
+from guided.pools.opening import LazyPool
+from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
 
@@ -43,10 +46,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("guided.integrations")
 _QUICK_MASKS = 16
 """Number of successive masks, each ready within a step, after which a slow request is an ordinary one again."""
-_MAX_REPLAYS = 2
-"""Default of `max_replays`: vLLM has no finish reason for a request that ends because of another request's fault."""
-_STEP_WAIT = 0.2
-"""Default of `step_wait`: seconds that a step waits for a mask. All rows of the batch wait as long."""
 
 
 @dataclass(slots=True)
@@ -67,13 +66,11 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
-            raise ValueError(
-                "guided's structured outputs don't work with distributed_executor_backend=external_launcher"
-            )
+            raise ValueError("guided's structured outputs don't work with the executor external_launcher")
         super().__init__(vllm_config)
         self._pool, self._step_wait = lazy_pool(vllm_config)
-        # vLLM accepts requests only after this. While requests wait, vLLM's processes poll and take two cores, and a
-        # local Ray that starts then can exceed its limit of 30 s. After a failure, which is logged, requests try again.
+        # vLLM accepts requests only after this: while they wait, vLLM's processes poll, and Ray would start too slowly.
+        # After a failure, which is logged, requests try again.
         self._pool.opened().exception()
         weakref.finalize(self, self._pool.shutdown)
         self.errors: dict[str, RequestError] = {}
@@ -82,17 +79,17 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._stride = 1 + vllm_config.num_speculative_tokens
         """Number of lines that a request has in a bitmask."""
         self._words = words(vllm_config.model_config.get_vocab_size())
-        self._guided: dict[str, GuidedRequest] = {}
-        """By vLLM's request id. The thread that receives requests adds entries."""
+        self._guided = self._masker.requests
         self._slow: dict[str, GuidedRequest] = {}
         """Requests that had a late mask. They join a batch only when their mask is ready, until `_QUICK_MASKS` masks in
         succession took less than a step."""
-        self._missing: list[str] = []
-        """Ids of requests without a mask in this step."""
+        self.missing: list[str] = []
+        """Ids of requests without a mask in this step. Their tokens must be discarded."""
         self._step: _Step | None = None
         """The step that is being prepared: its masks are being computed."""
         config = vllm_config.scheduler_config
-        config.scheduler_cls = guided_scheduler(config.get_scheduler_cls())
+        base = config.get_scheduler_cls()
+        config.scheduler_cls = type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
 
     def _note_failure(self, request_id: str, error: GuidedError) -> None:
         """Note a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
@@ -101,8 +98,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         code = error.code if error.status >= 429 else "validation_error"
         self.errors[request_id] = RequestError(code, str(error), error.retryable)
 
-    # vLLM's interface
-
     def grammar_init(self, request: Request) -> None:
         """Compile a request's constraint. Called by the thread that receives requests."""
         structured = request.structured_output_request
@@ -110,7 +105,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             return
         guided = self._masker.begin(request.request_id, GuidedParams.from_text(structured.params._backend))
         guided.stops = frozenset(request.sampling_params.stop_token_ids or ())
-        self._guided[request.request_id] = guided
         structured.grammar = guided.compiled
 
     def grammar_bitmask(
@@ -144,7 +138,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 scheduled_spec_decode_tokens[request_id] = [*drafts[:invalid], *[-1] * (len(drafts) - invalid)]
             if guided.late or guided.error is not None:
                 self._slow[request_id], guided.quick = guided, 0
-                self._missing.append(request_id)
+                self.missing.append(request_id)
         return bitmask
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
@@ -173,8 +167,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         """Close the pool."""
         super().clear_backend()
         self._pool.shutdown()
-
-    # the scheduler's interface
 
     def hold_back(self, requests: Mapping[str, Request]) -> set[str]:
         """Return the ids of slow requests that must not join a batch now: their masks are missing.
@@ -213,22 +205,15 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         returning = [name for name in slow if name not in held and requests[name].status == RequestStatus.PREEMPTED]
         return held.union(returning[1:])
 
-    def take_missing(self) -> list[str]:
-        """Return the ids of requests without a mask in the last step, once. Their tokens must be discarded."""
-        missing, self._missing = self._missing, []
-        return missing
-
     def free(self, request_ids: Iterable[str]) -> None:
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
         for request_id in request_ids:
-            guided = self._guided.pop(request_id, None)
+            guided = self._guided.get(request_id)
             self._slow.pop(request_id, None)
             self.errors.pop(request_id, None)
             if guided is not None:
                 self._step = None
                 self._masker.end(guided)
-
-    # steps
 
     def prepare(
         self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
@@ -255,12 +240,11 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._masker.prepare(step.rows)
         return step
 
-    def _implicit_ends(self, request: Request) -> frozenset[int]:
+    def _implicit_ends(self, request: Request) -> Collection[int]:
         """Return the tokens that end the reasoning and begin the output, such as the start of a tool call."""
         reasoner = self._get_reasoner(request)
-        if isinstance(reasoner, ParserEngineReasoningAdapter):
-            return frozenset(reasoner.implicit_reasoning_end_token_ids)
-        return frozenset()
+        known = isinstance(reasoner, ParserEngineReasoningAdapter)
+        return reasoner.implicit_reasoning_end_token_ids if known else ()
 
     def _mask_reasoning_ends(self, request: Request, masks: NDArray[np.int32], beginning: NDArray[np.int32]) -> None:
         """Forbid the tokens that end the reasoning where the output can't begin with them. Others are allowed.
@@ -276,7 +260,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     def _allow_stops(self, guided: GuidedRequest) -> None:
         """Allow the request's own stop tokens in those of its masks that allow the end of the output."""
-        vocabulary = self._masker.vocabulary
+        vocabulary = self._pool.vocabulary
         assert guided.masks is not None
         for mask in guided.masks:
             complete = any(_allows(mask, token) for token in vocabulary.stop_token_ids)
@@ -289,20 +273,19 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
     """Read `--additional-config '{"guided": {...}}'`.
 
     Returns:
-        The pool, which is not open yet, and the option `step_wait`: seconds that a step waits for a mask.
+        The pool, which is not open yet, and `step_wait`: seconds that a step, with all its rows, waits for a mask.
 
     Raises:
         InvalidRequest: vLLM was started without a tokenizer.
-        PoolUnavailable: there is no such pool, or its dependencies are not installed.
-        ValueError: the pool does not take these options, or `step_wait` is no number of seconds.
+        TypeError, ValueError: there is no such pool or option, or its value is out of range.
     """
     additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
-    options = {"pool": DEFAULT_POOL, "step_wait": _STEP_WAIT, **(additional.get("guided") or {})}
+    options = {"pool": "ray", "step_wait": 0.2, **(additional.get("guided") or {})}
     step_wait = options.pop("step_wait")
-    if isinstance(step_wait, bool) or not isinstance(step_wait, int | float) or step_wait < 0:
+    if not isinstance(step_wait, int | float) or step_wait < 0:
         raise ValueError(f"step_wait is a number of seconds, 0 or more, not {step_wait!r}")
     if options["pool"] == "ray":
-        options.setdefault("max_replays", _MAX_REPLAYS)
+        options.setdefault("max_replays", 2)  # vLLM has no finish reason for another request's fault
         if config.parallel_config.distributed_executor_backend == "ray":
             options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
     make = find_pool(options.pop("pool"), options)
@@ -314,7 +297,16 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
         return opened
 
     pool = LazyPool(vocabulary, open_reported)
-    return pool, float(step_wait)
+    return pool, step_wait
+
+
+def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
+    """Return a function that opens a pool: "ray" or "inline"."""
+    if name == "inline":
+        return partial(InlinePool, **options)
+    if name != "ray":
+        raise ValueError(f"pool is {name!r}; it must be ray or inline")
+    return partial(import_module("actors").RayPool, options=RayPoolOptions(**options))  # `guided` needs no Ray
 
 
 def model_vocabulary(config: VllmConfig) -> Vocabulary:
@@ -333,13 +325,8 @@ def model_vocabulary(config: VllmConfig) -> Vocabulary:
     )
 
 
-def guided_scheduler(base: type[Any]) -> type[Any]:
-    """Return a subclass of vLLM's scheduler class `base` that skips requests without a mask."""
-    return type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
-
-
 class _GuidedScheduling:
-    """Overrides of the methods of vLLM's `Scheduler`."""
+    """Overrides of the methods of vLLM's `Scheduler`: requests without a mask are skipped."""
 
     structured_output_manager: GuidedManager
     requests: dict[str, Request]
@@ -378,7 +365,8 @@ class _GuidedScheduling:
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         output: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
         manager = self.structured_output_manager
-        for request_id in manager.take_missing():
+        while manager.missing:
+            request_id = manager.missing.pop()
             request = self.requests[request_id]
             if request in self.running:
                 self.running.remove(request)

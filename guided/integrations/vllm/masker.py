@@ -24,7 +24,6 @@ from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
-from guided.vocabulary import Vocabulary
 
 _log = logging.getLogger("guided.integrations")
 
@@ -33,10 +32,8 @@ _log = logging.getLogger("guided.integrations")
 class GuidedRequest:
     """One guided request in the engine. Made by `Masker.begin`."""
 
-    name: str
-    """Unique within the masker's life: vLLM may use an id again."""
     request_id: str
-    """vLLM's id."""
+    """vLLM's internal id, which it makes unique."""
     compiled: Future[GuidedRequest] = field(default_factory=Future)
     """Ends with this request when its grammar is compiled. Stays open if the request fails before."""
     error: GuidedError | None = None
@@ -47,7 +44,6 @@ class GuidedRequest:
     committed: dict[int, int] = field(default_factory=dict)
     """By number of draft tokens: the number of last prepared tokens that cannot be rejected."""
 
-    # The manager's
     stops: frozenset[int] = frozenset()
     """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
     tokens: list[int] = field(default_factory=list)
@@ -81,11 +77,11 @@ class Masker:
 
     def __init__(self, pool: MaskPool, report: Callable[[str, GuidedError], None]) -> None:
         self._processor = GuidedProcessor(pool)
+        self._vocabulary = pool.vocabulary
         self._report = report
-        self._names = map(str, itertools.count())
         self._sequence_ids = itertools.count()
-        self._requests: dict[str, GuidedRequest] = {}
-        """By name: the requests that have not ended."""
+        self.requests: dict[str, GuidedRequest] = {}
+        """By id: the requests that have not ended. The thread that receives requests adds entries."""
         self._rows: Sequence[GuidedRow] = ()
         self._discarded: set[int] = set()
         """Indices of the step's rows after a stop token, or after an invalid draft token."""
@@ -95,20 +91,13 @@ class Masker:
         self._in_step = False
         """The processor has a prepared step."""
 
-    # requests
-
     def begin(self, request_id: str, params: GuidedParams | GuidedError) -> GuidedRequest:
-        """Add a request, and compile its constraint. From any thread.
-
-        Args:
-            params: an error fails the request.
-        """
-        request = GuidedRequest(next(self._names), request_id)
-        self._requests[request.name] = request
+        """Add a request, and compile its constraint. An error as `params` fails it. From any thread."""
+        request = self.requests[request_id] = GuidedRequest(request_id)
         try:
             if isinstance(params, GuidedError):
                 raise params
-            grammar = self._processor.initialize(request.name, params.constraint, params.backend)
+            grammar = self._processor.initialize(request_id, params.constraint, params.backend)
             grammar.add_done_callback(partial(self._compiled, request))
         except Exception as error:
             self.fail(request, error)
@@ -122,11 +111,11 @@ class Masker:
 
     def end(self, request: GuidedRequest) -> None:
         """Remove a request: close its matchers and free its grammar. Idempotent."""
-        self._requests.pop(request.name, None)
+        self.requests.pop(request.request_id, None)
         self._discard_step()
         request.late.clear()
         try:
-            self._processor.free(request.name)
+            self._processor.free(request.request_id)
         except Exception:
             _log.exception("request %s can't be freed", request.request_id)
 
@@ -137,13 +126,6 @@ class Masker:
                 error = InternalError(bounded(f"{type(error).__name__}: {error}"))
             request.error = error
             self._report(request.request_id, error)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The vocabulary of the masks."""
-        return self._processor.vocabulary
-
-    # a step
 
     def prepare(self, rows: Sequence[GuidedRow]) -> None:
         """Start to compute the masks of `rows`; their requests are compiled. `collect` or another `prepare` follows."""
@@ -157,14 +139,14 @@ class Masker:
 
     def _submit(self, rows: Sequence[GuidedRow]) -> None:
         processor = self._processor
-        stops = processor.vocabulary.stop_token_ids
+        stops = self._vocabulary.stop_token_ids
         for index, row in enumerate(rows):
             if any(token in stops for token in row.token_ids[-max(1, row.drafts) :]):
                 self._discarded.add(index)
-        complete = {rows[index].request.name for index in self._discarded if not rows[index].drafts}
+        complete = {rows[index].request.request_id for index in self._discarded if not rows[index].drafts}
         for name, error in processor.failures().items():  # of requests that lost a matcher between steps
-            if name in self._requests and name not in complete:
-                self.fail(self._requests[name], error)
+            if name in self.requests and name not in complete:
+                self.fail(self.requests[name], error)
         sequences: list[GuidedSequence] = []
         for index, row in enumerate(rows):
             if row.request.error is None and index not in self._discarded:
@@ -182,7 +164,7 @@ class Masker:
         while len(request.sequences) <= drafts:
             parent_id = request.sequences[0].sequence_id if request.sequences else None
             request.sequences.append(
-                GuidedSequence(request.name, next(self._sequence_ids), row.token_ids, parent_id=parent_id)
+                GuidedSequence(request.request_id, next(self._sequence_ids), row.token_ids, parent_id=parent_id)
             )
         sequence = request.sequences[drafts]
         sequence.output_token_ids = row.token_ids
@@ -215,7 +197,7 @@ class Masker:
             if index not in computed or index in self._discarded or row.request.error is not None or row.request.late
         ]
         if without:
-            bitmask[without] = pack(self.vocabulary.stop_token_ids[:1], bitmask.shape[1] * 32)
+            bitmask[without] = pack(self._vocabulary.stop_token_ids[:1], bitmask.shape[1] * 32)
         return {self._rows[index].line for index in self._discarded}
 
     def _record_report(self, report: ApplyReport) -> None:
@@ -239,7 +221,7 @@ class Masker:
     def _discard_step(self) -> None:
         """Finish a prepared step that the engine does not use."""
         if self._in_step:
-            width = words(self.vocabulary.padded_vocab_size)
+            width = words(self._vocabulary.padded_vocab_size)
             self.collect(np.empty((1 + max(row.line for row in self._rows), width), np.int32), 0.0)
 
     def _fail_rows(self, error: Exception) -> None:

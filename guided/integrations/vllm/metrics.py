@@ -28,8 +28,6 @@ from guided.pools.protocol import MaskPool, PoolStatus
 
 REQUESTS = Counter("guided_requests", "Requests with a constraint that guided enforces, by its kind.", ["kind"])
 """Counted where requests are admitted."""
-_INTERVAL = 2.0
-"""Seconds between two states of the pool."""
 _log = logging.getLogger("guided.integrations")
 
 
@@ -53,7 +51,7 @@ def _report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
             if state != last:
                 _log.info("%s", state)
             last = state
-            time.sleep(_INTERVAL)
+            time.sleep(2.0)
     except Exception as error:  # for example a full disk
         _log.info("the mask pool is not reported any more: %s", error)
     file.unlink(missing_ok=True)
@@ -67,20 +65,13 @@ def expose() -> None:
 
 class _Pools(Collector):
     def collect(self) -> Iterator[Metric]:
-        children = [child.pid for child in multiprocessing.active_children()]
-        yield from pool_metrics(list(_statuses([os.getpid(), *(pid for pid in children if pid is not None)])))
-
-    def describe(self) -> Iterator[Metric]:
-        """Return no names: reading them would need a pool."""
-        return iter(())
-
-
-def _statuses(pids: list[int]) -> Iterator[PoolStatus]:
-    for file in map(_file, pids):
-        with contextlib.suppress(OSError, ValueError):  # a process without a pool
-            if file.stat().st_uid == os.getuid():
-                yield msgspec.json.decode(file.read_bytes(), type=PoolStatus)
+        pools: list[PoolStatus] = []
+        for file in map(_file, [os.getpid(), *(child.pid for child in multiprocessing.active_children())]):
+            with contextlib.suppress(OSError, ValueError):  # a process without a pool
+                if file.stat().st_uid == os.getuid():
+                    pools.append(msgspec.json.decode(file.read_bytes(), type=PoolStatus))
+        yield from pool_metrics(pools)
 
 
-def _file(pid: int) -> Path:
+def _file(pid: int | None) -> Path:
     return Path(tempfile.gettempdir(), f"guided-vllm-{pid}.json")

@@ -1,7 +1,7 @@
 """Admission: `structured_outputs` are validated by our rules, and sent to the engine's process as text.
 
 `response_format`, tools and Python callers all end in `SamplingParams.structured_outputs`. The constraint is validated
-once, in the process that admits requests, without native code.
+once, in the process that admits requests.
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ class GuidedParams:
 
     @classmethod
     def from_text(cls, text: str | None) -> GuidedParams | InternalError:
-        """Read what `to_text` wrote. The constraint is not validated again.
-
-        Returns:
-            An error if it is something else: the request was admitted by a process without this integration.
-        """
+        """Read what `to_text` wrote, without validating it again. Returns an error if it is something else."""
         if not isinstance(text, str) or not text.startswith(_PREFIX):
             return InternalError("this request was admitted by a process without guided's structured outputs")
         kind, source, whitespace, backend = json.loads(text.removeprefix(_PREFIX))
@@ -69,10 +65,7 @@ def validate_structured_outputs(
     """Validate the constraint of a request: replaces `SamplingParams._validate_structured_outputs`.
 
     The validated constraint is written where vLLM has the name of its backend, which is sent to the engine. An engine
-    without our manager refuses it.
-
-    Raises:
-        VLLMValidationError: the constraint is invalid.
+    without our manager refuses it. Raises `VLLMValidationError` if the constraint is invalid.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -104,17 +97,21 @@ def guided_params(params: SamplingParams, config: StructuredOutputsConfig) -> Gu
     extra = params.extra_args or {}
     for name in extra:
         if name in _UNENFORCED or (name.startswith("guided_") and name != BACKEND):
-            raise InvalidRequest(
-                f"{bounded(name, 60)} is not enforced in vllm_xargs: use structured_outputs or response_format "
-                f"(and {BACKEND} in vllm_xargs for the backend)",
-                param=name,
-            )
+            message = f"{bounded(name, 60)} is not enforced in vllm_xargs: use structured_outputs or response_format"
+            raise InvalidRequest(f"{message} (and {BACKEND} in vllm_xargs for the backend)", param=name)
     outputs = params.structured_outputs
     if outputs is None or outputs.all_constraints_none():
         if extra.get(BACKEND) is not None:
             raise InvalidRequest(f"{BACKEND} needs a constraint beside it", param=BACKEND)
         return None
-    _reject_overwriting(params)
+    overwriting = {
+        "ignore_eos": params.ignore_eos,
+        "thinking_token_budget": params.thinking_token_budget is not None,
+        "trace_decode_token_ids": bool(params.trace_decode_token_ids),
+    }
+    for name, given in overwriting.items():  # they overwrite masks, or change where an output ends
+        if given:
+            raise InvalidRequest(f"{name} can't be kept beside a constraint: leave one of the two out", param=name)
     constraint = _constraint(outputs, config)
     backend = extra.get(BACKEND, config.backend)
     if not isinstance(backend, str):
@@ -138,15 +135,3 @@ def _constraint(outputs: StructuredOutputsParams, config: StructuredOutputsConfi
         whitespace.append(GivenWhitespace("structured_outputs.disable_any_whitespace", ""))
     closed = outputs.disable_additional_properties or config.disable_additional_properties
     return build(given, take_whitespace(given, whitespace), additional_properties=not closed)
-
-
-def _reject_overwriting(params: SamplingParams) -> None:
-    """Reject parameters that overwrite masks, or change where an output ends."""
-    overwriting = {
-        "ignore_eos": params.ignore_eos,
-        "thinking_token_budget": params.thinking_token_budget is not None,
-        "trace_decode_token_ids": bool(params.trace_decode_token_ids),
-    }
-    for name, given in overwriting.items():
-        if given:
-            raise InvalidRequest(f"{name} can't be kept beside a constraint: leave one of the two out", param=name)

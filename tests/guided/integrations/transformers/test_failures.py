@@ -10,7 +10,6 @@ from transformers_generation import DATE, PROMPTS, SUM, TOKENS, check, inputs, o
 
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidRequest, UnsupportedConstraint
-from guided.integrations import transformers
 from guided.integrations.transformers import GuidedLogitsProcessor
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import StepMasks
@@ -103,17 +102,3 @@ class TestRejections:
         other = Vocabulary(vocabulary.token_bytes[:300], (1,), frozenset({1}), 300)
         with pytest.raises(InvalidRequest, match="the pool's masks are over"):
             GuidedLogitsProcessor(other, Constraint.regex("a+"), pool=pool)
-
-
-def test_a_pool_that_was_opened_by_name_is_shut_down(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: list[str] = []
-
-    class Named(InlinePool):
-        def shutdown(self) -> None:
-            ends.append("shut down")
-
-    monkeypatch.setattr(transformers, "find_pool", lambda name, options: {"mine": Named}[name])
-    with GuidedLogitsProcessor(vocabulary, Constraint.regex("a+"), pool="mine") as subject:
-        assert subject(torch.tensor([[1]]), torch.zeros(1, vocabulary.padded_vocab_size)).isneginf().any()
-        assert not ends
-    assert ends == ["shut down"]
