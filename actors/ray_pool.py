@@ -96,7 +96,6 @@ class RayPool(Dispatcher):
             compiling=self._compiler.compiling,
             backends=self._compiler.backends(),
             trouble=self._cluster.trouble,
-            ray_address=self._cluster.head,
             replays=self.replays,
         )
 
