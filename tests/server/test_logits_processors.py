@@ -54,4 +54,3 @@ def test_without_a_processor_they_are_refused_and_not_ignored(client_with: Calla
     assert answer.json()["error"]["param"] == "vllm_xargs"
     assert "--logits-processors" in answer.json()["error"]["message"]
     assert complete(client_with(), vllm_xargs={}).status_code == 200
-    assert complete(client_with(), vllm_xargs=None).status_code == 200

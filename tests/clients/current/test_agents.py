@@ -20,12 +20,6 @@ def model(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
     return getattr(agents, request.param)(shared["MODEL"], client)
 
 
-def test_output_type(model: Any, shared: dict[str, Any]) -> None:
-    agent = agents.Agent("reader", instructions="Extract the person.", model=model, output_type=shared["Person"])
-    result = agents.Runner.run_sync(agent, shared["TEXT"])
-    assert isinstance(result.final_output, shared["Person"])
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools(model: Any, shared: dict[str, Any], stream: bool) -> None:
     """The tool's result is the answer, as the embedded model cannot be relied on for one of its own."""
