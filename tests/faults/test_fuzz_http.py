@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,13 +109,10 @@ def _requests() -> SearchStrategy[dict[str, Any]]:
     return mostly(usual, st.dictionaries(NAMES, JUNK, max_size=4), of=20)
 
 
-def _check_error(error: dict[str, Any], status: int) -> str:
+def _check_error(error: dict[str, Any], status: int) -> None:
     assert set(error) == {"message", "type", "param", "code", "pointer"}, error
-    assert error["message"], error
-    assert len(error["message"]) < 2000
-    if status >= 500:
-        assert error["code"] in INTERNAL, error
-    return f"{error['code']}: {error['message']}" if status >= 500 else str(error["code"])
+    assert 0 < len(error["message"]) < 2000
+    assert status < 500 or error["code"] in INTERNAL, error
 
 
 def _check_text(body: dict[str, Any], text: str) -> None:
@@ -135,42 +131,41 @@ def _check_text(body: dict[str, Any], text: str) -> None:
                 raise
 
 
-def _answered(client: TestClient, body: dict[str, Any]) -> str:
+def _is_answered(client: TestClient, body: dict[str, Any]) -> bool:
     content = json.dumps(body, allow_nan=True).encode("utf-8", "surrogatepass")
-    answer: httpx.Response = client.post(
-        "/v1/completions", content=content, headers={"content-type": "application/json"}
-    )
+    headers = {"content-type": "application/json"}
+    answer: httpx.Response = client.post("/v1/completions", content=content, headers=headers)
     assert answer.headers["x-request-id"]
     if answer.status_code != 200:
         assert answer.status_code in (400, 500), answer.text
         assert answer.headers["x-should-retry"] == "false"
-        return _check_error(answer.json()["error"], answer.status_code)
+        _check_error(answer.json()["error"], answer.status_code)
+        return False
     if not body.get("stream"):
         for choice in answer.json()["choices"]:
             assert choice["finish_reason"] in ("stop", "length")
             if choice["finish_reason"] == "stop":
                 _check_text(body, choice["text"])
-        return "answered"
+        return True
     *events, last = sse(answer.text)
-    if last == "[DONE]":
-        reasons = [event["choices"][0]["finish_reason"] for event in events]
-        assert reasons.count("stop") + reasons.count("length") >= 1
-        return "streamed"
-    return _check_error(last["error"], 500)
+    if last != "[DONE]":
+        _check_error(last["error"], 500)
+        return False
+    assert {event["choices"][0]["finish_reason"] for event in events} & {"stop", "length"}
+    return True
 
 
 def test_any_generation_is_answered_or_refused(client: TestClient, engine: AsyncLLM) -> None:
     """Every answer is a declared error or an output that satisfies its constraint."""
-    outcomes: Counter[str] = Counter()
+    answered = []
 
     @settings(SETTINGS, max_examples=5 * EXAMPLES)
     @given(_requests())
     def answer(body: dict[str, Any]) -> None:
-        outcomes[_answered(client, body)] += 1
+        answered.append(_is_answered(client, body))
 
     answer()
-    print(*(f"{count:6} {outcome}" for outcome, count in outcomes.most_common()), sep="\n")
-    assert outcomes["answered"] + outcomes["streamed"] > 0
+    assert any(answered)
     health = engine.health()
     assert health.alive
     assert health.num_running == health.num_waiting == 0

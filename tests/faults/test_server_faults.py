@@ -292,13 +292,12 @@ class TestActors:
         assert self.post(real, regex="[0-9]{4}").status_code == 200
 
     def test_a_kill_is_one_that_may_be_tried_again(self, real: ServerProcess) -> None:
+        def busy() -> list[int]:
+            return [actor["pid"] for actor in real.health()["pool"]["actors"] if actor["open_sequences"]]
+
         wait_until(lambda: self.all_up(real), 120)
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(self.post, real, regex="[a-z]{1500}", max_tokens=1800)
-
-            def busy() -> list[int]:
-                return [actor["pid"] for actor in real.health()["pool"]["actors"] if actor["open_sequences"]]
-
             wait_until(lambda: bool(busy()), 60)
             os.kill(busy()[0], signal.SIGKILL)
             answer = waiting.result()

@@ -40,7 +40,6 @@ def test_help_names_every_option_with_its_default() -> None:
     [
         (["--help"], 0, ["torch", "ray", "transformers", "fastapi"]),
         (["serve", "--port=0", "--backend=nosuch"], 1, ["transformers", "ray"]),
-        (["serve", "--port=0", "--dtype=float3"], 2, ["transformers", "ray"]),
         (["serve", "--port=0", "--logits-processors=json:loads"], 1, ["transformers", "ray"]),
         (["check", "nosuch.json"], 2, ["llguidance", "torch"]),
         (["check", "-", "--backend", "pencil"], 2, ["llguidance", "torch"]),
@@ -64,7 +63,6 @@ def test_wrong_calls_are_noticed_before_anything_slow(arguments: list[str], stat
         (("--backend", "nonesuch"), "llguidance"),
         (("--chat-template", "nonesuch"), "nonesuch"),
         (("nosuchmodel",), "there is no local directory 'nosuchmodel', and no such model from the hub"),
-        (("--device", "nosuchdevice"), "device is 'nosuchdevice'"),
         (("--device", "cuda:99"), "device is 'cuda:99'"),
         (("--max-model-len", "99999999"), "max_model_len is 99999999; the context of this model is"),
         (("--placement", "pool=masks"), "placement pool=masks needs a cluster: name it with --ray-address"),
@@ -110,17 +108,6 @@ def test_a_file_has_options_that_the_command_line_replaces(tmp_path: Path, monke
         assert says in " ".join(printed.replace("│", " ").split())
 
 
-def test_a_chat_template_replaces_the_model_s(tmp_path: Path) -> None:
-    file = tmp_path / "template.jinja"
-    file.write_text("<ours>")
-    options = ServeOptions(pool="inline", load=LoadOptions(chat_template=str(file), dtype="float32"))
-    engine = process.start_engine(options)
-    try:
-        assert engine.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<ours>"
-    finally:
-        engine.shutdown()
-
-
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
@@ -128,7 +115,6 @@ def test_a_chat_template_replaces_the_model_s(tmp_path: Path) -> None:
         ("--port", "70000", "port is 70000; it must be between 0 and 65535"),
         ("--actor-memory-mib", "1", "actor_memory_bytes is 1048576; it must be at least"),
         ("--dtype", "float3", "dtype is 'float3'; it must be one of auto, float32"),
-        ("--mask-limit", "0", "mask_limit is 0.0; it must be more than 0"),
     ],
 )
 def test_what_is_out_of_range_is_a_usage_error(option: str, value: str, says: str) -> None:
@@ -143,26 +129,21 @@ class TestCheck:
             "good.json": '{"type": "integer", "minimum": 3, "maximum": 5}',
             "bad.regex": "a(?=b)",
             "loose.json": '{"type": "string", "format": "semver"}',
-            "example.json": '{"name": "Maria"}',
             "api.yaml": "openapi: 3.1.0\ncomponents: {schemas: {A: {type: string}}}\n",
             "schema.yml": "type: object\nproperties: {a: {type: string}, b: {}}\n",
         }
-        good, bad, loose, example, api, schema = (str(tmp_path / name) for name in texts)
+        good, bad, loose, api, schema = (str(tmp_path / name) for name in texts)
         for name, text in texts.items():
             (tmp_path / name).write_text(text)
-        code, text = run("check", good, loose, example, api, schema, "--samples", "2")
-        assert code == 0
+        code, text = run("check", good, loose, api, schema, "--samples", "2")
+        assert (code, text.count("sample: ")) == (0, 8)
         assert f"{good}: accepted (JSON schema), llguidance" in text
-        assert text.count("sample: ") == 10
-        # What is hardly meant is a warning.
-        assert text.count("WARNING: not enforced: (no keyword of JSON Schema") == 2
-        assert text.count("allows: any JSON value") == 2
+        assert text.count("WARNING: not enforced: (no keyword of JSON Schema") == 1, "hardly meant"
         assert "allows: object with a, b" in text
-        assert [run("check", file, "--strict")[0] for file in (loose, example, good)] == [1, 1, 0]
+        assert [run("check", file, "--strict")[0] for file in (loose, api, good)] == [1, 1, 0]
         code, text = run("check", good, bad, "--json")
-        assert code == 1
         reports = [json.loads(line) for line in text.splitlines()]
-        assert [report["accepted"] for report in reports] == [True, False]
+        assert (code, [report["accepted"] for report in reports]) == (1, [True, False])
         assert "lookaround" in reports[1]["error"]
 
     def test_standard_input(self) -> None:

@@ -71,15 +71,6 @@ class TestMaskedLogprobs:
         assert sum(math.exp(each["logprob"]) for each in raw["logprobs"]["content"][0]["top_logprobs"]) < 0.9
         assert len(raw["logprobs"]["content"][0]["top_logprobs"]) == 5
 
-    def test_forced_tokens_are_certain(self, client: TestClient) -> None:
-        fields = {"regex": "(a|b)xyzxyz", "logprobs": True, "logprobs_mode": "masked", "mask_details": True}
-        [choice] = ask(client, **fields)["choices"]
-        masks, logprobs = choice["masks"], [each["logprob"] for each in choice["logprobs"]["content"]]
-        assert any(masks["forced"])
-        assert len(logprobs) == len(masks["allowed"])
-        for allowed, logprob in zip(masks["allowed"], logprobs, strict=True):
-            assert (allowed == 1) == math.isclose(logprob, 0, abs_tol=1e-6)
-
 
 @pytest.mark.parametrize(
     ("fields", "harmless", "cutting"),

@@ -151,14 +151,6 @@ class TestInABrowser:
         wait_for(page, "#progress", "stopped")
         wait_until(lambda: inline_server.metric("guided_num_requests_running") == 0)
 
-    def test_it_fits_a_phone(self, browser: Browser, inline_server: ServerProcess) -> None:
-        phone = browser.new_page(viewport={"width": 375, "height": 700}, is_mobile=True, has_touch=True)
-        phone.goto(inline_server.url)
-        wait_for(phone, "#status", "Accepted")
-        send(phone)
-        assert phone.evaluate("document.documentElement.scrollWidth") <= 375
-        phone.close()
-
     def test_it_asks_for_the_key(self, page: Page, tiny_engine: AsyncLLM) -> None:
         with hosted(tiny_engine.model, api_key="secret") as server:
             page.goto(server.url)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
+from engine.model_loader import load_model
 from engine.server.prompts import encode_chat
 from engine.server.protocol import Message
 
@@ -37,3 +40,10 @@ def test_tokenize_shows_it(client: TestClient, tiny_tokenizer: PreTrainedTokeniz
     for body in ({"messages": [{"role": "user", "content": "a<|end|>b"}]}, {"prompt": "a<|end|>b"}):
         tokens = client.post("/tokenize", json=body).json()["tokens"]
         assert tokens.count(tiny_tokenizer.eos_token_id) == 1, "a prompt is what its writer says"
+
+
+def test_a_chat_template_replaces_the_models(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("<ours>")
+    tokenizer = load_model(str(tiny_llama_dir), dtype="float32", device="cpu", chat_template=str(file)).tokenizer
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<ours>"

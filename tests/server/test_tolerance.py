@@ -54,11 +54,6 @@ def test_a_constraint_under_a_wrong_name_is_refused(client: TestClient, name: st
     assert f"did you mean {meant}" in error["message"]
 
 
-def test_known_fields_that_would_change_the_answer(client: TestClient) -> None:
-    error = client.post(CHAT, json={**USER, "modalities": ["audio"]}).json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_parameter", "modalities")
-
-
 def test_the_context_is_too_short(client: TestClient) -> None:
     long = {"messages": [{"role": "user", "content": "word " * 700}]}
     for fields in (long, {**USER, "max_tokens": 5000}):

@@ -109,32 +109,31 @@ def test_streams_are_the_answer_in_pieces(hermes: TestClient) -> None:
     assert answer.status_code == 200
     events = sse(answer.text)
     assert events.pop() == "[DONE]"
-    built: list[dict[int, dict[str, str]]] = [{}, {}]
-    pieces = 0
-    for event in events:
-        for choice in event["choices"]:
-            for delta in choice["delta"].get("tool_calls", []):
-                call = built[choice["index"]].setdefault(delta["index"], {"arguments": ""})
-                if "id" in delta:
-                    call |= {"id": delta["id"], "name": delta["function"]["name"]}
-                    assert "id" in call
-                call["arguments"] += delta["function"]["arguments"]
-                pieces += 1
+    built: list[list[dict[str, str]]] = [[], []]
+    deltas = [
+        (choice["index"], delta)
+        for event in events
+        for choice in event["choices"]
+        for delta in choice["delta"].get("tool_calls", [])
+    ]
+    for index, delta in deltas:
+        if "id" in delta:
+            built[index].append({"name": delta["function"]["name"], "arguments": ""})
+        built[index][delta["index"]]["arguments"] += delta["function"]["arguments"]
     for choice, calls in zip(whole, built, strict=True):
         expected = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
-        assert [(calls[index]["name"], calls[index]["arguments"]) for index in sorted(calls)] == expected
-    assert pieces > 8
+        assert [(call["name"], call["arguments"]) for call in calls] == expected
+    assert len(deltas) > 8
     reasons = {choice["finish_reason"] for event in events[-2:] for choice in event["choices"]}
     assert reasons <= {None, "tool_calls", "length"}
 
 
 def test_without_strict_the_arguments_are_any_object(hermes: TestClient) -> None:
-    tools = [tool("f", DICE, strict=False)]
-    message = ask(hermes, tools=tools, tool_choice="required", parallel_tool_calls=False, temperature=0)["choices"][0]
-    assert message["message"]["tool_calls"][0]["function"]["name"] == "f"
-    tools = [tool("f")]  # no parameters: no arguments
-    message = ask(hermes, tools=tools, tool_choice="required", parallel_tool_calls=False)["choices"][0]["message"]
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {}
+    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    [choice] = ask(hermes, tools=[tool("f", DICE, strict=False)], temperature=0, **one)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
+    [choice] = ask(hermes, tools=[tool("f")], **one)["choices"]  # no parameters: no arguments
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {}
 
 
 def test_keywords_that_masks_do_not_enforce_are_named(hermes: TestClient) -> None:

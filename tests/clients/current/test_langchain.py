@@ -33,18 +33,10 @@ def test_structured_output(model: Any, shared: dict[str, Any], method: str, stri
     assert isinstance(chain.invoke(shared["TEXT"]), shared["Person"])
 
 
-def test_tools(model: Any, shared: dict[str, Any]) -> None:
-    for choice in ("required", "Person"):
-        answer = model.bind_tools([shared["Person"]], tool_choice=choice, parallel_tool_calls=False).invoke(
-            shared["TEXT"]
-        )
+@pytest.mark.parametrize("choice", ["required", "Person"])
+def test_tools_and_streams(model: Any, shared: dict[str, Any], choice: str) -> None:
+    bound = model.bind_tools([shared["Person"]], tool_choice=choice, parallel_tool_calls=False)
+    first, *others = bound.stream(shared["TEXT"])
+    for answer in (bound.invoke(shared["TEXT"]), sum(others, first)):
         [call] = answer.tool_calls
         shared["Person"].model_validate(call["args"])
-
-
-def test_streams(model: Any, shared: dict[str, Any]) -> None:
-    bound = model.bind_tools([shared["Person"]], tool_choice="required", parallel_tool_calls=False)
-    whole = None
-    for chunk in bound.stream(shared["TEXT"]):
-        whole = chunk if whole is None else whole + chunk
-    shared["Person"].model_validate(whole.tool_calls[0]["args"])

@@ -204,15 +204,6 @@ class TestConnections:
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
         assert is_ended(client, b"\r\n", pause=0.05)
 
-    def test_each_request_has_its_own_time(self, dial: Dial) -> None:
-        client = dial()
-        for _ in range(3):
-            time.sleep(0.3)
-            client.sendall(GET + b"\r\n")
-            assert client.recv(65536).startswith(b"HTTP/1.1 200")
-        client.sendall(GET)
-        assert status(rest(client)) == 408
-
     @pytest.mark.parametrize(
         "begin", [b"GET /", b"GET /version HTTP/1.1\r\na: ", b"\r\n\r\n"], ids=["url", "header", "line breaks"]
     )
