@@ -41,7 +41,7 @@ T = TypeVar("T")
 # of its own. Parsing members (keys, objects and arrays) holds the GIL: the limit takes a tenth of a second.
 _BODY_LIMITS = {"max_values": 200_000, "max_nesting": 256, "max_members": 25_000}
 _SMALL_BODY = 64 << 10
-"""Bytes of a body that is read at once. Of larger ones, and of chunked ones, some are read at a time."""
+"""Bytes. Larger bodies, and chunked ones, are read a limited number at a time (`ServerContext.large_bodies`)."""
 
 
 class BodyRoute(APIRoute):

@@ -266,14 +266,15 @@ def real() -> Iterator[ServerProcess]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def wait_up(server: ServerProcess) -> None:
+    wait_until(lambda: all(actor["state"] == "up" for actor in server.health()["pool"]["actors"]), 120)
+
+
 class TestActors:
     """The effect of an actor's end on clients of a real `guided serve`."""
 
     def post(self, server: ServerProcess, **body: Any) -> httpx.Response:
         return httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "temperature": 0, **body}, timeout=120)
-
-    def all_up(self, server: ServerProcess) -> bool:
-        return all(actor["state"] == "up" for actor in server.health()["pool"]["actors"])
 
     def test_a_segfault_is_an_error_that_would_come_again(self, real: ServerProcess) -> None:
         plain = {"max_tokens": 200, "ignore_eos": True}
@@ -287,7 +288,7 @@ class TestActors:
         pid = error_of(answer)["message"].partition("pid ")[2].partition(",")[0]
         number = answer.headers["x-request-id"]
         wait_until(lambda: any(f"pid {pid}" in line.partition(number)[2] for line in real.log))
-        wait_until(lambda: self.all_up(real), 120)
+        wait_up(real)
         assert real.metric("guided_mask_actor_restarts_total") >= 1
         assert self.post(real, regex="[0-9]{4}").status_code == 200
 
@@ -295,7 +296,7 @@ class TestActors:
         def busy() -> list[int]:
             return [actor["pid"] for actor in real.health()["pool"]["actors"] if actor["open_sequences"]]
 
-        wait_until(lambda: self.all_up(real), 120)
+        wait_up(real)
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(self.post, real, regex="[a-z]{1500}", max_tokens=1800)
             wait_until(lambda: bool(busy()), 60)
@@ -321,6 +322,7 @@ def assert_all_end(processes: list[psutil.Process]) -> None:
 
 def test_a_server_killed_in_mid_stream(real: ServerProcess) -> None:
     """The last one with this server."""
+    wait_up(real)
     family = family_of(real.process.pid)
     directory = psutil.Process(real.process.pid).environ()["TMPDIR"]
     assert [process.name() for process in family].count("ray::MaskActor") == 2
@@ -339,23 +341,13 @@ def test_a_server_killed_in_mid_stream(real: ServerProcess) -> None:
 
 ENGINE = """
 import sys, time
-import psutil
 from byte_vocabulary import BYTES
-from compile_processes import compile_pids
 from actors import RayPool
-from guided.constraint import Constraint
-from guided.sequence import GuidedSequence
 
 pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], placement="spread", actor_cpus=0.25)
-grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(60)
-sequences = [GuidedSequence("request", each, []) for each in (1, 2)]
-for sequence in sequences:
-    pool.open(sequence, grammar)
-pool.submit(sequences)
-assert sum(len(part.rows) for part in pool.collect(60).ready) == 2
-workers = [psutil.Process(worker.pid) for worker in pool.status().workers]
-assert len({worker.ppid() for worker in workers}) == 2, "each raylet has started one"
-print(*[worker.pid for worker in workers], *compile_pids(), flush=True)
+while not all(worker.pid for worker in pool.status().workers):
+    time.sleep(0.1)
+print(*[worker.pid for worker in pool.status().workers], flush=True)
 time.sleep(600)
 """
 
@@ -368,15 +360,13 @@ def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
     engine: subprocess.Popen[Any] | None = None
     try:
         address = cluster.stdout.readline().strip()
-        assert address
         scratch = Path(short_directory, "e")
         scratch.mkdir()
         command = [sys.executable, "-c", ENGINE, address]
         engine = subprocess.Popen(command, **start, env=ray_clusters.environment(TMPDIR=str(scratch)))
-        pids = engine.stdout.readline().split()
-        family = [psutil.Process(int(pid)) for pid in pids]
-        assert len(family) >= 3
-        family += family_of(engine.pid)
+        actors = [psutil.Process(int(pid)) for pid in engine.stdout.readline().split()]
+        assert len({actor.ppid() for actor in actors}) == 2, "each raylet has started one"
+        family = [*actors, *family_of(engine.pid)]
         engine.kill()
         engine.wait(SECONDS)
         assert_all_end(family)

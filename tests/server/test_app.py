@@ -208,13 +208,6 @@ class TestCompletions:
             assert sum(len(each[name]) for each in found) == len(tokens)
         assert all(1 <= len(top) <= 2 for each in found for top in each["top_logprobs"])
 
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_a_length_ended_answer_ends_with_a_whole_character(self, client: TestClient, stream: bool) -> None:
-        answer = post(client, "/v1/completions", prompt="x", max_tokens=1, choice=["🦖"], stream=stream)
-        choices = [chunk["choices"][0] for chunk in (sse(answer.text)[:-1] if stream else [answer.json()])]
-        assert "".join(choice["text"] for choice in choices) == ""
-        assert choices[-1]["finish_reason"] == "length"
-
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -228,6 +221,8 @@ class TestRefusals:
             ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
             ({"prompt_logprobs": 1}, "prompt_logprobs"),
             ({"modalities": ["audio"]}, "modalities"),
+            ({"response_format": {"type": "text", "jsn": 1}}, "response_format.jsn"),
+            ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
             ({"vllm_xargs": {"target_token": 67}}, "vllm_xargs"),  # there is no processor that takes it
             ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs"),
             ({"vllm_xargs": {"a": [[1]]}}, "vllm_xargs"),
@@ -265,6 +260,8 @@ class TestRefusals:
         assert (error["code"], error["param"]) == ("model_not_found", "model")
         assert "tiny" in error["message"]
         assert post(client, model="tiny").status_code == 200
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny"]
+        assert client.get("/v1/models/tiny").json()["max_model_len"] == 512
         assert client.get("/v1/models/nonesuch").status_code == 404
         assert error_of(client.get("/v1/completions"))["code"] == "method_not_allowed"
         for path, hint in (("/chat/completions", "/v1/chat/completions"), ("/models", "/v1/models"), ("/no", "/docs")):
@@ -373,10 +370,6 @@ class TestOthers:
         ids = {client.get("/version", headers={"x-request-id": "bad id"}).headers["x-request-id"] for _ in range(2)}
         assert len(ids) == 2
         assert client.get("/nonesuch").headers["x-request-id"]
-
-    def test_models(self, client: TestClient) -> None:
-        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny"]
-        assert client.get("/v1/models/tiny").json()["max_model_len"] == 512
 
     def test_tokenize_and_back(self, client: TestClient) -> None:
         text = "The quick 狐狸 😀 ök"

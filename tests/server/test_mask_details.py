@@ -59,17 +59,16 @@ def test_without_a_constraint_there_is_no_number(client: TestClient) -> None:
     assert choice["masks"]["allowed"] == [None] * len(choice["masks"]["tokens"])
 
 
-class TestMaskedLogprobs:
-    def test_the_choices_have_all_of_the_probability(self, client: TestClient) -> None:
-        fields = {"choice": ["a", "b"], "logprobs": True, "top_logprobs": 5, "logprobs_mode": "masked"}
-        [choice] = ask(client, **fields)["choices"]
-        first = choice["logprobs"]["content"][0]
-        assert {each["token"] for each in first["top_logprobs"]} == {"a", "b"}
-        assert math.isclose(sum(math.exp(each["logprob"]) for each in first["top_logprobs"]), 1, abs_tol=1e-4)
-        [raw] = ask(client, **{**fields, "logprobs_mode": "raw"})["choices"]
-        assert raw["message"] == choice["message"]
-        assert sum(math.exp(each["logprob"]) for each in raw["logprobs"]["content"][0]["top_logprobs"]) < 0.9
-        assert len(raw["logprobs"]["content"][0]["top_logprobs"]) == 5
+def test_masked_choices_have_all_of_the_probability(client: TestClient) -> None:
+    fields = {"choice": ["a", "b"], "logprobs": True, "top_logprobs": 5, "logprobs_mode": "masked"}
+    [choice] = ask(client, **fields)["choices"]
+    first = choice["logprobs"]["content"][0]
+    assert {each["token"] for each in first["top_logprobs"]} == {"a", "b"}
+    assert math.isclose(sum(math.exp(each["logprob"]) for each in first["top_logprobs"]), 1, abs_tol=1e-4)
+    [raw] = ask(client, **{**fields, "logprobs_mode": "raw"})["choices"]
+    assert raw["message"] == choice["message"]
+    assert sum(math.exp(each["logprob"]) for each in raw["logprobs"]["content"][0]["top_logprobs"]) < 0.9
+    assert len(raw["logprobs"]["content"][0]["top_logprobs"]) == 5
 
 
 @pytest.mark.parametrize(

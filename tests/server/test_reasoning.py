@@ -45,17 +45,20 @@ def test_an_answer_within_thoughts(thinking: Callable[[str], TestClient]) -> Non
     assert len(choice["message"]["reasoning_content"]) > 5
 
 
-def test_constrained_from_the_first_token(thinking: Callable[[str], TestClient]) -> None:
-    choice = ask(thinking("<think>\n"), json_schema=SCHEMA, reasoning="constrained")
+ENDED = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("end", "fields"),
+    [
+        ("<think>\n", {"reasoning": "constrained"}),  # from the first token
+        (ENDED, {"chat_template_kwargs": {"enable_thinking": False}}),  # the prompt ends the thoughts
+    ],
+)
+def test_no_thoughts(thinking: Callable[[str], TestClient], end: str, fields: dict[str, Any]) -> None:
+    choice = ask(thinking(end), json_schema=SCHEMA, **fields)
     assert json.loads(choice["message"]["content"])["a"] in (1, 2)
     assert "reasoning_content" not in choice["message"]
-
-
-def test_a_prompt_that_ends_the_thoughts(thinking: Callable[[str], TestClient]) -> None:
-    end = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-    client = thinking(end)
-    choice = ask(client, json_schema=SCHEMA, chat_template_kwargs={"enable_thinking": False})
-    assert json.loads(choice["message"]["content"])["a"] in (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,8 @@ def test_a_second_turn(model: Any, shared: dict[str, Any]) -> None:
         """Tell the time."""
         return "noon"
 
-    agent = agents.Agent(
-        "teller",
-        model=model,
-        tools=[now],
-        output_type=shared["Person"],
-        model_settings=agents.ModelSettings(tool_choice="now"),
-    )
+    settings, Person = agents.ModelSettings(tool_choice="now"), shared["Person"]  # noqa: N806
+    agent = agents.Agent("teller", model=model, tools=[now], output_type=Person, model_settings=settings)
     result = agents.Runner.run_sync(agent, shared["TEXT"], max_turns=6)
-    assert isinstance(result.final_output, shared["Person"])
+    assert isinstance(result.final_output, Person)
     assert any(item.type == "tool_call_output_item" for item in result.new_items)
