@@ -101,7 +101,6 @@ class RayPool(Dispatcher):
             compiling=self._compiler.compiling,
             backends=self._compiler.backends(),
             trouble=self.cluster.trouble,
-            ray_address=self.cluster.head,
             replays=self.replays,
         )
 

@@ -13,8 +13,14 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.server.errors import ReplicaDied
 from guided.error_body import error_body, error_headers
+from guided.errors import InternalError
+
+
+class ReplicaDied(InternalError):
+    code = "replica_died"
+    status = 503
+    retryable = True
 
 
 def middlewares() -> list[Middleware]:

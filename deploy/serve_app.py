@@ -24,7 +24,6 @@ from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr
 from engine.server.options import ServeOptions, take_api_key
 from engine.server.process import settings_of, start_engine
-from engine.server.tracing import Tracing
 
 _NO_MASKS_SECONDS = 60.0
 """A replica that has had no mask actor for this time is replaced. Until then its pool keeps trying to start them."""
@@ -40,13 +39,12 @@ class GuidedServer:
         options = _in_group(take_api_key(options))
         if not options.server.api_keys:
             logger.warning("requests need no API key: set api_key_file, or GUIDED_API_KEY in Ray's environment")
-        self._tracing = Tracing.from_environment()
         self._engine = start_engine(options)
         self._settings = settings_of(options)
         self._last_healthy = time.monotonic()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = create_app(self._engine, self._settings, self._tracing)
+        app = create_app(self._engine, self._settings)
         app.openapi()  # FastAPI caches it: building it takes half a second
         context: ServerContext = app.state.context
         export_to_ray(context.metrics.registry)

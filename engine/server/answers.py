@@ -15,7 +15,6 @@ from engine.logprobs import TokenLogprobs
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.context import ServerContext
 from engine.server.generation import Job
-from engine.server.logprobs import FLOOR
 from engine.server.protocol import GuidedInfo, MaskTimes
 from guided.error_body import error_body
 from guided.errors import GuidedError
@@ -38,11 +37,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
-        """Write the answer of a request without `stream`. Runs in a worker thread.
-
-        Args:
-            finished: one output per prompt.
-        """
+        """Write the answer of a request without `stream`, from one output per prompt. Runs in a worker thread."""
 
     @abstractmethod
     def first_events(self) -> Iterator[dict[str, Any]]:
@@ -120,25 +115,27 @@ class ChoicesAnswer(Answer):
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         """Build the log-probabilities of some tokens; None if the request asked for none. Called in token order."""
 
-    def scored(self, index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionOutput:
-        """Return the completion with the tokens that `logprobs` reports."""
-        return completion
-
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
         """Build the part of a chunk before a choice's first token, if there is one."""
 
-    def mask_details(self, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
-        """Build `masks` of some tokens, what was allowed for each. None if the request did not ask for it."""
-        details = output.mask_details
-        if details is None:
-            return None
-        texts = [self.context.texts.of(token) for token in output.token_ids[which]]
-        return {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
+    def _of_tokens(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any]:
+        """Build what is reported of some tokens: `logprobs`, and `masks` if the request asks for them."""
+        fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, which)}
+        if (details := output.mask_details) is not None:
+            texts = [self.context.texts.of(token) for token in output.token_ids[which]]
+            fields["masks"] = {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
+        return fields
 
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
         choices = [
-            self._choice(prompt * self.job.params.n + each.index, output, each)
+            {
+                "index": (index := prompt * self.job.params.n + each.index),
+                **self.message(index, each.text),
+                "finish_reason": self.finish_reason(index, each),
+                "stop_reason": each.stop_reason,
+                **self._of_tokens(index, each, slice(None)),
+            }
             for prompt, output in enumerate(finished)
             for each in output.outputs
         ]
@@ -151,75 +148,39 @@ class ChoicesAnswer(Answer):
         }
         return to_json(answer)
 
-    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            **self.message(index, completion.text),
-            "finish_reason": self.finish_reason(index, completion),
-            "stop_reason": completion.stop_reason,
-            "logprobs": self.logprobs(index, self.scored(index, output, completion), slice(None)),
-        }
-        if self.job.params.prompt_logprobs is not None and not self.job.echoes_logprobs:
-            choice["prompt_logprobs"] = list(map(self._prompt_entry, output.prompt_logprobs or []))
-        if completion.mask_details is not None:
-            choice["masks"] = self.mask_details(completion, slice(None))
-        return choice
-
-    def _prompt_entry(self, entry: TokenLogprobs | None) -> dict[int, Any] | None:
-        if entry is None:
-            return None
-        text = self.context.texts.of
-        return {
-            token: {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": text(token)}
-            for token, logprob, rank in entry.rows()
-        }
-
     def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for each in output.outputs:
             index = prompt * self.job.params.n + each.index
-            completion = self.scored(index, output, each)
             characters, tokens, ended = self._sent[index]
             if ended:
                 continue
-            added = len(completion.token_ids) - len(each.token_ids)  # tokens of an echoed prompt
-            by_token = completion.logprobs is not None or each.mask_details is not None
-            count = len(completion.token_ids) if by_token else tokens
+            by_token = each.logprobs is not None or each.mask_details is not None
+            count = len(each.token_ids) if by_token else tokens
             contents = self.contents(index, each, characters) or ([self.content("")] if tokens < count else [])
             for content in contents:  # the first chunk has what is reported of the tokens
-                chunk = self.chunk(index, content, self.logprobs(index, completion, slice(tokens, count)))
-                own = slice(max(0, tokens - added), max(0, count - added))
-                if (masks := self.mask_details(each, own)) is not None:
-                    chunk["choices"][0]["masks"] = masks
-                yield chunk
+                yield self._chunk(index, {**content, **self._of_tokens(index, each, slice(tokens, count))})
                 tokens = count
-            self._sent[index] = len(each.text), count, completion.finish_reason is not None
-            if completion.finish_reason is not None:
-                chunk = self.chunk(index, self.content(None), finish_reason=self.finish_reason(index, completion))
-                chunk["choices"][0]["stop_reason"] = completion.stop_reason
+            self._sent[index] = len(each.text), count, each.finish_reason is not None
+            if each.finish_reason is not None:
+                reasons = {"finish_reason": self.finish_reason(index, each), "stop_reason": each.stop_reason}
+                chunk = self._chunk(index, {**self.content(None), **reasons})
                 if self.job.params.complete or (each.mask_details is not None and self.guided is not None):
                     chunk["guided"] = self.guided_info([output], [each])
                 yield chunk
 
     def first_events(self) -> Iterator[dict[str, Any]]:
+        guided = {} if self.guided is None else {"guided": self.guided_info()}
         for index in range(self.job.num_choices):
             opening = self.opening(index)
-            if self.guided is not None:
-                yield {**self.chunk(index, opening or self.content("")), "guided": self.guided_info()}
-            elif opening is not None:
-                yield self.chunk(index, opening)
+            if guided or opening is not None:
+                yield {**self._chunk(index, opening or self.content("")), **guided}
 
     def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         if self.job.include_usage:
             yield {**self._head(self.chunk_object), "choices": [], "usage": usage_of(finished)}
 
-    def chunk(
-        self,
-        index: int,
-        content: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(self, index: int, fields: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **fields}
         chunk = {**self._head(self.chunk_object), "choices": [choice]}
         return {**chunk, "usage": None} if self.job.include_usage else chunk
 
@@ -230,6 +191,17 @@ class ChoicesAnswer(Answer):
             "created": self.created,
             "model": self.context.settings.model_name,
         }
+
+
+def finite(logprob: float) -> float:
+    """Replace -inf, which JSON does not have, by -9999.0."""
+    return max(logprob, -9999.0)
+
+
+def ranked(alternatives: TokenLogprobs) -> list[tuple[int, float]]:
+    """Return the token ids and log-probabilities of a token's alternatives, the most likely first."""
+    rows = sorted(alternatives.rows(), key=lambda row: row[2])
+    return [(token, finite(logprob)) for token, logprob, _ in rows]
 
 
 def to_json(data: Any) -> bytes:

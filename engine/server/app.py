@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from engine.async_llm import AsyncLLM
-from engine.server import chat, completions, health, metrics, models, playground, responses
+from engine.server import chat, completions, health, metrics, models, responses
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.health import ReadinessCheck
@@ -19,7 +25,6 @@ from engine.server.metrics import Metrics
 from engine.server.middleware import RequestChecks
 from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
-from engine.server.tracing import Tracing
 
 DESCRIPTION = """
 An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `json_object`, `regex`, `choice`,
@@ -28,7 +33,31 @@ An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `jso
 """
 
 
-def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> FastAPI:
+_PAGE = Path(__file__).with_name("playground.html").read_text(encoding="utf-8")
+
+
+def _source(tag: str) -> str:
+    """Return the name of the page's own script or style in its content security policy."""
+    found = re.search(f"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
+    assert found is not None
+    return f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()}'"
+
+
+_FORBIDDEN = [f"{name} 'none'" for name in ("default-src", "base-uri", "form-action", "frame-ancestors")]
+_POLICY = "; ".join([*_FORBIDDEN, _source("script"), _source("style"), "connect-src 'self'", "img-src data:"])
+
+
+async def playground() -> HTMLResponse:
+    """Return a page to try the server. It is one file, and loads nothing from elsewhere. Its requests need the key."""
+    headers = {
+        "content-security-policy": _POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return HTMLResponse(_PAGE, headers=headers)
+
+
+def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Build the application. The caller shuts the engine down, after the application.
 
     The documentation pages bring their own scripts and styles and work without internet access.
@@ -37,15 +66,12 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | No
     key = [] if not settings.api_keys else [Depends(HTTPBearer(auto_error=False))]
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault."},
-        "5XX": {
-            "model": ErrorAnswer,
-            "description": "The server is at fault, or busy (503). `x-should-retry` says if a retry helps.",
-        },
+        "5XX": {"model": ErrorAnswer, "description": "The server is at fault, or busy (503)."},
     }
     app = FastAPIOffline(
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors
     )
-    app.state.context = context = ServerContext(engine, settings, Metrics(engine), tracing)
+    app.state.context = context = ServerContext(engine, settings, Metrics(engine))
     app.state.readiness = ReadinessCheck(context)
     app.add_middleware(RequestChecks, context=context)
     if settings.allowed_origins:
@@ -56,9 +82,12 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | No
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-should-retry", "retry-after"],
         )
+    # A page in a browser can give its own name the address of this server (DNS rebinding).
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts or ["*"], www_redirect=False)
     install_handlers(app)
-    for routes in (chat, responses, completions, models, health, metrics, playground):
+    for routes in (chat, responses, completions, models, health, metrics):
         app.include_router(routes.router)
     app.include_router(chat.checks)
+    app.get("/", include_in_schema=False)(playground)
     app.include_router(models.tokenization)
     return app

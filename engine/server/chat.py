@@ -10,18 +10,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from engine.outputs import CompletionOutput
-from engine.server.answers import Answer, ChoicesAnswer
-from engine.server.constraints import RequestedConstraint, requested_constraint
+from engine.server.answers import Answer, ChoicesAnswer, finite, ranked
+from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared
-from engine.server.generation import Job, Outputs
-from engine.server.logprobs import chat_logprobs
+from engine.server.generation import Job, Outputs, sampling_params
 from engine.server.prompts import encode_chat
-from engine.server.protocol import ChatRequest, GuidedInfo, Message
-from engine.server.sampling import sampling_params
+from engine.server.protocol import ChatRequest, GuidedInfo
+from engine.server.routes import RESPONSES, GenerationRoute, Prepared
 from engine.server.tools import output_form, requested_calls
 from guided.errors import InvalidRequest
-from guided.tools.formats import ToolFormat
 from guided.tools.parser import Piece
 
 
@@ -47,7 +44,7 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
     """Answer a chat, constrained or not. With `stream`, the status is sent once the constraint is compiled."""
     names = request.state.field_names
     names |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    if body.max_completion_tokens is not None and body.max_tokens in (None, body.max_completion_tokens):
+    if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return _ChatAnswer, build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id)
 
@@ -73,19 +70,21 @@ def check_request(body: ChatRequest, request: Request, context: Context) -> Prep
 def build_job(body: ChatRequest, context: ServerContext, request_id: str, http_id: str) -> Job:
     """Build the work of a chat. The last arguments are `request_id` and `http_id` of `Job`."""
     wanted = requested_constraint(body, context.settings.backend, context.limits)
-    limit, logprobs = _max_tokens(body), _logprobs(body)
-    choices = body.n or 1
-    context.check_logprobs(choices, choices * (limit or context.engine.max_model_len), logprobs, "logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
+    logprobs = body.top_logprobs or 0 if body.logprobs else None
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    context.check_size(body, 1, limit, logprobs)
     calls = requested_calls(body, context.tool_format, wanted.constraint)
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = encode_chat(
         context.engine.tokenizer,
-        _described(body, context, wanted),
+        body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables={**effort, **(body.chat_template_kwargs or {})},
         tools=body.tools or () if calls is not None else (),
-        limit=context.text_limit,
+        max_characters=context.max_characters,
     )
     form = output_form(body, context, wanted, calls, prompt)
     params = sampling_params(
@@ -106,39 +105,6 @@ def build_job(body: ChatRequest, context: ServerContext, request_id: str, http_i
     return job.admitted(context)
 
 
-def _described(body: ChatRequest, context: ServerContext, wanted: RequestedConstraint) -> list[Message]:
-    """Return the messages, with the JSON schema in a system message if that is asked for."""
-    constraint = wanted.constraint
-    if constraint is None or constraint.kind != "json_schema":
-        if body.describe_schema:
-            raise InvalidRequest("describe_schema needs a JSON schema", param="describe_schema")
-        return body.messages
-    if not (context.settings.describe_schema if body.describe_schema is None else body.describe_schema):
-        return body.messages
-    form = ToolFormat.schema_text if context.tool_format is None else context.tool_format.schema_text
-    text = form.replace("{schema}", constraint.source)
-    first, *others = body.messages
-    if first.role not in ("system", "developer"):
-        return [Message(role="system", content=text), *body.messages]
-    return [first.model_copy(update={"content": f"{first.text}\n\n{text}"}), *others]
-
-
-def _max_tokens(body: ChatRequest) -> int | None:
-    if body.max_completion_tokens is None:
-        return body.max_tokens
-    if body.max_tokens not in (None, body.max_completion_tokens):
-        raise InvalidRequest("max_tokens and max_completion_tokens differ: choose one", param="max_tokens")
-    return body.max_completion_tokens
-
-
-def _logprobs(body: ChatRequest) -> int | None:
-    if body.logprobs:
-        return body.top_logprobs or 0
-    if body.top_logprobs:
-        raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
-    return None
-
-
 class _ChatAnswer(ChoicesAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -149,19 +115,17 @@ class _ChatAnswer(ChoicesAnswer):
 
     def message(self, index: int, text: str) -> dict[str, Any]:
         calls: list[dict[str, Any]] = []
-        parts = {"text": "", "reasoning": ""}
+        texts = {"text": "", "reasoning": ""}
         for piece in self._parsers[index].feed(text, finished=True):
             if piece.kind == "call":
                 calls.append(self._call(piece.text))
             elif piece.kind == "arguments":
                 calls[piece.index]["function"]["arguments"] += piece.text
             else:
-                parts[piece.kind] += piece.text
-        content = parts["text"] if parts["text"] or not calls else None
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= {"reasoning_content": parts["reasoning"]} if parts["reasoning"] else {}
-        message |= {"tool_calls": calls} if calls else {}
-        return {"message": message}
+                texts[piece.kind] += piece.text
+        message = {"role": "assistant", "content": texts["text"] or (None if calls else ""), "refusal": None}
+        others = {"reasoning_content": texts["reasoning"], "tool_calls": calls}
+        return {"message": message | {name: value for name, value in others.items() if value}}
 
     def _call(self, name: str) -> dict[str, Any]:
         return {"id": self.job.new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
@@ -194,4 +158,17 @@ class _ChatAnswer(ChoicesAnswer):
         return {"delta": {} if text is None else {"content": text}}
 
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
-        return chat_logprobs(output, self.context.texts, self.job.params.logprobs or 0, which)
+        if output.logprobs is None:
+            return None
+        top = self.job.params.logprobs or 0
+        content = [
+            {**self._token(token, found.own), "top_logprobs": [self._token(*each) for each in ranked(found)[:top]]}
+            for token, found in zip(output.token_ids[which], output.logprobs[which], strict=True)
+            if found is not None
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        """Describe a token. Its `bytes` may be only a part of a character."""
+        texts = self.context.texts
+        return {"token": texts.of(token), "logprob": finite(logprob), "bytes": list(texts.bytes_of(token))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,17 +10,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import ChoicesAnswer
-from engine.server.bodies import num_prompts
+from engine.outputs import CompletionOutput
+from engine.server.answers import ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared
-from engine.server.generation import Job
-from engine.server.logprobs import TextOffsets, completion_logprobs
-from engine.server.prompts import text_prompts
+from engine.server.generation import Job, sampling_params
+from engine.server.prompts import encode
 from engine.server.protocol import CompletionRequest, GuidedInfo
-from engine.server.sampling import sampling_params
+from engine.server.routes import RESPONSES, GenerationRoute, Prepared
+from guided.errors import InvalidRequest
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
@@ -32,32 +31,35 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
     wanted = requested_constraint(body, context.settings.backend, context.limits)
-    length, max_tokens = context.engine.max_model_len, body.max_tokens
+    if not body.prompt and not isinstance(body.prompt, str):
+        raise InvalidRequest("prompt is empty: give at least one", param="prompt")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("echo is not available with logprobs, which are those of the output only", param="echo")
+    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    given: Sequence[Any] = [body.prompt] if is_one else body.prompt
+    max_tokens = body.max_tokens
     if max_tokens is None and wanted.constraint is None:
         # OpenAI's default. A request with a constraint does not get it: most answers would be cut off.
         max_tokens = 16
-    choices = num_prompts(body.prompt) * (body.n or 1)
-    context.check_logprobs(choices, choices * (max_tokens or length), body.logprobs, "logprobs")
-    special, limit = body.add_special_tokens, context.text_limit
-    prompts = text_prompts(context.engine.tokenizer, body.prompt, add_special_tokens=special, limit=limit)
+    context.check_size(body, len(given), max_tokens, body.logprobs)
+
+    def tokenized(number: int, prompt: Any) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt  # the engine checks the ids
+        param = "prompt" if is_one else f"prompt[{number}]"
+        special, limit = body.add_special_tokens, context.max_characters
+        return encode(context.engine.tokenizer, prompt, add_special_tokens=special, param=param, max_characters=limit)
+
+    prompts = [tokenized(number, prompt) for number, prompt in enumerate(given)]
     if body.max_tokens is None and max_tokens is not None:
-        max_tokens = max(1, min(max_tokens, length - max(map(len, prompts))))
-    if body.echo and body.logprobs is not None:
-        body.prompt_logprobs = body.logprobs
+        max_tokens = max(1, min(max_tokens, context.engine.max_model_len - max(map(len, prompts))))
     params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
         f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, include_usage=body.wants_usage
-    ).admitted(context)  # which checks the token ids
-    return replace(job, echoed=_texts(body.prompt, prompts, context)) if body.echo else job
-
-
-def _texts(given: Any, prompts: Sequence[Sequence[int]], context: ServerContext) -> list[str]:
-    """Return the text of each prompt: as the request gives it, or of its tokens."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given[0], str):
-        return list(given)
-    return [b"".join(map(context.texts.bytes_of, prompt)).decode("utf-8", "replace") for prompt in prompts]
+    ).admitted(context)
+    if body.echo:
+        job = replace(job, echoed=[each if isinstance(each, str) else context.decode(each) for each in given])
+    return job
 
 
 class _TextAnswer(ChoicesAnswer):
@@ -66,8 +68,9 @@ class _TextAnswer(ChoicesAnswer):
 
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
-        special = job.params.skip_special_tokens
-        self._offsets = [TextOffsets(context.texts, special) for _ in range(job.num_choices)]
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(job.num_choices)]
+        self._lengths = [0] * job.num_choices
+        """By choice: characters of the tokens whose log-probabilities were built."""
 
     def message(self, index: int, text: str) -> dict[str, Any]:
         return {"text": self._echoed(index) + text}
@@ -80,19 +83,26 @@ class _TextAnswer(ChoicesAnswer):
         return {"text": text or ""}
 
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
-        return completion_logprobs(output, self.context.texts, self._offsets[index], which)
+        """Build OpenAI's older shape. `text_offset` is where a token begins in the text, in characters.
 
-    def scored(self, index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionOutput:
-        if not self.job.echoes_logprobs or not completion.token_ids:
-            return completion
-        assert output.prompt_logprobs is not None
-        assert completion.logprobs is not None
-        return replace(
-            completion,
-            text=self._echoed(index) + completion.text,
-            token_ids=output.prompt_token_ids + completion.token_ids,
-            logprobs=[*output.prompt_logprobs, *completion.logprobs],
-        )
+        A token that begins inside a character has the offset of that character, one without text that of the next text.
+        """
+        if output.logprobs is None:
+            return None
+        texts, found = self.context.texts, [each for each in output.logprobs[which] if each is not None]
+        pieces = texts.without_special if self.job.params.skip_special_tokens else texts.with_special
+        offsets: list[int] = []
+        for token in output.token_ids[which]:
+            # Stop strings and incomplete characters are not in the text.
+            end = len(output.text) if output.finish_reason is not None else self._lengths[index]
+            offsets.append(min(self._lengths[index], end))
+            self._lengths[index] += len(self._decoders[index].decode(pieces[token]))
+        return {
+            "tokens": [texts.of(token) for token in output.token_ids[which]],
+            "token_logprobs": [finite(each.own) for each in found],
+            "top_logprobs": [{texts.of(token): logprob for token, logprob in ranked(each)} for each in found],
+            "text_offset": offsets,
+        }
 
     def _echoed(self, index: int) -> str:
         """Return the text of the choice's prompt if the request has `echo`, else an empty text."""

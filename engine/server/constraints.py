@@ -1,9 +1,5 @@
-"""Read a request's constraint, in any of its spellings, and its backend.
-
-Ours (`json_schema`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`, `backend`, `whitespace_pattern`),
-OpenAI's `response_format` (also with llama.cpp's `schema`), vLLM's `structured_outputs` and its older `guided_*` names.
-Errors name the field as the request spells it.
-"""
+"""Read a request's constraint and its backend: our names, OpenAI's `response_format` (also with llama.cpp's `schema`),
+vLLM's `structured_outputs` and its older `guided_*` names. Errors name the field as the request spells it."""
 
 from __future__ import annotations
 
@@ -17,14 +13,7 @@ from guided.errors import InvalidConstraint, InvalidRequest
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
-_STRUCTURED: dict[str, ConstraintKind] = {
-    "json_": "json_schema",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "json_object": "json_object",
-    "structural_tag": "structural_tag",
-}
+_STRUCTURED = {"json_" if kind == "json_schema" else kind: kind for kind in KINDS}
 """Kinds of the fields of `structured_outputs`."""
 _OLDER: dict[str, ConstraintKind] = {
     "guided_json": "json_schema",

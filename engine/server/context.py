@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,8 +19,7 @@ from engine.detokenizer import TokenTexts
 from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
-from engine.server.prompts import TextLimit
-from engine.server.tracing import Tracing
+from engine.server.protocol import GenerationRequest
 from guided.backends import AUTO
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Limits
@@ -34,6 +33,9 @@ logger = logging.getLogger("guided.server")
 
 _THREADS = 4
 """Threads that read bodies and write answers. They share the interpreter lock with the engine's thread."""
+_LARGE_BODIES = 64
+_MAX_OUTPUTS = 256
+"""Maximum number of outputs of a request."""
 _MAX_ANSWER_LOGPROBS = 200_000
 """Maximum number of log-probabilities that an answer with several choices can have."""
 
@@ -43,11 +45,12 @@ class ServerContext:
     engine: AsyncLLM
     settings: ServerSettings
     metrics: Metrics
-    tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     shutting_down: bool = False
     in_flight: int = 0
     """Number of generations that run or wait."""
+    large_bodies: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_LARGE_BODIES))
+    """Bounds the memory of bodies that are read and checked."""
     _threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_THREADS))
 
     @cached_property
@@ -74,14 +77,18 @@ class ServerContext:
         return self.engine.model.vocabulary
 
     @cached_property
-    def text_limit(self) -> TextLimit:
-        """The longest text of a request that is tokenized."""
-        return TextLimit(self.engine.max_model_len, max(map(len, self.vocabulary.token_bytes)))
+    def max_characters(self) -> int:
+        """Length of the longest text that can fit into the model's context. A longer one is not tokenized."""
+        return self.engine.max_model_len * max(map(len, self.vocabulary.token_bytes))
 
     @property
     def limits(self) -> Limits:
         """The limits of a request's constraint."""
         return self.engine.engine.config.limits
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return b"".join(map(self.texts.bytes_of, tokens)).decode("utf-8", "replace")
 
     def check_model(self, name: str | None) -> None:
         """Check the model that a request names. None: the served model."""
@@ -89,23 +96,24 @@ class ServerContext:
             message = f"The model {bounded(name, 100)!r} does not exist; here: {self.settings.model_name}"
             raise ModelNotFound(message, param="model")
 
-    def check_logprobs(self, choices: int, tokens: int, alternatives: int | None, param: str) -> None:
-        """Bound the size of an answer with several choices: each of `tokens` can have 21 log-probabilities.
-
-        Raises:
-            InvalidRequest: the answer could have too many.
-        """
-        count = 0 if alternatives is None or choices == 1 else tokens * (alternatives + 1)
+    def check_size(self, body: GenerationRequest, prompts: int, max_tokens: int | None, logprobs: int | None) -> None:
+        """Refuse a request with too many outputs, or with several that can have too many log-probabilities."""
+        n, limit = body.n or 1, min(_MAX_OUTPUTS, self.settings.max_requests)
+        if prompts * max(n, body.best_of or 1) > limit:
+            param = "prompt" if prompts > 1 else "n" if n > limit else "best_of"
+            raise InvalidRequest(f"prompts times n or best_of is more than the limit of {limit} outputs", param=param)
+        outputs = 0 if logprobs is None or prompts * n == 1 else prompts * n
+        count = outputs * (max_tokens or self.engine.max_model_len) * ((logprobs or 0) + 1)
         if count > _MAX_ANSWER_LOGPROBS:
             raise InvalidRequest(
-                f"prompts, n, max_tokens and {param} together allow {count} log-probabilities; the limit for several "
+                f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
                 f"choices is {_MAX_ANSWER_LOGPROBS}",
-                param=param,
+                param="logprobs",
             )
 
     def client_left(self, http_id: str) -> None:
         """Count and log a request that was aborted because its client disconnected."""
-        self.metrics.aborted()
+        self.metrics.aborts.labels("disconnected").inc()
         logger.info("x-request-id %s: the client went away", http_id, extra={"x_request_id": http_id})
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED, constraint_meant
+from engine.server.protocol import REFUSED, constraint_meant
 from guided.error_body import error_body, error_headers
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded
 
@@ -49,10 +49,6 @@ class HeaderTooLarge(InvalidRequest):
     status = 431
 
 
-class HostNotAllowed(InvalidRequest):
-    code = "host_not_allowed"
-
-
 class RequestTimeout(InvalidRequest):
     code = "request_timeout"
     status = 408
@@ -73,12 +69,6 @@ class QueueFull(GuidedError):
 
 class ShuttingDown(InternalError):
     code = "shutting_down"
-    status = 503
-    retryable = True
-
-
-class ReplicaDied(InternalError):
-    code = "replica_died"
     status = 503
     retryable = True
 
@@ -140,28 +130,22 @@ async def _on_unexpected_error(request: Request, error: Exception) -> JSONRespon
 
 
 def shape_error(errors: Sequence[Any]) -> InvalidRequest:
-    """Return the error for a body of the wrong shape.
-
-    An unknown field is reported first, then an error of our own validators, then any other error.
-    """
-    telling = ({"extra_forbidden"}, {MISPLACED, UNSUPPORTED})
-    first = next((each for types in telling for each in errors if each["type"] in types), errors[0])
-    param, kind = _path(first["loc"]), first["type"]
-    if kind in (MISPLACED, UNSUPPORTED):
-        code, message = kind, bounded(first["msg"])
-    elif kind == "extra_forbidden" and (name := str(first["loc"][-1])) in REFUSED:
-        code, message = "unsupported_parameter", f"{bounded(param)}: {REFUSED[name][0]}"
-    elif kind == "extra_forbidden":
+    """Return the error for a body of the wrong shape: of an unknown field or type, else of the innermost value."""
+    telling = {"extra_forbidden": 2, "literal_error": 1}
+    first = max(errors, key=lambda each: (telling.get(each["type"], 0), len(each["loc"])))
+    param = bounded(_path(first["loc"]))
+    name = first["loc"][-1] if first["type"] == "extra_forbidden" else ""
+    if name in REFUSED:
+        code, message = "unsupported_parameter", f"{param}: {REFUSED[name]}"
+    elif name:
         meant = constraint_meant(name) if name == param else None
         hint = "" if meant is None else f"; did you mean {meant}?"
-        code, message = "unknown_parameter", f"Unknown parameter: '{bounded(param)}'{hint}"
-    elif kind == "missing" and param:
-        code, message = "missing_required_parameter", f"Missing required parameter: '{param}'"
-    elif not param:
-        code, message = InvalidRequest.code, "the body must be a JSON object (content-type: application/json)"
-    else:
+        code, message = "unknown_parameter", f"Unknown parameter: '{param}'{hint}"
+    elif param:
         code, message = "invalid_type", f"Invalid '{param}': {bounded(first['msg'])}"
-    error = InvalidRequest(message, param=bounded(param) or None)
+    else:
+        code, message = InvalidRequest.code, "the body must be a JSON object (content-type: application/json)"
+    error = InvalidRequest(message, param=param or None)
     error.code = code
     return error
 

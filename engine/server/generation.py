@@ -1,4 +1,4 @@
-"""The generations of one HTTP request: admitted together, merged into one stream, ended together."""
+"""The generations of one HTTP request: their parameters; admitted together, merged into one stream, ended together."""
 
 from __future__ import annotations
 
@@ -7,21 +7,62 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
+from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
 from engine.server.errors import QueueFull, ShuttingDown
-from engine.server.prompts import name_prompt
-from engine.server.protocol import GuidedInfo
+from engine.server.protocol import GenerationRequest, GuidedInfo
 from guided.constraint import KINDS, Constraint
-from guided.errors import CompileTimeout, ConstraintNotMet, GuidedError, InternalError, InvalidConstraint
+from guided.errors import (
+    CompileTimeout,
+    ConstraintNotMet,
+    GuidedError,
+    InternalError,
+    InvalidConstraint,
+    InvalidRequest,
+)
 from guided.tools.parser import OutputParser
 
 logger = logging.getLogger("guided.server")
+
+
+_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "strict_schema", "max_tokens", "logprobs"}
+_SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
+"""Fields that mean the same in a request and in `SamplingParams`."""
+
+
+def sampling_params(
+    request: GenerationRequest,
+    wanted: RequestedConstraint,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    context: ServerContext,
+) -> SamplingParams:
+    """Build and check the parameters. A null field takes the model's default, else OpenAI's."""
+    given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
+    given = {name: value for name, value in given.items() if value is not None}
+    if request.vllm_xargs and not context.engine.engine.sampler.processors.classes:
+        raise InvalidRequest(
+            "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
+            param="vllm_xargs",
+        )
+    if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
+        name = "use_beam_search" if request.use_beam_search else "best_of"
+        raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
+    return SamplingParams(
+        **{**context.settings.sampling_defaults, **given},
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        constraint=wanted.constraint,
+        backend=wanted.backend,
+        extra_args=request.vllm_xargs,
+    )
 
 
 @dataclass(frozen=True)
@@ -66,11 +107,6 @@ class Job:
     form: OutputForm = field(default_factory=OutputForm)
 
     @property
-    def echoes_logprobs(self) -> bool:
-        """Whether `logprobs` covers the prompt too."""
-        return bool(self.echoed) and self.params.logprobs is not None
-
-    @property
     def log_ids(self) -> dict[str, str]:
         """Fields of its log records."""
         return {"request_id": self.request_id, "x_request_id": self.http_id}
@@ -84,14 +120,7 @@ class Job:
         return f"call_{uuid.uuid4().hex[:24]}"[-self.form.id_length :]
 
     def admitted(self, context: ServerContext) -> Job:
-        """Return this job with its engine requests.
-
-        Raises:
-            InvalidRequest: the engine rejects one.
-        """
-        if (alternatives := self.params.prompt_logprobs) is not None:
-            tokens = sum(map(len, self.prompts)) * self.params.n
-            context.check_logprobs(self.num_choices, tokens, alternatives, "prompt_logprobs")
+        """Return this job with its engine requests. Raises `InvalidRequest` if the engine rejects one."""
         groups = []
         for number, prompt in enumerate(self.prompts):
             request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{number}"
@@ -108,7 +137,8 @@ class Job:
             locate(error, self.form.places)
         if isinstance(error, ConstraintNotMet) and (self.params.seed is not None or self.params.is_greedy):
             error.retryable = False  # the output would be the same
-        name_prompt(error, prompt, len(self.prompts))
+        if error.param == "prompt" and len(self.prompts) > 1:
+            error.param = f"prompt[{prompt}]"
         return error
 
 
@@ -137,31 +167,21 @@ Outputs = AsyncIterator[tuple[int, RequestOutput]]
 
 
 @asynccontextmanager
-async def running(
-    context: ServerContext, job: Job, headers: Mapping[str, str]
-) -> AsyncIterator[tuple[GuidedInfo | None, Outputs]]:
+async def running(context: ServerContext, job: Job) -> AsyncIterator[tuple[GuidedInfo | None, Outputs]]:
     """Start a job and wait until it is admitted: its constraint is compiled. At the end, abort what still runs of it.
 
-    Raises the error of a job that is rejected or fails later, and logs it if an operator can act on it. The request's
-    `headers` may name the parent of its spans.
+    Raises the error of a job that is rejected or fails later, and logs it if an operator can act on it.
     """
-    guided = failure = None
+    guided = None
     try:
         with context.admit(len(job.prompts) * job.params.width):
-            async with aclosing(
-                _merged([_stream(context, job, number) for number in range(len(job.groups))])
-            ) as merged:
-                _, first = await anext(merged)
-                guided = _guided_info(job, first)
-                yield guided, merged
+            async with aclosing(_merged(context, job)) as merged:
+                first = await anext(merged)
+                guided = _guided_info(job, first[1])
+                yield guided, _chained(first, merged)
     except GuidedError as error:
-        failure = error
         report(job, error, guided)
         raise
-    finally:
-        if context.tracing is not None:
-            for group in job.groups:
-                context.tracing.record(group, headers, failure)
 
 
 def _guided_info(job: Job, first: RequestOutput) -> GuidedInfo | None:
@@ -225,54 +245,40 @@ def _number_choices(output: RequestOutput, job: Job) -> None:
         completion.index = number
 
 
-async def _merged(
-    streams: Sequence[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield the number of a stream and its output, of all streams as they come.
-
-    Once each stream has an output, yields one of these, which comes again.
-    """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            is_first = True
-            async for output in only:
-                if is_first:
-                    yield 0, output
-                    is_first = False
+async def _merged(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield the outputs of all prompts as they come. Those that a slow reader misses are replaced by newer ones."""
+    if len(job.groups) == 1:
+        async with aclosing(_stream(context, job, 0)) as outputs:
+            async for output in outputs:
                 yield 0, output
         return
-    # Outputs are snapshots: only the newest of each stream is kept, however slow the reader is.
-    newest: dict[int, RequestOutput] = {}
-    news = asyncio.Event()
+    ready: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(1)
 
-    async def pump(number: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+    async def pump(number: int) -> None:
         try:
-            async with aclosing(stream):  # aborts what still runs
-                async for output in stream:
-                    newest[number] = output
-                    news.set()
-        finally:
-            news.set()
+            async with aclosing(_stream(context, job, number)) as outputs:  # aborts what still runs
+                async for output in outputs:
+                    await ready.put((number, output))
+            await ready.put(None)
+        except Exception as error:
+            await ready.put(error)
 
-    async def wait() -> None:
-        await news.wait()
-        news.clear()
-        for task in pumps:
-            if task.done():
-                task.result()  # raises the error of its stream
-
-    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    pumps = [asyncio.create_task(pump(number)) for number in range(len(job.groups))]
     try:
-        while len(newest) < len(pumps):
-            await wait()
-        yield 0, newest[0]
-        while newest or not all(task.done() for task in pumps):
-            if newest:
-                number = next(iter(newest))
-                yield number, newest.pop(number)
+        running = len(pumps)
+        while running:
+            item = await ready.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
             else:
-                await wait()
-        for task in pumps:
-            task.result()
+                yield item
     finally:
         await cancel(pumps)
+
+
+async def _chained(first: tuple[int, RequestOutput], others: Outputs) -> Outputs:
+    yield first
+    async for each in others:
+        yield each

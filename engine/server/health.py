@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
+import uuid
 from contextlib import aclosing
 from typing import Literal
 
@@ -47,7 +47,6 @@ class ReadinessCheck:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._numbers = itertools.count()
         self._check: asyncio.Task[str | None] | None = None
         self._ended = 0.0
         """`time.monotonic()` of the end of the last check."""
@@ -61,7 +60,7 @@ class ReadinessCheck:
 
     async def _run(self) -> str | None:
         # A constraint that is not in the cache, and one token of its output.
-        number, engine = next(self._numbers), self._context.engine
+        number, engine = uuid.uuid4().hex, self._context.engine
         params = SamplingParams(regex=f"ready {number}", backend=self._context.settings.backend, max_tokens=1)
         try:
             async with asyncio.timeout(_READY_SECONDS):

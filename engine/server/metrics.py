@@ -70,19 +70,11 @@ class Metrics:
         self._grammar_failures = counter(
             "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
         )
-        self._aborts = counter("request_aborts", "Requests aborted because of their client.", "reason")
-        self._connection_ends = counter("connections_ended", "Connections that the server ended.", "reason")
+        self.aborts = counter("request_aborts", "Requests aborted because of their client.", "reason")
+        self.connection_ends = counter("connections_ended", "Connections that the server ended.", "reason")
         for code in errors_by_code(InternalError):  # Prometheus sees no increase in a counter that is new
             self._failures.labels(code, "server")
         self.registry.register(_EngineCollector(engine))
-
-    def aborted(self) -> None:
-        """Count a request that was aborted because its client disconnected."""
-        self._aborts.labels("disconnected").inc()
-
-    def connection_ended(self, reason: str) -> None:
-        """Count a connection that the server ended: its client sent too little or too much, or there were too many."""
-        self._connection_ends.labels(reason).inc()
 
     def failed(self, code: str, status: int) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""

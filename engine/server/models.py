@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request
 
-from engine.server.bodies import BodyRoute
-from engine.server.context import Context, ServerContext
+from engine.server.context import Context
 from engine.server.prompts import encode, encode_chat
 from engine.server.protocol import (
     DetokenizeRequest,
@@ -18,13 +16,14 @@ from engine.server.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from guided.errors import ContextLengthExceeded, InvalidRequest
+from engine.server.routes import BodyRoute
+from guided.errors import InvalidRequest
 
 router = APIRouter(tags=["models"])
 tokenization = APIRouter(tags=["tokenization"], route_class=BodyRoute)
 
 _MAX_CONTEXTS = 8
-"""Maximum number of tokens of `/tokenize`, in contexts of the model. Beyond it, tokenization takes seconds."""
+"""Maximum length of a text for `/tokenize`, in contexts of the model. Beyond it, tokenization takes seconds."""
 
 
 @router.get("/v1/models")
@@ -48,39 +47,26 @@ async def get_version() -> dict[str, str]:
 @tokenization.post("/tokenize")
 def tokenize(body: TokenizeRequest, request: Request, context: Context) -> TokenizeResponse:
     """Return the token ids of a prompt, or of chat messages in the chat template."""
-    try:
-        tokens = _tokens(body, context)
-    except ContextLengthExceeded as error:
-        raise InvalidRequest(f"{error.param} is more than {_MAX_CONTEXTS} contexts long", param=error.param) from None
-    texts = context.texts
+    tokenizer, limit = context.engine.tokenizer, _MAX_CONTEXTS * context.max_characters
+    if body.messages is None:
+        special, text = body.add_special_tokens, body.prompt or ""
+        tokens = encode(tokenizer, text, add_special_tokens=special, param="prompt", max_characters=limit)
+    else:
+        generates = body.add_generation_prompt
+        tokens = encode_chat(tokenizer, body.messages, add_generation_prompt=generates, max_characters=limit)
     return TokenizeResponse(
         count=len(tokens),
         max_model_len=context.engine.max_model_len,
         tokens=tokens,
-        token_strs=[texts.of(token) for token in tokens] if body.return_token_strs else None,
+        token_strs=list(map(context.texts.of, tokens)) if body.return_token_strs else None,
     )
 
 
 @tokenization.post("/detokenize")
 def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> DetokenizeResponse:
     """Return the text of token ids, special tokens included."""
-    texts, size = context.texts, context.vocabulary.padded_vocab_size
+    size = context.vocabulary.padded_vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise InvalidRequest(f"{wrong} is not a token id of this model", param="tokens")
-    return DetokenizeResponse(prompt=b"".join(map(texts.bytes_of, body.tokens)).decode("utf-8", "replace"))
-
-
-def _tokens(body: TokenizeRequest, context: ServerContext) -> list[int]:
-    tokenizer = context.engine.tokenizer
-    limit = replace(context.text_limit, tokens=_MAX_CONTEXTS * context.engine.max_model_len)
-    if body.messages is None:
-        special = body.add_special_tokens is not False
-        return encode(tokenizer, body.prompt or "", add_special_tokens=special, param="prompt", limit=limit)
-    return encode_chat(
-        tokenizer,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        add_special_tokens=body.add_special_tokens is True,
-        limit=limit,
-    )
+    return DetokenizeResponse(prompt=context.decode(body.tokens))

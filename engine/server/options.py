@@ -47,7 +47,6 @@ class ServerSettings:
     reasoning_format: str = AUTO
     strict_fields: bool = False
     allowed_origins: tuple[str, ...] = ()
-    describe_schema: bool = False
 
     RANGES: ClassVar[Mapping[str, Range]] = dict.fromkeys(("max_requests", "max_body_bytes"), Range(1))
 
@@ -109,15 +108,12 @@ class ServeOptions:
         return self.served_model_name or self.model or DEFAULT_MODEL
 
 
-_API_KEY_VARIABLE = "GUIDED_API_KEY"
-
-
 def take_api_key(options: ServeOptions) -> ServeOptions:
     """Use the API key of the file or of the environment if the options have none, and remove it from the environment.
 
     Call it before the first child process is started: children inherit the environment.
     """
-    key = os.environ.pop(_API_KEY_VARIABLE, None)
+    key = os.environ.pop("GUIDED_API_KEY", None)
     if options.server.api_key_file is not None:
         key = ",".join(Path(options.server.api_key_file).read_text().split())
         if not key:
@@ -128,17 +124,7 @@ def take_api_key(options: ServeOptions) -> ServeOptions:
 
 
 def check_names(options: ServeOptions) -> None:
-    """Check the names of model, logits processors and post-processor, before the model and its libraries are loaded.
-
-    Raises:
-        OSError: there is no such directory, or no such file.
-        ValueError: a logits processor or the post-processor cannot be loaded.
-    """
-    model = options.model_path
-    if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # no hub name begins like this
-        raise OSError(f"there is no model directory {model}")
-    if options.load.chat_template is not None and not Path(options.load.chat_template).is_file():
-        raise OSError(f"there is no chat template {options.load.chat_template}")
+    """Raise ValueError if a logits processor or the post-processor cannot be loaded, before the model is loaded."""
     from engine.logits_processors.loading import import_named, load_classes  # slow: torch
 
     load_classes(options.engine)
@@ -231,7 +217,6 @@ OPTIONS = (
         Option("load.chat_template", "File with a Jinja template for chats. Default: the tokenizer's."),
         Option("server.tool_format", f"How the model writes calls: auto, none, {', '.join(TOOL_FORMATS)}."),
         Option("server.reasoning_format", f"How it writes thoughts: auto, none, {', '.join(REASONING_FORMATS)}."),
-        Option("server.describe_schema", "Put the JSON schema into the prompt of chats that do not say."),
     ),
     *_panel(
         "Engine",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -17,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from functools import cache, partial
 from types import FrameType
 from typing import Any
@@ -34,7 +32,6 @@ from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.protocol import CHAT_EXAMPLE
-from engine.server.tracing import Tracing
 from guided.process_memory import watch_free_memory
 
 _ANSWER_SECONDS = 3
@@ -50,9 +47,8 @@ _OPEN_FILES = 65536
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 _SWITCH_SECONDS = 0.0001
-"""Time for which a thread keeps the interpreter lock while another one wants it. The event loop gives it up and wants
-it back at each system call, the engine's thread at each torch operation: a step of 5 ms beside one thread that checks a
-large body took 2.2 s with Python's 5 ms, 0.23 s with 0.5 ms, and takes 0.06 s."""
+"""Time for which a thread keeps the interpreter lock while another one wants it. The engine's thread wants it at each
+torch operation: a step of 5 ms beside a thread that checks a large body took 2.2 s with Python's 5 ms, now 0.06 s."""
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's `generation_config.json` can set defaults."""
@@ -104,20 +100,20 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _OPEN_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
-    with _sigterm_exits(options.grace_seconds + _EXIT_SECONDS):
-        _say(options, "loading the model and starting the mask pool …")
-        tracing = Tracing.from_environment()
-        engine = start_engine(options)
-        try:
-            settings = settings_of(options)
-            if not settings.allowed_hosts and _is_loopback(options.host):
-                settings = dataclasses.replace(settings, allowed_hosts=(*_LOOPBACK_NAMES, options.host))
-            app = create_app(engine, settings, tracing)
-            app.openapi()  # FastAPI caches it: on the event loop, building it would block for half a second
-            config = uvicorn_config(app, options)
-            _Server(config, app.state.context, options).run(sockets=[listener])
-        finally:
-            engine.shutdown()
+    # Unwinds the stack while uvicorn has not installed its own handler, and again when it has removed it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    _say(options, "loading the model and starting the mask pool …")
+    engine = start_engine(options)
+    try:
+        settings = settings_of(options)
+        if not settings.allowed_hosts and _is_loopback(options.host):
+            settings = dataclasses.replace(settings, allowed_hosts=(*_LOOPBACK_NAMES, options.host))
+        app = create_app(engine, settings)
+        app.openapi()  # FastAPI caches it: on the event loop, building it would block for half a second
+        config = uvicorn_config(app, options)
+        _Server(config, app.state.context, options).run(sockets=[listener])
+    finally:
+        engine.shutdown()
 
 
 def uvicorn_config(
@@ -127,7 +123,7 @@ def uvicorn_config(
     context: ServerContext = app.state.context
     limits = limits or ConnectionLimits()
     given: dict[str, Any] = {
-        "http": partial(LimitedProtocol, limits, context.metrics.connection_ended),
+        "http": partial(LimitedProtocol, limits, lambda reason: context.metrics.connection_ends.labels(reason).inc()),
         "ws": "none",
         "log_level": options.log_level,
         "log_config": uvicorn_logging(options.log_format),
@@ -181,23 +177,6 @@ def _exit_in(seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True, file=os.dup(2))  # see `cli.main`
 
 
-@contextlib.contextmanager
-def _sigterm_exits(seconds: float) -> Iterator[None]:
-    """Unwind the stack on SIGTERM as on SIGINT, also while uvicorn has not installed its own handlers."""
-
-    def on_sigterm(number: int, frame: object) -> None:
-        _exit_in(seconds)
-        raise SystemExit(0)
-
-    previous = signal.signal(signal.SIGTERM, on_sigterm)
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def _say(options: ServeOptions, text: str) -> None:
     if options.log_level in ("debug", "info", "warning") and options.log_format == "text":
         print(text, file=sys.stderr, flush=True)
@@ -208,10 +187,7 @@ def _greeting(url: str, options: ServeOptions, engine: AsyncLLM) -> str:
     device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
     if model.device.type == "cpu" and options.load.device == "auto":
         device += " (no CUDA device was found)"
-    masks = "this process, without isolation"
-    if pool.name == "ray":
-        how = "started by this server" if options.ray.address is None else "joined"
-        masks = f"{len(pool.workers)} Ray actors; Ray at {pool.ray_address}, {how}"
+    masks = f"{len(pool.workers)} Ray actors" if pool.name == "ray" else "this process, without isolation"
     key, warning = "", []
     if options.server.api_key:
         key = " -H 'authorization: Bearer '\"$GUIDED_API_KEY\""
@@ -224,8 +200,7 @@ def _greeting(url: str, options: ServeOptions, engine: AsyncLLM) -> str:
         f"  curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' \\",
         *(f"    -d {shlex.quote(json.dumps(CHAT_EXAMPLE))}", ""),
         f"Playground, in a browser:  {url}/",
-        f"Documentation, to try from the browser:  {url}/docs",
-        *(f"State of the mask pool:  curl {url}/health", ""),
+        *(f"Documentation, to try from the browser:  {url}/docs", ""),
     ]
     return "\n".join(lines)
 

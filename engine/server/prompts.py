@@ -7,35 +7,13 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
 from engine.server.protocol import Message, Tool
-from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest, bounded
-
-
-@dataclass(frozen=True)
-class TextLimit:
-    """The longest text that is tokenized: `tokens` tokens of `token_characters` characters each."""
-
-    tokens: int
-    token_characters: int
-
-    def check(self, text: str, param: str) -> None:
-        """Raise `ContextLengthExceeded` for a text that is too long whatever its tokens are."""
-        if len(text) > self.tokens * self.token_characters:
-            raise self.exceeded(param)
-
-    def exceeded(self, param: str) -> InvalidRequest:
-        """Return the error for a text that is too long."""
-        return ContextLengthExceeded(
-            f"This model's maximum context length is {self.tokens} tokens. However, '{param}' resulted in more. Please"
-            " reduce the length of the messages.",
-            param=param,
-        )
+from guided.errors import ContextLengthExceeded, InvalidRequest, bounded
 
 
 def encode_chat(
@@ -46,13 +24,13 @@ def encode_chat(
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
     tools: Sequence[Tool] = (),
-    add_special_tokens: bool = False,
-    limit: TextLimit,
+    max_characters: int,
 ) -> list[int]:
     """Render the messages with the tokenizer's chat template and tokenize them.
 
-    Only the template produces special tokens. Text of a message that looks like one ("<|end|>") stays text.
-    `add_special_tokens` adds the tokenizer's own to those of the template.
+    Only the template produces special tokens. Text of a message that looks like one ("<|end|>") stays text: an
+    unpredictable mark after its first character divides it, and the pieces between the marks are tokenized separately.
+    (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
     """
     _check_template(tokenizer, variables or {})
     if continue_final_message and (add_generation_prompt or messages[-1].role != "assistant"):
@@ -62,28 +40,24 @@ def encode_chat(
         )
     rendered = [message.for_template() for message in messages]
     functions = [tool.for_template() for tool in tools]
-    for message in messages:
-        limit.check(message.text, "messages")
-    limit.check(json.dumps([message.get("tool_calls") for message in rendered]), "messages")
-    limit.check(json.dumps(functions), "tools")
-    escaped = _EscapedSpecialTokens(tokenizer, limit)
+    _check_length(json.dumps(rendered, ensure_ascii=False), max_characters, "messages")
+    _check_length(json.dumps(functions, ensure_ascii=False), max_characters, "tools")
+    begins, mark = _special_begins(tokenizer), f"<{uuid.uuid4().hex}>"
     try:
         text: str = tokenizer.apply_chat_template(
-            escaped.escape(rendered),
-            **({"tools": escaped.escape(functions)} if functions else {}),
+            _marked(rendered, begins, mark),
+            **({"tools": _marked(functions, begins, mark)} if functions else {}),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **escaped.escape(variables or {}),
+            **_marked(variables or {}, begins, mark),
         )
     except (TemplateError, ValueError, TypeError) as error:
         refusal = f"the chat template refuses these messages: {bounded(error)}"
         raise InvalidRequest(refusal, param="messages") from error
     ids: list[int] = []
-    for piece in text.split(escaped.mark):
-        # The tokenizer adds its own special tokens to the first piece only.
-        special = add_special_tokens and not ids
-        ids += encode(tokenizer, piece, add_special_tokens=special, param="messages", limit=limit)
+    for piece in text.split(mark):
+        ids += encode(tokenizer, piece, add_special_tokens=False, param="messages", max_characters=max_characters)
     return ids
 
 
@@ -97,32 +71,13 @@ def _check_template(tokenizer: Any, variables: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"chat_template_kwargs can't set {name}", param="chat_template_kwargs")
 
 
-class _EscapedSpecialTokens:
-    """Prevents special tokens in a user's text from being tokenized as such.
-
-    `escape` inserts a mark after the first character of each. The rendered text is split at the marks, and the pieces
-    are tokenized separately. (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
-    """
-
-    def __init__(self, tokenizer: Any, limit: TextLimit) -> None:
-        self._begins = _special_begins(tokenizer)
-        self._limit = limit
-        self._left = limit.tokens
-        self.mark = f"<{uuid.uuid4().hex}>"  # unpredictable
-
-    def escape(self, value: Any) -> Any:
-        """Return a copy of `value` with marks in the special tokens of its strings. Refuse too many."""
-        if isinstance(value, Mapping):
-            return {self.escape(name): self.escape(inner) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [self.escape(inner) for inner in value]
-        if not isinstance(value, str):
-            return value
-        marked, count = self._begins.subn(lambda first: first[0] + self.mark, value, self._left)
-        self._left -= count
-        if self._left <= 0:
-            raise self._limit.exceeded("messages")
-        return marked
+def _marked(value: Any, begins: re.Pattern[str], mark: str) -> Any:
+    """Return a copy of `value` with `mark` in the special tokens of its strings."""
+    if isinstance(value, Mapping):
+        return {_marked(name, begins, mark): _marked(inner, begins, mark) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_marked(inner, begins, mark) for inner in value]
+    return begins.sub(lambda first: first[0] + mark, value) if isinstance(value, str) else value
 
 
 @lru_cache(maxsize=8)
@@ -135,9 +90,9 @@ def _special_begins(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in ends.items()) or r"(?!)")
 
 
-def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, limit: TextLimit) -> list[int]:
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, max_characters: int) -> list[int]:
     """Tokenize a text, unless it is far too long, or has lone surrogates, which JSON can spell."""
-    limit.check(text, param)
+    _check_length(text, max_characters, param)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -146,32 +101,11 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, l
     return ids
 
 
-def text_prompts(
-    tokenizer: Any,
-    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-    *,
-    add_special_tokens: bool,
-    limit: TextLimit,
-) -> list[list[int]]:
-    """Tokenize the prompts of a completion request: one or many, text or token ids. The engine checks the ids."""
-    if not prompt and not isinstance(prompt, str):
-        raise InvalidRequest("prompt is empty: give at least one", param="prompt")
-    many: Sequence[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    prompts: list[list[int]] = []
-    for number, each in enumerate(many):
-        try:
-            if isinstance(each, str):
-                ids = encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt", limit=limit)
-            else:
-                ids = list(each)
-        except InvalidRequest as error:
-            name_prompt(error, number, len(many))
-            raise
-        prompts.append(ids)
-    return prompts
-
-
-def name_prompt(error: GuidedError, number: int, count: int) -> None:
-    """Prefix the message of an error about one of several prompts with the prompt's number."""
-    if error.param == "prompt" and count > 1:
-        error.message = f"prompt[{number}]: {error.message}"
+def _check_length(text: str, max_characters: int, param: str) -> None:
+    """Refuse a text that is too long whatever its tokens are."""
+    if len(text) > max_characters:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is exceeded: '{param}' has {len(text)} characters, and at most"
+            f" {max_characters} can fit.",
+            param=param,
+        )

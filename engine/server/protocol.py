@@ -8,47 +8,41 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from guided.errors import bounded
+from guided.errors import InvalidRequest, bounded
 
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": ("functions are called in chats: use /v1/chat/completions or /v1/responses", ([],)),
-    "tool_choice": ("functions are called in chats", ("none", "auto")),
-    "functions": ("this former field is not supported: use tools", ([],)),
-    "function_call": ("this former field is not supported: use tools, tool_choice and tool_calls", ("none", "auto")),
-    "modalities": ("the only modality is text", (["text"],)),
-    "audio": ("audio is not supported", ()),
-    "refusal": ("refusals are not supported", ()),
-    "annotations": ("annotations are not supported", ([],)),
-    "suffix": ("the models served here don't fill in the middle", ("",)),
-    "verbosity": ("verbosity is not supported", ("medium",)),
-    "web_search_options": ("web search is not supported", ()),
-    "chat_template": ("a request can't bring its own chat template", ()),
-    "prompt_embeds": ("prompt embeddings are not supported", ()),
-    "truncate_prompt_tokens": ("prompts are not truncated: send a shorter one", ()),
-    "previous_response_id": ("the server stores no responses: send the whole conversation in input", ()),
-    "conversation": ("the server stores no conversations: send the whole conversation in input", ()),
-    "background": ("the server stores no responses: ask for a stream", (False,)),
-    "truncation": ("the input is not truncated: send a shorter one", ("disabled",)),
-    "logits_processors": ("logits processors can't be sent with a request", ([],)),
+REFUSED = {
+    "tools": "functions are called in chats: use /v1/chat/completions or /v1/responses",
+    "tool_choice": "functions are called in chats",
+    "functions": "this former field is not supported: use tools",
+    "function_call": "this former field is not supported: use tools, tool_choice and tool_calls",
+    "modalities": "the only modality is text",
+    "audio": "audio is not supported",
+    "suffix": "the models served here don't fill in the middle",
+    "web_search_options": "web search is not supported",
+    "chat_template": "a request can't bring its own chat template",
+    "prompt_embeds": "prompt embeddings are not supported",
+    "prompt_logprobs": "log-probabilities of prompts are not available over HTTP: use LLM",
+    "truncate_prompt_tokens": "prompts are not truncated: send a shorter one",
+    "previous_response_id": "the server stores no responses: send the whole conversation in input",
+    "conversation": "the server stores no conversations: send the whole conversation in input",
+    "background": "the server stores no responses: ask for a stream",
 }
-"""Known fields that are rejected: the reason, and the values besides null that are accepted as without effect."""
+"""Known fields that would change the answer, and why they are rejected."""
+
+_NEUTRAL: tuple[Any, ...] = (None, [], "", False, "none", "auto", ["text"])
+"""Values with which such a field, and an unknown one, has no effect."""
 
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "prediction"),
 )
 """Known fields that can't change the answer. They are accepted with `--strict-fields` too."""
-
-MISPLACED, UNSUPPORTED = "invalid_request", "unsupported_parameter"
-"""Types of errors that the validators below raise. They are the codes of the answers."""
 
 CHAT_EXAMPLE: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
@@ -63,15 +57,8 @@ COMPLETION_EXAMPLE: dict[str, Any] = {"prompt": "A date: ", "regex": "20[0-9]{2}
 """Examples on the documentation page, which `guided serve` prints too."""
 
 
-class _FirstError(FailFast):
-    """pydantic's `FailFast`, made hashable: a union of types needs that."""
-
-    def __hash__(self) -> int:
-        return hash(self.fail_fast)
-
-
 T = TypeVar("T")
-Many = Annotated[list[T], _FirstError()]
+Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that is validated up to its first error, so that a long list does not give an error for each element."""
 
 MAX_IGNORED = 20
@@ -118,24 +105,21 @@ class Body(BaseModel):
             return data
         names, ignored = _names(cls), (info.context or {}).get("ignored") if cls.tolerant else None
         kept: dict[str, Any] = {}
-        is_refused = False
         for name, value in data.items():
             if name in names:
                 kept[name] = value
-            elif name in REFUSED and (value is None or value in REFUSED[name][1]):
+            elif value in _NEUTRAL:
                 continue
-            elif name in REFUSED or (name not in WITHOUT_EFFECT and cls._is_error(name, value, ignored)):
-                if not is_refused:  # one is reported: a million of them would be a million errors
-                    kept[name] = value
-                is_refused = True
+            elif name in REFUSED or (name not in WITHOUT_EFFECT and cls._is_error(name, ignored)):
+                return {name: value}  # the first one is reported: a million of them would be a million errors
             elif ignored is not None and name not in ignored and len(ignored) < MAX_IGNORED:
                 ignored.append(bounded(name, 60))
         return kept
 
     @classmethod
-    def _is_error(cls, name: str, value: Any, ignored: list[str] | None) -> bool:
+    def _is_error(cls, name: str, ignored: list[str] | None) -> bool:
         """Whether an unknown field is rejected: all are, or it could be meant as a constraint."""
-        if ignored is None or not cls.constrained or value is None or len(ignored) == MAX_IGNORED:
+        if ignored is None or not cls.constrained or len(ignored) == MAX_IGNORED:
             return ignored is None
         return constraint_meant(name) is not None
 
@@ -211,7 +195,7 @@ class GenerationRequest(Body):
     @classmethod
     def _only_of_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if options is not None and not info.data.get("stream"):
-            raise PydanticCustomError(MISPLACED, "stream_options requires stream: true")
+            raise InvalidRequest("stream_options requires stream: true", param="stream_options")
         return options
 
     # The constraint, one of these. Our own names ...
@@ -258,7 +242,6 @@ class GenerationRequest(Body):
     use_beam_search: bool | None = Field(default=None, description="With temperature 0, and best_of beams.")
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    prompt_logprobs: int | None = Field(default=None, description="In every choice. Not with stream.")
     logprobs_mode: Literal["raw", "masked"] | None = Field(default=None, description="Of the model, or after the mask.")
     mask_details: bool | None = Field(default=None, description="Report what each mask allowed, and its time.")
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
@@ -266,35 +249,14 @@ class GenerationRequest(Body):
     )
 
 
-class Typed(Body):
-    """An object that is read by its `type`. Other types than `kinds` are refused by name."""
-
-    kinds: ClassVar[tuple[str, ...]]
-    """Accepted types. The first is the default."""
-    noun: ClassVar[str]
-    """What the objects are called."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_types(cls, data: Any) -> Any:
-        kind = data.get("type", cls.kinds[0]) if isinstance(data, dict) else cls.kinds[0]
-        if isinstance(kind, str) and kind not in cls.kinds:
-            text = "{noun} of type {kind} are not supported; there are: {kinds}"
-            details = {"noun": cls.noun, "kind": bounded(kind, 60), "kinds": ", ".join(cls.kinds)}
-            raise PydanticCustomError(UNSUPPORTED, text, details)
-        return data
-
-
-class TextPart(Typed):
-    kinds: ClassVar[tuple[str, ...]] = ("text",)
-    noun: ClassVar[str] = "content parts"
-    type: str
+class TextPart(Body):
+    type: Literal["text"]
     text: str
 
 
-def joined(content: str | Sequence[TextPart] | None) -> str:
+def joined(content: str | list[Any] | None) -> str:
     """Return a message's content as one string. Newlines join the parts."""
-    return (content or "") if isinstance(content, str | None) else "\n".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 class CalledFunction(Body):
@@ -334,18 +296,19 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        message = self.model_dump(exclude_none=True, exclude={"tool_calls"}) | {"content": self.text}
+        if self.role == "developer":
+            message["role"] = "system"
         if self.tool_calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": call.function.for_template()}
                 for call in self.tool_calls
             ]
-        others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
-        return message | {name: value for name, value in others.items() if value is not None}
+        return message
 
 
 class FunctionDefinition(Body):
-    name: str
+    name: str = Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(default=None, description="false: the arguments are any object.")
@@ -365,7 +328,16 @@ class Tool(Body):
 TemplateValue = str | int | float | bool | None
 
 
-class ChatRequest(GenerationRequest):
+class TurnRequest(GenerationRequest):
+    """Fields of both chats and responses."""
+
+    tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, TemplateValue] | None = None
+    max_reasoning_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
+
+
+class ChatRequest(TurnRequest):
     """Body of `POST /v1/chat/completions`."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [CHAT_EXAMPLE]})
@@ -377,16 +349,11 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, TemplateValue] | None = None
     tools: Many[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
-    parallel_tool_calls: bool | None = None
     reasoning: Literal["free", "constrained"] | None = Field(
         default=None, description="Where the constraint starts: after the thinking phase (free), or at the first token."
     )
-    max_reasoning_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
-    describe_schema: bool | None = Field(default=None, description="Put the schema into a system message.")
 
 
 class CompletionRequest(GenerationRequest):
@@ -409,14 +376,14 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Many[Message] | None = None
-    add_special_tokens: bool | None = Field(default=None, description="Default: for a prompt, not for messages.")
+    add_special_tokens: bool = Field(default=True, description="Of a prompt. Those of messages are the template's.")
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError(MISPLACED, "give either prompt or messages")
+            raise InvalidRequest("give either prompt or messages")
         return self
 
 

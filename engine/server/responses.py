@@ -1,4 +1,7 @@
-"""POST /v1/responses: a chat in the shape of OpenAI's newer API, without state on the server."""
+"""POST /v1/responses: a chat in the shape of OpenAI's newer API, without state on the server.
+
+The request is translated to a chat. The output of the chat becomes items, and events about them.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,197 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
-from typing import Any, NamedTuple
+from itertools import count, groupby
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from fastapi import APIRouter, Request
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import Answer, to_json, usage_of
 from engine.server.chat import build_job
 from engine.server.context import Context, ServerContext
-from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared
 from engine.server.generation import Job
-from engine.server.protocol import GuidedInfo
-from engine.server.responses_protocol import CHAT_FIELDS, ResponsesRequest
+from engine.server.protocol import (
+    CHAT_EXAMPLE,
+    Body,
+    CalledFunction,
+    ChatRequest,
+    FunctionDefinition,
+    GuidedInfo,
+    Many,
+    Message,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+    TurnRequest,
+    joined,
+)
+from engine.server.routes import RESPONSES, GenerationRoute, Prepared
 from guided.error_body import error_body
-from guided.errors import GuidedError
+from guided.errors import GuidedError, InvalidRequest
 from guided.tools.parser import Piece
+
+_SCHEMA = {"type": "json_schema", "name": "person", "schema": CHAT_EXAMPLE["json_schema"]}
+EXAMPLE = {"input": CHAT_EXAMPLE["messages"][0]["content"], "text": {"format": _SCHEMA}}
+
+
+class InputPart(Body):
+    """A part of a text: of a message, of a function's output or of thoughts."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+_REQUIRED = {
+    "message": ("role", "content"),
+    "function_call": ("name", "arguments", "call_id"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""Types of input items, and the fields that each must have."""
+
+
+class InputItem(Body):
+    """A message, a function call, its output, or thoughts. Items of an answer can be sent back as they are."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Many[InputPart] | None = None
+    summary: Many[InputPart] | None = None
+    name: str | None = None
+    arguments: str | None = None
+    call_id: str | None = None
+    output: str | Many[InputPart] | None = None
+    # Accepted, without effect.
+    id: str | None = None
+    status: str | None = None
+
+    @property
+    def is_of_model(self) -> bool:
+        """The model wrote it."""
+        return self.type in ("function_call", "reasoning") or (self.type == "message" and self.role == "assistant")
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        missing = [name for name in _REQUIRED[self.type] if getattr(self, name) is None]
+        if missing:
+            raise InvalidRequest(f"an input item of type {self.type} needs {', '.join(missing)}", param="input")
+        return self
+
+
+class TextFormat(ResponseFormat):
+    """OpenAI's `text.format`: the schema stands beside its name."""
+
+    path: ClassVar[str] = "text.format"
+    schema_path: ClassVar[str] = "text.format.schema"
+    name: str | None = None
+    description: str | None = None
+    strict: bool | str | None = None
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+
+
+class ReasoningConfig(Body):
+    effort: str | None = Field(default=None, description="Passed to the chat template.")
+
+
+class FunctionTool(FunctionDefinition):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class ResponsesRequest(TurnRequest):
+    """Body of `POST /v1/responses`. The server keeps no state between requests."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
+
+    input: Annotated[Many[InputItem], Field(min_length=1, description="A text, or a list of items.")]
+    instructions: str | None = Field(default=None, description="A system message before the input.")
+    max_output_tokens: int | None = Field(default=None, description="Default: what remains of the context.")
+    text: TextConfig | None = None
+    tools: Many[FunctionTool] | None = None
+    reasoning: ReasoningConfig | None = None
+    # One output, without log-probabilities: a chat can have more.
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    top_logprobs: Literal[0] | None = None
+    include: Many[str] | None = Field(default=None, description="Without effect.")
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _as_items(cls, given: Any) -> Any:
+        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+    @field_validator("include")
+    @classmethod
+    def _without_logprobs(cls, include: list[str] | None) -> list[str] | None:
+        if "message.output_text.logprobs" in (include or ()):
+            text = "log-probabilities are not available here: use /v1/chat/completions"
+            raise InvalidRequest(text, param="include")
+        return include
+
+    def as_chat(self) -> ChatRequest:
+        """Return the chat with the same meaning. `CHAT_FIELDS` has its fields' names in this request."""
+        same = {name: getattr(self, name) for name in TurnRequest.model_fields if name in self.model_fields_set}
+        if self.text is not None and self.text.format is not None:
+            same["response_format"] = self.text.format
+        return ChatRequest.model_construct(
+            **same,
+            messages=list(self._messages()),
+            max_tokens=self.max_output_tokens,
+            tools=None if self.tools is None else [_chat_tool(tool) for tool in self.tools],
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+        )
+
+    def _messages(self) -> Iterator[Message]:
+        """Yield the messages of the chat. Thoughts, text and calls of one turn are one message."""
+        if self.instructions is not None:
+            yield Message(role="system", content=self.instructions)
+        for of_model, items in groupby(self.input, lambda item: item.is_of_model):
+            if of_model:
+                yield _turn(list(items))
+            else:
+                yield from map(_message, items)
+
+
+def _message(item: InputItem) -> Message:
+    """Return the message of an item that is not the model's."""
+    if item.type == "message":
+        return Message.model_construct(role=item.role, content=joined(item.content))
+    return Message(role="tool", tool_call_id=item.call_id, content=joined(item.output))
+
+
+def _turn(items: Sequence[InputItem]) -> Message:
+    """Return the assistant's message that has all these items."""
+    texts = [joined(item.content) for item in items if item.type == "message"]
+    thoughts = [joined(item.content or item.summary) for item in items if item.type == "reasoning"]
+    calls = [
+        ToolCall(id=item.call_id, function=CalledFunction(name=item.name or "", arguments=item.arguments or ""))
+        for item in items
+        if item.type == "function_call"
+    ]
+    return Message.model_construct(
+        role="assistant",
+        content="\n".join(filter(None, texts)) if texts else None,
+        reasoning_content="".join(thoughts) if thoughts else None,
+        tool_calls=calls or None,
+    )
+
+
+def _chat_tool(tool: FunctionTool) -> Tool:
+    given = {name: getattr(tool, name) for name in FunctionDefinition.model_fields}
+    return Tool(type="function", function=FunctionDefinition.model_construct(**given))
+
+
+CHAT_FIELDS = {**dict.fromkeys(("messages", "prompt"), "input"), "max_tokens": "max_output_tokens"}
+"""Fields of a chat -> their names in this endpoint's errors."""
+
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
@@ -45,7 +223,6 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "store": False,
         "temperature": job.params.temperature,
@@ -55,8 +232,6 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
         "tool_choice": body.tool_choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_p": job.params.top_p,
-        "truncation": "disabled",
-        "metadata": {},
     }
 
 
@@ -143,35 +318,28 @@ def _status(completion: CompletionOutput) -> str:
 
 
 class _Kind(NamedTuple):
-    """How an item of one kind is written."""
+    """How the items of one kind are written."""
 
     item: dict[str, Any]
-    """Its constant fields."""
+    """Constant fields of the item."""
     prefix: str
     """Prefix of its id."""
-    part: dict[str, Any] | None
-    """The constant fields of its only content part. None: the text is a field of the item."""
     events: str
     """First part of the names of the events about its text."""
-    field: str
-    """Field of its text, in the item or its part, and in the event that ends it."""
-    fields: dict[str, Any] = {}  # noqa: RUF012
-    """Constant fields of the events about its text."""
+    part: dict[str, Any] | None = None
+    """Constant fields of its only content part. None: the text is a field of the item."""
+
+    @property
+    def field(self) -> str:
+        """Field of the text, in the item or its part, and in the event that ends it."""
+        return "arguments" if self.part is None else "text"
 
 
-_CALL = _Kind({"type": "function_call"}, "fc", None, "response.function_call_arguments", "arguments")
+_CALL = _Kind({"type": "function_call"}, "fc", "response.function_call_arguments")
+_TEXT, _THOUGHT = {"type": "output_text", "annotations": []}, {"type": "reasoning_text"}
 _KINDS = {
-    "text": _Kind(
-        {"type": "message", "role": "assistant"},
-        "msg",
-        {"type": "output_text", "annotations": []},
-        "response.output_text",
-        "text",
-        {"logprobs": []},
-    ),
-    "reasoning": _Kind(
-        {"type": "reasoning", "summary": []}, "rs", {"type": "reasoning_text"}, "response.reasoning_text", "text"
-    ),
+    "text": _Kind({"type": "message", "role": "assistant"}, "msg", "response.output_text", _TEXT),
+    "reasoning": _Kind({"type": "reasoning", "summary": []}, "rs", "response.reasoning_text", _THOUGHT),
     "call": _CALL,
 }
 """By the kind of the piece that begins the item."""
@@ -198,7 +366,7 @@ class _OutputItems:
                 yield from self.close()
                 yield from self._begin(kind)
             self._text += piece.text
-            yield self._event(f"{kind.events}.delta", delta=piece.text, **kind.fields)
+            yield self._event(f"{kind.events}.delta", delta=piece.text, logprobs=[])
 
     def _begin(self, kind: _Kind, fields: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         self._open, self._text = kind, ""
@@ -215,7 +383,7 @@ class _OutputItems:
             return
         text = {kind.field: self._text}
         self.items[-1] |= {"status": status, **(text if kind.part is None else {"content": [{**kind.part, **text}]})}
-        yield self._event(f"{kind.events}.done", **text, **kind.fields)
+        yield self._event(f"{kind.events}.done", **text, logprobs=[])
         if kind.part is not None:
             yield self._event("response.content_part.done", part={**kind.part, **text})
         yield self._event("response.output_item.done", item=self.items[-1])

@@ -3,7 +3,6 @@ parser that reads it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -19,8 +18,6 @@ from guided.schema.pointer import escape
 from guided.tools.formats import Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
 from guided.tools.parser import OutputParser
 
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-
 Thinking = Literal["open", "possible", "no"]
 
 
@@ -30,9 +27,6 @@ def requested_calls(body: ChatRequest, tool_format: ToolFormat | None, constrain
     Args:
         tool_format: the model's format. None: it is not known.
         constraint: on an answer without calls.
-
-    Raises:
-        InvalidRequest: a tool or the choice is invalid; `param` names it.
     """
     tools = body.tools or []
     _check_names(tools)
@@ -58,19 +52,13 @@ def requested_calls(body: ChatRequest, tool_format: ToolFormat | None, constrain
 def _check_names(tools: Sequence[Tool]) -> None:
     seen: dict[str, int] = {}
     for index, tool in enumerate(tools):
-        name, param = tool.function.name, f"tools[{index}].function.name"
-        if not _NAME.fullmatch(name):
-            raise InvalidRequest(
-                f"{bounded(name, 140)!r} is no name of a function: it has 1 to 128 of the characters a-z, A-Z, 0-9,"
-                " _, -, . and :",
-                param=param,
-            )
-        if name in seen:
-            raise InvalidRequest(f"tools[{seen[name]}] has the name {name!r} too: names are unique", param=param)
-        seen[name] = index
+        first = seen.setdefault(tool.function.name, index)
+        if first != index:
+            text = f"tools[{first}] has the name {tool.function.name!r} too: names are unique"
+            raise InvalidRequest(text, param=f"tools[{index}].function.name")
 
 
-def _choice(choice: Any, known: Sequence[str]) -> tuple[str, Collection[str]]:
+def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[str, Collection[str]]:
     """Return the mode (none, auto, required or named), and the functions that may be called."""
     if choice is None or isinstance(choice, str):
         mode = choice or "auto"
@@ -79,29 +67,19 @@ def _choice(choice: Any, known: Sequence[str]) -> tuple[str, Collection[str]]:
         if mode == "required" and not known:
             raise _invalid("required needs tools")
         return mode, frozenset(known)
-    kind = choice.get("type")
-    if kind == "function":
-        return "named", _known([choice], known)
-    if kind != "allowed_tools":
-        raise _invalid("its type is function or allowed_tools")
-    allowed = choice.get("allowed_tools", choice)
-    if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
-        raise _invalid("allowed_tools has a mode and a list of tools")
-    if allowed.get("mode") not in ("auto", "required"):
-        raise _invalid("the mode of allowed_tools is auto or required")
-    return allowed["mode"], _known(allowed["tools"], known)
-
-
-def _known(chosen: Sequence[Any], known: Sequence[str]) -> Collection[str]:
-    names = []
-    for each in chosen:
-        function = each.get("function", each) if isinstance(each, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or name not in known:
-            shown = ", ".join(known[:10]) or "none"
-            raise _invalid(f"there is no tool {bounded(name, 140)!r}; there are: {bounded(shown)}")
-        names.append(name)
-    return frozenset(names)
+    allowed = choice.get("allowed_tools", choice) if choice.get("type") == "allowed_tools" else None
+    try:
+        mode = "named" if allowed is None else allowed["mode"]
+        names = [each.get("function", each)["name"] for each in ([choice] if allowed is None else allowed["tools"])]
+    except (AttributeError, KeyError, TypeError):
+        names = []
+    if not names or mode not in ("named", "auto", "required"):
+        raise _invalid("it has the type function and a name, or the type allowed_tools, a mode and a list of tools")
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        shown = ", ".join(known[:10]) or "none"
+        raise _invalid(f"there is no tool {bounded(unknown, 140)!r}; there are: {bounded(shown)}")
+    return mode, frozenset(names)
 
 
 def _invalid(message: str) -> InvalidRequest:
@@ -186,18 +164,17 @@ def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: Ser
     if reasoning is None:
         return "no"
     # A thinking phase shows in the last tokens of a prompt.
-    tail = b"".join(map(context.texts.bytes_of, prompt[-32:])).decode("utf-8", "replace").rstrip()
+    tail = context.decode(prompt[-32:]).rstrip()
     if tail.endswith(reasoning.begin):
         return "open"
     return "no" if tail.endswith(reasoning.end) else "possible"
 
 
 def _places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield where `document` has the objects of `owners`: (JSON pointer, (field of the request, pointer in the field)).
+    """Yield the JSON pointers at which `document` has the objects of `owners`, and what `owners` says of each.
 
     Args:
         owners: by `id` of an object: the field of the request that describes it, and the pointer in this field.
-        at: JSON pointer of `document`.
     """
     if id(document) in owners:
         yield at, owners[id(document)]

@@ -116,8 +116,6 @@ class PoolStatus:
     backends: list[BackendStatus] = field(default_factory=list)
     trouble: str | None = None
     """Why the pool can't replace workers that end. None: it can."""
-    ray_address: str | None = None
-    """Address of Ray's head node."""
     replays: int = 0
     """Number of sequences that were opened on another worker after the end of theirs, since the start."""
 

@@ -40,8 +40,6 @@ class ToolFormat:
     """A turn of the model may have several calls."""
     others: tuple[str, ...] = ()
     """Texts that only the templates of other families contain."""
-    schema_text: str = "Answer with JSON only. It satisfies this JSON schema:\n{schema}"
-    """How a system message asks for JSON."""
 
     def begin(self, name: str) -> str:
         """Return the text of a call of `name` before its arguments."""
@@ -75,7 +73,6 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         trigger="<|channel|>commentary to=functions.",
         marks=("<|channel|>", "functions"),
         parallel=False,  # the stop token <|call|> ends the turn
-        schema_text="# Response Formats\n\n## answer\n\n{schema}",
     ),
     "deepseek": ToolFormat(
         call=(f"{_CALL}function{_SEP}{_NAME}\n```json\n", f"\n```{_CALL_END}"),
@@ -114,8 +111,6 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         trigger="<tool_call>",
         marks=("<tool_call>", "arguments"),
         others=("<function=", "<arg_key>"),  # Qwen 3 Coder, GLM
-        schema_text="You are a helpful assistant that answers in JSON. Here's the json schema you must adhere to:\n"
-        "<schema>\n{schema}\n</schema>",
     ),
     "llama3": ToolFormat(
         call=('{"name": "{name}", "parameters": ', "}"),

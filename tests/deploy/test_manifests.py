@@ -58,9 +58,6 @@ POLICY = load("kubernetes/base/networkpolicy.yaml")
 @pytest.mark.parametrize(("plural", "manifest"), [("rayservices", SERVICE), ("rayclusters", CLUSTER)])
 def test_kuberay_accepts_the_manifest(plural: str, manifest: Any) -> None:
     assert errors(plural, manifest) == []
-
-
-def test_both_manifests_describe_the_same_cluster() -> None:
     assert SERVICE["spec"]["rayClusterConfig"] == CLUSTER["spec"]
 
 
@@ -122,7 +119,7 @@ def test_rays_cluster_launcher_accepts_its_file() -> None:
     assert launcher["available_node_types"]["masks"]["resources"]["guided_mask"] > 0
 
 
-def test_the_image_is_made_of_files_and_extras_that_exist() -> None:
+def test_image_and_compose_take_files_that_exist() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     sources = [name for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE) for name in line.split()[:-1]]
     ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
@@ -133,11 +130,7 @@ def test_the_image_is_made_of_files_and_extras_that_exist() -> None:
     assert re.search(r"^USER (?!0|root)", text, re.MULTILINE)
     (extra,) = re.findall(r"guided-\*\.whl\)\[(\w+)\]", text)
     assert f"\n{extra} = [" in (DEPLOY.parent / "pyproject.toml").read_text()
-
-
-def test_compose_mounts_files_that_exist() -> None:
     services = load("compose.yaml")["services"]
     mounted = [volume.split(":")[0] for service in services.values() for volume in service.get("volumes", ())]
-    assert len(mounted) == 5
     assert all((DEPLOY / path).is_file() for path in mounted)
     assert services["guided"]["command"][:2] == ["guided", "serve"]

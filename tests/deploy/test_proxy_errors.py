@@ -13,15 +13,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deploy.proxy_errors import middlewares
 
-SSE = "text/event-stream; charset=utf-8"
+SSE = b"text/event-stream; charset=utf-8"
 
 
-def begin(content_type: str) -> Message:
-    return {"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type.encode())]}
+def begin(content_type: bytes) -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]}
 
 
-def piece(text: str, more: bool = True) -> Message:
-    return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+def piece(text: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": text, "more_body": more}
 
 
 def answered(*messages: Message) -> list[Message]:
@@ -38,34 +38,27 @@ def answered(*messages: Message) -> list[Message]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    asyncio.run(made({"type": "http", "method": "POST", "path": "/"}, receive, send))
+    asyncio.run(made({"type": "http", "method": "POST", "path": "/"}, send, send))
     return sent
 
 
 @pytest.mark.parametrize(
     "messages",
     [
-        (begin(SSE), piece("data: 1\n\n"), piece("", False)),
-        (begin("application/json"), piece("{}", False)),
-        (begin("application/json"), piece('{"id": ')),  # half of a JSON document cannot be mended
+        (begin(SSE), piece(b"data: 1\n\n"), piece(b"", False)),
+        (begin(b"application/json"), piece(b"{}", False)),
+        (begin(b"application/json"), piece(b'{"id": ')),  # half of a JSON document cannot be mended
     ],
 )
 def test_complete_answers_and_broken_documents_pass(messages: tuple[Message, ...]) -> None:
     assert answered(*messages) == list(messages)
 
 
-def test_a_request_without_an_answer_gets_a_retryable_error() -> None:
+def test_a_broken_answer_becomes_a_retryable_error() -> None:
     start, body = answered()
     headers = dict(start["headers"])
     assert (start["status"], headers[b"x-should-retry"], headers[b"retry-after"]) == (503, b"true", b"1")
-    assert json.loads(body["body"])["error"]["code"] == "replica_died"
-
-
-def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
-    *_, last = answered(begin(SSE), piece("data: 1\n\n"))
+    *_, last = answered(begin(SSE), piece(b"data: 1\n\n"))
     (event,) = sse(last["body"].decode())
-    assert event["error"]["code"] == "replica_died"
+    assert {json.loads(body["body"])["error"]["code"], event["error"]["code"]} == {"replica_died"}
     assert not last.get("more_body")

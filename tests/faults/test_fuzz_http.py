@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,21 +36,6 @@ from guided.limits import CompileLimits
 
 EXAMPLES = max(1, settings.default.max_examples // 5)
 SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-OPERATIONS = [
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/responses"),
-    ("POST", "/v1/check"),
-    ("POST", "/v1/completions"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/{name}"),
-    ("GET", "/health"),
-    ("GET", "/health/live"),
-    ("GET", "/health/ready"),
-    ("GET", "/metrics"),
-    ("GET", "/version"),
-]
 INTERNAL = {"backend_error", "dead_end", "token_rejected", "mask_timeout"}
 """Our errors that a grammar may cause. `internal_error` is not one of them."""
 
@@ -78,24 +62,22 @@ def api(client: TestClient) -> Any:
     return schemathesis.openapi.from_asgi("/openapi.json", client.app)
 
 
-def test_the_description_names_all_operations(api: Any) -> None:
-    found = {(each.ok().method.upper(), each.ok().path) for each in api.get_all_operations()}
-    assert found == set(OPERATIONS)
-
-
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", list(GenerationMode))
-@pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_what_the_description_promises_is_kept(api: Any, method: str, path: str, mode: GenerationMode) -> None:
-    if method == "GET" and mode is GenerationMode.NEGATIVE:
-        pytest.skip("there is nothing to get wrong")
+def test_what_the_description_promises_is_kept(api: Any, mode: GenerationMode) -> None:
+    operations = [found.ok() for found in api.get_all_operations()]
+    assert len(operations) >= 13
+    for operation in operations:
+        if operation.method == "get" and mode is GenerationMode.NEGATIVE:
+            continue  # there is nothing to get wrong
 
-    @SETTINGS
-    @given(api[path][method].as_strategy(generation_mode=mode))
-    def keep(case: Any) -> None:
-        # Rules beyond the type of a field (an empty prompt, two constraints, an unknown token) are checked elsewhere.
-        case.call_and_validate(excluded_checks=[positive_data_acceptance])
+        @SETTINGS
+        @given(operation.as_strategy(generation_mode=mode))
+        def keep(case: Any) -> None:
+            # Rules beyond the type of a field (an empty prompt, two constraints) are checked elsewhere.
+            case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
-    keep()
+        keep()
 
 
 def _requests() -> SearchStrategy[dict[str, Any]]:
@@ -128,13 +110,10 @@ def _requests() -> SearchStrategy[dict[str, Any]]:
     return mostly(usual, st.dictionaries(NAMES, JUNK, max_size=4), of=20)
 
 
-def _check_error(error: dict[str, Any], status: int) -> str:
+def _check_error(error: dict[str, Any], status: int) -> None:
     assert set(error) == {"message", "type", "param", "code", "pointer"}, error
-    assert error["message"], error
-    assert len(error["message"]) < 2000
-    if status >= 500:
-        assert error["code"] in INTERNAL, error
-    return f"{error['code']}: {error['message']}" if status >= 500 else str(error["code"])
+    assert 0 < len(error["message"]) < 2000
+    assert status < 500 or error["code"] in INTERNAL, error
 
 
 def _check_text(body: dict[str, Any], text: str) -> None:
@@ -153,42 +132,41 @@ def _check_text(body: dict[str, Any], text: str) -> None:
                 raise
 
 
-def _answered(client: TestClient, body: dict[str, Any]) -> str:
+def _is_answered(client: TestClient, body: dict[str, Any]) -> bool:
     content = json.dumps(body, allow_nan=True).encode("utf-8", "surrogatepass")
-    answer: httpx.Response = client.post(
-        "/v1/completions", content=content, headers={"content-type": "application/json"}
-    )
+    headers = {"content-type": "application/json"}
+    answer: httpx.Response = client.post("/v1/completions", content=content, headers=headers)
     assert answer.headers["x-request-id"]
     if answer.status_code != 200:
         assert answer.status_code in (400, 500), answer.text
         assert answer.headers["x-should-retry"] == "false"
-        return _check_error(answer.json()["error"], answer.status_code)
+        _check_error(answer.json()["error"], answer.status_code)
+        return False
     if not body.get("stream"):
         for choice in answer.json()["choices"]:
             assert choice["finish_reason"] in ("stop", "length")
             if choice["finish_reason"] == "stop":
                 _check_text(body, choice["text"])
-        return "answered"
+        return True
     *events, last = sse(answer.text)
-    if last == "[DONE]":
-        reasons = [event["choices"][0]["finish_reason"] for event in events]
-        assert reasons.count("stop") + reasons.count("length") >= 1
-        return "streamed"
-    return _check_error(last["error"], 500)
+    if last != "[DONE]":
+        _check_error(last["error"], 500)
+        return False
+    assert {event["choices"][0]["finish_reason"] for event in events} & {"stop", "length"}
+    return True
 
 
 def test_any_generation_is_answered_or_refused(client: TestClient, engine: AsyncLLM) -> None:
     """Every answer is a declared error or an output that satisfies its constraint."""
-    outcomes: Counter[str] = Counter()
+    answered = []
 
     @settings(SETTINGS, max_examples=5 * EXAMPLES)
     @given(_requests())
     def answer(body: dict[str, Any]) -> None:
-        outcomes[_answered(client, body)] += 1
+        answered.append(_is_answered(client, body))
 
     answer()
-    print(*(f"{count:6} {outcome}" for outcome, count in outcomes.most_common()), sep="\n")
-    assert outcomes["answered"] + outcomes["streamed"] > 0
+    assert any(answered)
     health = engine.health()
     assert health.alive
     assert health.num_running == health.num_waiting == 0

@@ -13,27 +13,17 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 TAGS = {"type": "object", "properties": {"tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}}}
 
 
-def test_an_accepted_request_names_its_backend(client: TestClient) -> None:
-    checked = client.post("/v1/check", json={**HELLO, "regex": "[0-9]{4}x?", "max_tokens": 5, "colour": "red"})
-    assert checked.status_code == 200
-    body = checked.json()
-    assert body["guided"] == {"kind": "regex", "backend": "llguidance", "not_enforced": [], "ignored": ["colour"]}
-    assert body["compile_seconds"] > 0
-    assert body["prompt_tokens"] > 0
-
-
-def test_a_grammar_from_the_cache_takes_no_time_and_is_counted(client: TestClient) -> None:
-    body = {**HELLO, "regex": "[0-9]{5}y?", "max_tokens": 5}
-    assert client.post("/v1/check", json=body).json()["compile_seconds"] > 0
+def test_an_accepted_request_is_described_and_counted(client: TestClient) -> None:
+    body = {**HELLO, "regex": "[0-9]{4}x?", "max_tokens": 5, "colour": "red"}
+    checked = client.post("/v1/check", json=body).json()
+    assert checked["guided"] == {"kind": "regex", "backend": "llguidance", "not_enforced": [], "ignored": ["colour"]}
+    assert checked["compile_seconds"] > 0
+    assert checked["prompt_tokens"] == client.post("/v1/check", json=HELLO).json()["prompt_tokens"] > 0
     hits = 'guided_grammar_cache_hits_total{backend="llguidance",kind="regex"} '
     before = client.get("/metrics").text.partition(hits)[2].partition("\n")[0] or "0"
     assert client.post("/v1/check", json=body).json()["compile_seconds"] == 0
     after = client.get("/metrics").text.partition(hits)[2].partition("\n")[0]
     assert float(after) == float(before) + 1
-
-
-def test_without_a_constraint(client: TestClient) -> None:
-    assert client.post("/v1/check", json=HELLO).json()["prompt_tokens"] > 0
 
 
 def test_checked_keywords_are_named(client: TestClient) -> None:
@@ -51,9 +41,7 @@ def test_checked_keywords_are_named(client: TestClient) -> None:
         {"json_schema": {"properties": {"a": {"type": "int"}}}},
         {"regex": "(a"},
         {"grammar": "start: missing"},
-        {"choice": []},
         {"json_schema": {"type": "string", "pattern": "(?=a)"}, "backend": "xgrammar", "strict_schema": True},
-        {"temperature": -1},
         {"stream": True, "stream_options": {"include_usage": 3}},
     ],
 )

@@ -6,9 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +14,7 @@ from typer.testing import CliRunner
 from engine.config import EngineConfig, LoadOptions
 from engine.server import process
 from engine.server.cli import app
-from engine.server.options import ServeOptions
+from engine.server.options import ServeOptions, ServerSettings
 from guided.limits import CompileLimits
 from guided.pools.options import RayPoolOptions
 
@@ -42,7 +40,6 @@ def test_help_names_every_option_with_its_default() -> None:
     [
         (["--help"], 0, ["torch", "ray", "transformers", "fastapi"]),
         (["serve", "--port=0", "--backend=nosuch"], 1, ["transformers", "ray"]),
-        (["serve", "--port=0", "--dtype=float3"], 2, ["transformers", "ray"]),
         (["serve", "--port=0", "--logits-processors=json:loads"], 1, ["transformers", "ray"]),
         (["check", "nosuch.json"], 2, ["llguidance", "torch"]),
         (["check", "-", "--backend", "pencil"], 2, ["llguidance", "torch"]),
@@ -59,23 +56,13 @@ def test_wrong_calls_are_noticed_before_anything_slow(arguments: list[str], stat
     assert done.stdout.strip().splitlines()[-1] == f"{status} []", done.stderr
 
 
-def test_a_taken_port() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        code, text = run("serve", "--port", port)
-    assert code == 1
-    assert f"can't listen on 127.0.0.1 port {port}" in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("./nonesuch",), "nonesuch"),
         (("--backend", "nonesuch"), "llguidance"),
+        (("--chat-template", "nonesuch"), "nonesuch"),
         (("nosuchmodel",), "there is no local directory 'nosuchmodel', and no such model from the hub"),
-        (("--device", "nosuchdevice"), "device is 'nosuchdevice'"),
         (("--device", "cuda:99"), "device is 'cuda:99'"),
         (("--max-model-len", "99999999"), "max_model_len is 99999999; the context of this model is"),
         (("--placement", "pool=masks"), "placement pool=masks needs a cluster: name it with --ray-address"),
@@ -87,35 +74,13 @@ def test_what_cant_be_served(arguments: tuple[str, ...], says: str, monkeypatch:
     assert code == 1
     (line,) = [line for line in text.splitlines() if line.startswith("guided serve:")]
     assert says in line
-    assert "Traceback" not in text
 
 
-def test_options_reach_the_pool_and_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-
-    def engine(model: str, pool: str, config: EngineConfig, *, pool_options: RayPoolOptions, **load: Any) -> NoReturn:
-        given.extend((pool, config, pool_options, load))
-        raise ValueError("that will do")
-
-    monkeypatch.setattr(process, "AsyncLLM", engine)
-    arguments = ("--actor-memory-mib", "700", "--grammar-cache-mib", "9", "--max-replays", "3", "--mask-limit", "4")
-    arguments += ("--num-actors", "5", "--placement", "spread", "--compile-seconds", "2")
-    arguments += ("--max-num-seqs", "7", "--dtype", "float32", "--post-processor", "logging:Logger")
-    assert run("serve", "--port", "0", *arguments)[0] == 1
-    assert given == [
-        "ray",
-        EngineConfig(max_num_seqs=7),
-        RayPoolOptions(
-            num_actors=5,
-            placement="spread",
-            actor_memory_bytes=700 << 20,
-            max_cache_bytes=9 << 20,
-            max_replays=3,
-            mask_limit=4.0,
-            compile_limits=CompileLimits(seconds=2.0),
-        ),
-        {"processor": "logging:Logger", **asdict(LoadOptions(dtype="float32"))},
-    ]
+def test_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text = run("serve", "--port", str(port))
+    assert (code, f"can't listen on 127.0.0.1 port {port}" in text) == (1, True)
 
 
 def test_a_file_has_options_that_the_command_line_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,28 +89,23 @@ def test_a_file_has_options_that_the_command_line_replaces(tmp_path: Path, monke
     file = tmp_path / "guided.yaml"
     file.write_text(
         "model: null\nport: 0\nmax-num-seqs: 7\nkv_cache_mib: 9\nallowed_hosts: [a, b]\nenable_prefix_caching: no\n"
+        "actor-memory-mib: 700\nmask-limit: 4\nplacement: spread\n"
     )
-    assert run("serve", "--config", str(file), "--max-num-seqs", "8") == (0, "")
-    [options] = given
-    assert (options.port, options.server.allowed_hosts) == (0, ("a", "b"))
-    assert options.engine == EngineConfig(max_num_seqs=8, kv_cache_bytes=9 << 20, enable_prefix_caching=False)
+    others = ("--num-actors", "5", "--compile-seconds", "2", "--dtype", "float32", "--post-processor", "logging:Logger")
+    assert run("serve", "--config", str(file), "--max-num-seqs", "8", *others) == (0, "")
+    engine = EngineConfig(max_num_seqs=8, kv_cache_bytes=9 << 20, enable_prefix_caching=False)
+    limits = CompileLimits(seconds=2.0)
+    pool = RayPoolOptions(
+        num_actors=5, placement="spread", actor_memory_bytes=700 << 20, mask_limit=4.0, compile_limits=limits
+    )
+    server, load = ServerSettings(allowed_hosts=("a", "b")), LoadOptions(dtype="float32")
+    processor = "logging:Logger"
+    assert given == [ServeOptions(port=0, engine=engine, ray=pool, server=server, load=load, post_processor=processor)]
     for text, says in (("prot: 1", "there is no option prot"), ("port: x", "--port"), ("- a", "'option: value'")):
         file.write_text(text)
         code, printed = run("serve", "--config", str(file))
         assert code == 2
         assert says in " ".join(printed.replace("│", " ").split())
-
-
-def test_a_chat_template_replaces_the_model_s(tmp_path: Path) -> None:
-    assert "there is no chat template" in run("serve", "--port", "0", "--chat-template", str(tmp_path / "no"))[1]
-    file = tmp_path / "template.jinja"
-    file.write_text("<ours>")
-    options = ServeOptions(pool="inline", load=LoadOptions(chat_template=str(file), dtype="float32"))
-    engine = process.start_engine(options)
-    try:
-        assert engine.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<ours>"
-    finally:
-        engine.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +115,6 @@ def test_a_chat_template_replaces_the_model_s(tmp_path: Path) -> None:
         ("--port", "70000", "port is 70000; it must be between 0 and 65535"),
         ("--actor-memory-mib", "1", "actor_memory_bytes is 1048576; it must be at least"),
         ("--dtype", "float3", "dtype is 'float3'; it must be one of auto, float32"),
-        ("--mask-limit", "0", "mask_limit is 0.0; it must be more than 0"),
     ],
 )
 def test_what_is_out_of_range_is_a_usage_error(option: str, value: str, says: str) -> None:
@@ -170,26 +129,21 @@ class TestCheck:
             "good.json": '{"type": "integer", "minimum": 3, "maximum": 5}',
             "bad.regex": "a(?=b)",
             "loose.json": '{"type": "string", "format": "semver"}',
-            "example.json": '{"name": "Maria"}',
             "api.yaml": "openapi: 3.1.0\ncomponents: {schemas: {A: {type: string}}}\n",
             "schema.yml": "type: object\nproperties: {a: {type: string}, b: {}}\n",
         }
-        good, bad, loose, example, api, schema = (str(tmp_path / name) for name in texts)
+        good, bad, loose, api, schema = (str(tmp_path / name) for name in texts)
         for name, text in texts.items():
             (tmp_path / name).write_text(text)
-        code, text = run("check", good, loose, example, api, schema, "--samples", "2")
-        assert code == 0
+        code, text = run("check", good, loose, api, schema, "--samples", "2")
+        assert (code, text.count("sample: ")) == (0, 8)
         assert f"{good}: accepted (JSON schema), llguidance" in text
-        assert text.count("sample: ") == 10
-        # What is hardly meant is a warning.
-        assert text.count("WARNING: not enforced: (no keyword of JSON Schema") == 2
-        assert text.count("allows: any JSON value") == 2
+        assert text.count("WARNING: not enforced: (no keyword of JSON Schema") == 1, "hardly meant"
         assert "allows: object with a, b" in text
-        assert [run("check", file, "--strict")[0] for file in (loose, example, good)] == [1, 1, 0]
+        assert [run("check", file, "--strict")[0] for file in (loose, api, good)] == [1, 1, 0]
         code, text = run("check", good, bad, "--json")
-        assert code == 1
         reports = [json.loads(line) for line in text.splitlines()]
-        assert [report["accepted"] for report in reports] == [True, False]
+        assert (code, [report["accepted"] for report in reports]) == (1, [True, False])
         assert "lookaround" in reports[1]["error"]
 
     def test_standard_input(self) -> None:

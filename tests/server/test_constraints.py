@@ -10,9 +10,10 @@ import pytest
 from engine.sampling_params import SamplingParams
 from engine.server.constraints import RequestedConstraint, requested_constraint
 from engine.server.generation import Job
-from engine.server.protocol import ChatRequest, CompletionRequest
+from engine.server.protocol import ChatRequest
 from guided.constraint import Constraint
-from guided.errors import GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
+from guided.errors import ConstraintTooLarge, GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
+from guided.limits import Limits
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
@@ -33,73 +34,56 @@ def of(**fields: Any) -> RequestedConstraint:
     return requested_constraint(chat(**fields))
 
 
-SPELLINGS: list[tuple[Constraint, dict[str, dict[str, Any]]]] = [
-    (
-        Constraint.json_schema(SCHEMA),
-        {
-            "json_schema": {"json_schema": SCHEMA},
-            "response_format": {"response_format": FORMAT},
-            "structured_outputs.json": {"structured_outputs": {"json": json.dumps(SCHEMA)}},
-            "guided_json": {"guided_json": SCHEMA},
-        },
-    ),
-    (
-        Constraint.regex("a+"),
-        {
-            "regex": {"regex": "a+"},
-            "structured_outputs.regex": {"structured_outputs": {"regex": "a+"}},
-            "guided_regex": {"guided_regex": "a+"},
-        },
-    ),
-    (
-        Constraint.choice(["a", "b"]),
-        {
-            "choice": {"choice": ["a", "b"]},
-            "structured_outputs.choice": {"structured_outputs": {"choice": ["a", "b"]}},
-            "guided_choice": {"guided_choice": ["a", "b"]},
-        },
-    ),
-    (
-        Constraint.grammar(GRAMMAR),
-        {
-            "grammar": {"grammar": GRAMMAR},
-            "structured_outputs.grammar": {"structured_outputs": {"grammar": GRAMMAR}},
-            "guided_grammar": {"guided_grammar": GRAMMAR},
-        },
-    ),
-    (
-        Constraint.json_object(),
-        {
-            "json_object": {"json_object": True},
-            "response_format": {"response_format": {"type": "json_object"}},
-            "structured_outputs.json_object": {"structured_outputs": {"json_object": True}},
-        },
-    ),
-    (
-        Constraint.structural_tag(TAG),
-        {
-            "structural_tag": {"structural_tag": TAG},
-            "response_format": {"response_format": TAG},
-            "structured_outputs.structural_tag": {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
-        },
-    ),
-    (Constraint.structural_tag(OLDER_TAG), {"response_format": {"response_format": OLDER_TAG}}),
+VALUES: dict[str, Any] = {
+    "json_schema": SCHEMA,
+    "regex": "a+",
+    "choice": ["a", "b"],
+    "grammar": GRAMMAR,
+    "json_object": True,
+    "structural_tag": TAG,
+}
+OTHERS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("json_schema", SCHEMA, {"response_format": FORMAT}, "response_format"),
+    ("json_schema", SCHEMA, {"structured_outputs": {"json": json.dumps(SCHEMA)}}, "structured_outputs.json"),
+    ("json_object", True, {"response_format": {"type": "json_object"}}, "response_format"),
+    ("structural_tag", TAG, {"response_format": TAG}, "response_format"),
+    ("structural_tag", OLDER_TAG, {"response_format": OLDER_TAG}, "response_format"),
     # llama.cpp has the schema beside the type.
-    (
-        Constraint.json_schema(SCHEMA),
-        {"response_format": {"response_format": {"type": "json_object", "schema": SCHEMA}}},
+    ("json_schema", SCHEMA, {"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format"),
+    ("json_schema", SCHEMA, {"response_format": {"type": "json_schema", "schema": SCHEMA}}, "response_format"),
+    *((kind, value, {kind: value}, kind) for kind, value in VALUES.items()),
+    *(
+        (kind, VALUES[kind], {"structured_outputs": {kind: VALUES[kind]}}, f"structured_outputs.{kind}")
+        for kind in ("regex", "choice", "grammar", "json_object", "structural_tag")
     ),
-    (
-        Constraint.json_schema(SCHEMA),
-        {"response_format": {"response_format": {"type": "json_schema", "schema": SCHEMA}}},
+    ("json_schema", SCHEMA, {"guided_json": SCHEMA}, "guided_json"),
+    *(
+        (kind, VALUES[kind], {f"guided_{kind}": VALUES[kind]}, f"guided_{kind}")
+        for kind in ("regex", "choice", "grammar")
     ),
 ]
 
 
-@pytest.mark.parametrize(("expected", "spellings"), SPELLINGS)
-def test_every_spelling_is_one_constraint(expected: Constraint, spellings: dict[str, dict[str, Any]]) -> None:
-    for param, fields in spellings.items():
-        assert of(**fields) == RequestedConstraint(expected, "auto", param)
+@pytest.mark.parametrize(("kind", "value", "fields", "param"), OTHERS)
+def test_every_spelling_is_one_constraint(kind: Any, value: Any, fields: dict[str, Any], param: str) -> None:
+    expected = Constraint.json_object() if kind == "json_object" else getattr(Constraint, kind)(value)
+    assert of(**fields) == RequestedConstraint(expected, "auto", param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"regex": "a{6}"}, "limit of 5"),
+        ({"guided_choice": ["a", "b", "c", "d"]}, "4 entries; the limit is 3"),
+        ({"json_schema": {"properties": {"a": {"items": {}}}}}, "deeper than 3 levels"),
+        ({"json_object": True, "whitespace_pattern": " {6}"}, "limit of 5"),
+    ],
+)
+def test_limits_hold(fields: dict[str, Any], says: str) -> None:
+    limits = Limits(max_nesting=3, max_choices=3, max_repetition=5)
+    with pytest.raises(ConstraintTooLarge, match=says) as raised:
+        requested_constraint(chat(**fields), limits=limits)
+    assert raised.value.param == next(iter(fields))
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"json_object": False}])
@@ -134,6 +118,7 @@ def test_backend_of_the_request_goes_before_the_servers(fields: dict[str, Any], 
 
 
 MISSING = "response_format.json_schema.schema"
+OLDER = "guided_decoding_backend"
 CLOSED = "structured_outputs.disable_additional_properties"
 
 
@@ -144,12 +129,6 @@ CLOSED = "structured_outputs.disable_additional_properties"
         (
             {"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
             *(InvalidConstraint, "structured_outputs.regex", "response_format and structured_outputs.regex"),
-        ),
-        (
-            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
-            InvalidConstraint,
-            "structured_outputs.choice",
-            "given",
         ),
         ({"structured_outputs": {}}, InvalidConstraint, "structured_outputs", "no constraint"),
         ({"response_format": {"type": "structural_tag"}}, InvalidConstraint, "response_format", "format"),
@@ -167,16 +146,8 @@ CLOSED = "structured_outputs.disable_additional_properties"
         ({"structured_outputs": {"regex": "a", CLOSED[19:]: True}}, InvalidRequest, CLOSED, "regex"),
         ({"json_schema": SCHEMA, "whitespace_pattern": "\x00"}, InvalidConstraint, "whitespace_pattern", "NUL"),
         ({"backend": "nonesuch"}, InvalidRequest, "backend", "llguidance"),
-        (
-            {"grammar": GRAMMAR, "guided_decoding_backend": "outlines"},
-            *(UnsupportedConstraint, "guided_decoding_backend", "outlines"),
-        ),
-        (
-            {"backend": "xgrammar", "guided_decoding_backend": "xgrammar"},
-            InvalidRequest,
-            "guided_decoding_backend",
-            "one",
-        ),
+        ({"choice": ["a"], "backend": "xgrammar", OLDER: "xgrammar"}, InvalidRequest, OLDER, "one"),
+        ({"grammar": GRAMMAR, OLDER: "outlines"}, UnsupportedConstraint, OLDER, "outlines"),
         ({"json_schema": {"format": "semver"}, "strict_schema": True}, UnsupportedConstraint, "json_schema", "semver"),
     ],
 )
@@ -199,11 +170,4 @@ def test_errors_of_the_compilation_are_respelled() -> None:
     assert job.respell(InvalidConstraint("bad", param="regex"), 0).param == "guided_regex"
     assert job.respell(InvalidConstraint("bad"), 0).param == "guided_regex"
     assert job.respell(InvalidRequest("bad", param="stop"), 0).param == "stop"
-    assert str(job.respell(InvalidRequest("too long", param="prompt"), 1)) == "prompt[1]: too long"
-
-
-def test_fields_that_ask_for_nothing_are_taken() -> None:
-    chat(tools=[], tool_choice="none", user="u", metadata={"a": "b"}, store=True, audio=None, functions=None)
-    chat(messages=[{"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}])
-    for prompt in ("a", ["a", "b"], [1, 2], [[1], [2, 3]]):
-        assert CompletionRequest.model_validate({"prompt": prompt, "suffix": ""}).prompt == prompt
+    assert job.respell(InvalidRequest("too long", param="prompt"), 1).param == "prompt[1]"

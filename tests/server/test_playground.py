@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hosting import hosted
@@ -23,26 +23,19 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-class TestPage:
-    def test_its_policy_allows_its_own_script_and_style_only(self, client: TestClient) -> None:
-        answer = client.get("/")
-        assert answer.status_code == 200
-        assert answer.headers["content-type"] == "text/html; charset=utf-8"
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        parts = answer.headers["content-security-policy"].split("; ")
-        policy = dict(part.split(" ", 1) for part in parts)
-        for tag in ("script", "style"):
-            [content] = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
-            digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-            assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
-        assert policy["connect-src"] == "'self'"
-        assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
-
-    def test_it_loads_nothing_from_elsewhere(self, client: TestClient) -> None:
-        text = client.get("/").text
-        assert not re.findall(r"""(?:src|href)=["'](?!/|data:)""", text)
-        assert "https://" not in text
-        assert "innerHTML" not in text
+def test_its_policy_allows_its_own_script_and_style_only(client: TestClient) -> None:
+    answer = client.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    for tag in ("script", "style"):
+        [content] = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert policy["connect-src"] == "'self'"
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert not re.findall(r"""(?:src|href)=["'](?!/|data:)""", answer.text)
+    assert "https://" not in answer.text
+    assert "innerHTML" not in answer.text
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -117,13 +110,13 @@ class TestInABrowser:
         page.fill("#constraint", json.dumps({"type": "object", "properties": {"tags": tags}}))
         assert "checked: /properties/tags/uniqueItems" in wait_for(page, "#status", "Accepted")
 
-    @pytest.mark.parametrize("kind", ["None", "Regex", "Choice", "Lark", "Tools"])
-    def test_the_first_example_of_each_kind(self, page: Page, inline_server: ServerProcess, kind: str) -> None:
+    def test_the_first_example_of_each_kind(self, page: Page, inline_server: ServerProcess) -> None:
         page.goto(inline_server.url)
-        choose(page, kind)
-        wait_for(page, "#status", "Accepted")
-        assert send(page)
-        assert wait_for(page, "#progress", "tokens in")
+        for kind in ("None", "Regex", "Choice", "Lark", "Tools"):
+            choose(page, kind)
+            wait_for(page, "#status", "Accepted")
+            assert send(page)
+            assert wait_for(page, "#progress", "tokens in")
 
     def test_what_a_model_writes_stays_text(self, page: Page, inline_server: ServerProcess) -> None:
         page.goto(inline_server.url)
@@ -139,13 +132,9 @@ class TestInABrowser:
         choose(page, "Choice", 'it\'s\n"so"')
         wait_for(page, "#status", "Accepted")
         answer = send(page)
-        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-        if shutil.which("curl"):
-            page.click("#copy")
-            wait_for(page, "#copy", "Copied")
-            copied: str = page.evaluate("navigator.clipboard.readText()")
-            done = subprocess.run(["bash", "-c", copied], capture_output=True, text=True, timeout=60, check=True)
-            assert json.loads(done.stdout)["choices"][0]["message"]["content"] == answer
+        command = page.inner_text("#code")
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+        assert json.loads(done.stdout)["choices"][0]["message"]["content"] == answer
         page.locator("#languages").get_by_role("button", name="Python").click()
         program = page.inner_text("#code")
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -161,21 +150,6 @@ class TestInABrowser:
         page.click("#stop")
         wait_for(page, "#progress", "stopped")
         wait_until(lambda: inline_server.metric("guided_num_requests_running") == 0)
-
-    @pytest.mark.parametrize("dark", [False, True])
-    def test_it_fits_a_phone(self, browser: Browser, inline_server: ServerProcess, dark: bool) -> None:
-        scheme: Any = "dark" if dark else "light"
-        phone = browser.new_page(
-            viewport={"width": 375, "height": 700}, color_scheme=scheme, is_mobile=True, has_touch=True
-        )
-        phone.goto(inline_server.url)
-        wait_for(phone, "#status", "Accepted")
-        send(phone)
-        assert phone.evaluate("document.documentElement.scrollWidth") <= 375
-        shade = phone.evaluate("getComputedStyle(document.body).backgroundColor")
-        brightness = sum(map(int, re.findall(r"\d+", shade)))
-        assert brightness < 200 if dark else brightness > 600
-        phone.close()
 
     def test_it_asks_for_the_key(self, page: Page, tiny_engine: AsyncLLM) -> None:
         with hosted(tiny_engine.model, api_key="secret") as server:

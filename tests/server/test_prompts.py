@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
-from engine.server.prompts import TextLimit, encode_chat
+from engine.model_loader import load_model
+from engine.server.prompts import encode_chat
 from engine.server.protocol import Message
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
@@ -18,7 +18,7 @@ SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast, *contents: str) -> list[int]:
     messages = [Message(role="user", content=content) for content in contents]
-    return encode_chat(tokenizer, messages, limit=TextLimit(512, 8))
+    return encode_chat(tokenizer, messages, max_characters=4096)
 
 
 @given(words=st.lists(st.sampled_from([*SPECIAL, "a", " b", "<|", "|>", "end", "\n", "狐", "<", ">"]), max_size=8))
@@ -36,10 +36,14 @@ def test_other_messages_are_tokenised_as_ever(tiny_tokenizer: PreTrainedTokenize
     assert ids == tiny_tokenizer.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("add", [None, True, False])
-def test_tokenize_shows_it(client: TestClient, tiny_tokenizer: PreTrainedTokenizerFast, add: bool | None) -> None:
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a<|end|>b"}], "add_special_tokens": add}
-    tokens = client.post("/tokenize", json=body).json()["tokens"]
-    assert tokens.count(tiny_tokenizer.eos_token_id) == 1
-    prompt = client.post("/tokenize", json={"prompt": "a<|end|>b", "add_special_tokens": add}).json()["tokens"]
-    assert prompt.count(tiny_tokenizer.eos_token_id) == 1, "a prompt is what its writer says"
+def test_tokenize_shows_it(client: TestClient, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    for body in ({"messages": [{"role": "user", "content": "a<|end|>b"}]}, {"prompt": "a<|end|>b"}):
+        tokens = client.post("/tokenize", json=body).json()["tokens"]
+        assert tokens.count(tiny_tokenizer.eos_token_id) == 1, "a prompt is what its writer says"
+
+
+def test_a_chat_template_replaces_the_models(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("<ours>")
+    tokenizer = load_model(str(tiny_llama_dir), dtype="float32", device="cpu", chat_template=str(file)).tokenizer
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<ours>"

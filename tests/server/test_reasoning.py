@@ -45,21 +45,24 @@ def test_an_answer_within_thoughts(thinking: Callable[[str], TestClient]) -> Non
     assert len(choice["message"]["reasoning_content"]) > 5
 
 
-def test_constrained_from_the_first_token(thinking: Callable[[str], TestClient]) -> None:
-    choice = ask(thinking("<think>\n"), json_schema=SCHEMA, reasoning="constrained")
+ENDED = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("end", "fields"),
+    [
+        ("<think>\n", {"reasoning": "constrained"}),  # from the first token
+        (ENDED, {"chat_template_kwargs": {"enable_thinking": False}}),  # the prompt ends the thoughts
+    ],
+)
+def test_no_thoughts(thinking: Callable[[str], TestClient], end: str, fields: dict[str, Any]) -> None:
+    choice = ask(thinking(end), json_schema=SCHEMA, **fields)
     assert json.loads(choice["message"]["content"])["a"] in (1, 2)
     assert "reasoning_content" not in choice["message"]
 
 
-def test_a_prompt_that_ends_the_thoughts(thinking: Callable[[str], TestClient]) -> None:
-    end = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-    client = thinking(end)
-    choice = ask(client, json_schema=SCHEMA, chat_template_kwargs={"enable_thinking": False})
-    assert json.loads(choice["message"]["content"])["a"] in (1, 2)
-
-
 @pytest.mark.parametrize(
-    "fields", [{"json_schema": SCHEMA}, {"regex": "yes|no"}, {"json_schema": SCHEMA, "stream": True}]
+    "fields", [{"json_schema": SCHEMA}, {"regex": "yes|no"}, {"json_schema": SCHEMA, "stream": True}, {}]
 )
 def test_a_limit_on_the_thoughts(thinking: Callable[[str], TestClient], fields: dict[str, Any]) -> None:
     """After the limit, the mask forces the end of the thoughts, and then the constraint holds."""
@@ -70,21 +73,15 @@ def test_a_limit_on_the_thoughts(thinking: Callable[[str], TestClient], fields: 
         message = {name: "".join(d.get(name, "") for d in deltas) for name in ("content", "reasoning_content")}
     else:
         choice = ask(client, **fields, max_reasoning_tokens=6)
-        assert choice["finish_reason"] == "stop"
+        assert choice["finish_reason"] == ("stop" if fields else "length")
         message = choice["message"]
     if "regex" in fields:
         assert message["content"] in ("yes", "no")
-    else:
+    elif "json_schema" in fields:
         assert json.loads(message["content"])["a"] in (1, 2)
     tokenizer = client.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
     assert 0 < len(tokenizer.encode(message["reasoning_content"], add_special_tokens=False)) <= 8
     assert "</think>" not in message["content"] + message["reasoning_content"]
-
-
-def test_a_limit_without_a_constraint(thinking: Callable[[str], TestClient]) -> None:
-    message = ask(thinking("<think>\n"), max_reasoning_tokens=3)["message"]
-    assert message["content"]
-    assert message["reasoning_content"]
 
 
 def test_a_limit_without_thoughts(client: TestClient) -> None:

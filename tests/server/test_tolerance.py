@@ -14,7 +14,7 @@ PROMPT: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
 
 
 def test_what_has_no_effect_is_named(client: TestClient) -> None:
-    answer = client.post(CHAT, json={**USER, "user": "u", "regex": "[ab]{2}", "ünknown": 1})
+    answer = client.post(CHAT, json={**USER, "user": "u", "regex": "[ab]{2}", "ünknown": 1, "refusal": None, "z": []})
     assert answer.json()["guided"] == {
         "kind": "regex",
         "backend": "llguidance",
@@ -23,11 +23,6 @@ def test_what_has_no_effect_is_named(client: TestClient) -> None:
     }
     streamed = client.post(CHAT, json={**USER, "stream": True, "ünknown": 1})
     assert '"guided":{"not_enforced":[],"ignored":["ünknown","annotated"]}' in streamed.text.split("\n\n")[0]
-    plain = client.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3})
-    assert plain.json()["guided"] is None
-
-
-def test_a_name_that_is_not_unicode(client: TestClient) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "\\ud800\\u0000": 1}'
     answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.json()["guided"]["ignored"] == ["\\ud800\\x00"]
@@ -36,12 +31,6 @@ def test_a_name_that_is_not_unicode(client: TestClient) -> None:
 def test_strict_fields(client_with: Callable[..., TestClient]) -> None:
     error = client_with(strict_fields=True).post(CHAT, json=USER).json()["error"]
     assert (error["code"], error["param"]) == ("unknown_parameter", "messages[0].annotated")
-
-
-def test_a_constraint_has_no_unknown_fields(client: TestClient) -> None:
-    for field in ({"response_format": {"type": "text", "jsn": 1}}, {"structured_outputs": {"regexp": "a"}}):
-        error = client.post(CHAT, json={**USER, **field}).json()["error"]
-        assert error["code"] == "unknown_parameter"
 
 
 @pytest.mark.parametrize(
@@ -57,11 +46,6 @@ def test_a_constraint_under_a_wrong_name_is_refused(client: TestClient, name: st
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_parameter", name)
     assert f"did you mean {meant}" in error["message"]
-
-
-def test_known_fields_that_would_change_the_answer(client: TestClient) -> None:
-    error = client.post(CHAT, json={**USER, "modalities": ["audio"]}).json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_parameter", "modalities")
 
 
 def test_the_context_is_too_short(client: TestClient) -> None:
@@ -97,26 +81,6 @@ def said(client: TestClient, path: str, body: dict[str, Any] | str) -> tuple[str
     return error["message"], error["param"]
 
 
-@pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}])
-def test_tokenize_takes_one_of_two(client: TestClient, body: dict[str, Any]) -> None:
-    assert said(client, "/tokenize", body) == ("give either prompt or messages", None)
-
-
-@pytest.mark.parametrize("given", [r"\ud800", "x" * 1_000], ids=["surrogate", "long"])
-def test_types_that_are_no_unicode_or_long(client: TestClient, given: str) -> None:
-    part = f'{{"type": "{given}", "text": "a"}}'
-    bodies = [
-        ("/v1/chat/completions", f'{{"messages": [{{"role": "user", "content": [{part}]}}]}}'),
-        ("/v1/responses", f'{{"input": [{part}]}}'),
-        ("/v1/responses", f'{{"input": [{{"role": "user", "content": [{part}]}}]}}'),
-        ("/v1/responses", f'{{"input": "a", "tools": [{part}]}}'),
-    ]
-    for path, body in bodies:
-        message, _ = said(client, path, body)
-        assert "are not supported" in message
-        assert len(message) < 300
-
-
 def test_stop_strings_are_unicode(client: TestClient) -> None:
     for stop in (r'"\ud800"', r'["a", "\ud800"]'):
         message, param = said(client, "/v1/completions", f'{{"prompt": "x", "stop": {stop}}}')
@@ -129,20 +93,10 @@ def test_stream_options_are_of_streams(client: TestClient, fields: dict[str, Any
     body = {**PROMPT, **fields, "stream_options": {"include_usage": True}}
     assert said(client, "/v1/completions", body) == ("stream_options requires stream: true", "stream_options")
     assert client.post("/v1/completions", json={**PROMPT, **fields, "stream_options": None}).status_code == 200
+    assert said(client, "/tokenize", {}) == ("give either prompt or messages", None)
 
 
 def test_a_schemas_root_has_an_empty_pointer(client: TestClient) -> None:
     answer = client.post("/v1/completions", json={**PROMPT, "json_schema": False}).json()["error"]
     assert answer["pointer"] == ""
     assert answer["message"].endswith("(at the root)")
-
-
-def test_a_pointer_stays_one_however_deep(client: TestClient) -> None:
-    schema: dict[str, Any] = {"type": "nonesuch"}
-    for name in range(20):
-        schema = {"type": "object", "properties": {f"a-property-with-a-name-{name}": schema}}
-    pointer = client.post("/v1/completions", json={**PROMPT, "json_schema": schema}).json()["error"]["pointer"]
-    assert 200 < len(pointer) <= 300
-    here: Any = schema
-    for token in pointer.split("/")[1:]:
-        here = here[token]

@@ -64,27 +64,27 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def test_required(hermes: TestClient) -> None:
-    body = ask(hermes, tool_choice="required", parallel_tool_calls=False)
-    choice = body["choices"][0]
-    assert len(calls_of(choice["message"])) == 1
-    assert choice["message"]["content"] is None
-    assert choice["finish_reason"] == "tool_calls"
+ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "roll_dice"}}]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"roll_dice", "get_weather"}),
+        ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
+        ({"type": "function", "name": "get_weather"}, {"get_weather"}),
+        ({"type": "allowed_tools", "allowed_tools": ALLOWED}, {"roll_dice"}),
+        ({"type": "allowed_tools", **ALLOWED}, {"roll_dice"}),
+    ],
+)
+def test_a_choice_is_one_call_of_these(hermes: TestClient, choice: Any, names: set[str]) -> None:
+    body = ask(hermes, tool_choice=choice, parallel_tool_calls=False)
+    [answer] = body["choices"]
+    [(name, _)] = calls_of(answer["message"])
+    assert name in names
+    assert (answer["message"]["content"], answer["finish_reason"]) == (None, "tool_calls")
     assert body["guided"] == {"kind": "tools", "backend": "llguidance", "not_enforced": []}
-    assert re.fullmatch("call_[0-9a-f]{24}", choice["message"]["tool_calls"][0]["id"])
-
-
-def test_a_named_function(hermes: TestClient) -> None:
-    choice = {"type": "function", "function": {"name": "get_weather"}}
-    message = ask(hermes, tool_choice=choice)["choices"][0]["message"]
-    assert [name for name, _ in calls_of(message)] == ["get_weather"]
-
-
-def test_allowed_tools(hermes: TestClient) -> None:
-    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "roll_dice"}}]}
-    for choice in ({"type": "allowed_tools", "allowed_tools": allowed}, {"type": "allowed_tools", **allowed}):
-        message = ask(hermes, tool_choice=choice, parallel_tool_calls=False)["choices"][0]["message"]
-        assert [name for name, _ in calls_of(message)] == ["roll_dice"]
+    assert re.fullmatch("call_[0-9a-f]{24}", answer["message"]["tool_calls"][0]["id"])
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
@@ -102,12 +102,6 @@ def test_auto_guards_calls_from_the_trigger_on(hermes: TestClient, backend: str)
         assert (choice["message"]["content"], choice["finish_reason"]) == ('"<tool_call>"', "stop")
 
 
-def test_none(hermes: TestClient) -> None:
-    body = ask(hermes, tool_choice="none", max_tokens=5)
-    assert body["guided"] is None
-    assert isinstance(body["choices"][0]["message"]["content"], str)
-
-
 def test_streams_are_the_answer_in_pieces(hermes: TestClient) -> None:
     fields = {"tool_choice": "required", "seed": 5, "n": 2}
     whole = ask(hermes, **fields)["choices"]
@@ -115,35 +109,31 @@ def test_streams_are_the_answer_in_pieces(hermes: TestClient) -> None:
     assert answer.status_code == 200
     events = sse(answer.text)
     assert events.pop() == "[DONE]"
-    built: list[dict[int, dict[str, str]]] = [{}, {}]
-    pieces = 0
-    for event in events:
-        for choice in event["choices"]:
-            for delta in choice["delta"].get("tool_calls", []):
-                call = built[choice["index"]].setdefault(delta["index"], {"arguments": ""})
-                if "id" in delta:
-                    call |= {"id": delta["id"], "name": delta["function"]["name"]}
-                    assert "id" in call
-                call["arguments"] += delta["function"]["arguments"]
-                pieces += 1
+    built: list[list[dict[str, str]]] = [[], []]
+    deltas = [
+        (choice["index"], delta)
+        for event in events
+        for choice in event["choices"]
+        for delta in choice["delta"].get("tool_calls", [])
+    ]
+    for index, delta in deltas:
+        if "id" in delta:
+            built[index].append({"name": delta["function"]["name"], "arguments": ""})
+        built[index][delta["index"]]["arguments"] += delta["function"]["arguments"]
     for choice, calls in zip(whole, built, strict=True):
         expected = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
-        assert [(calls[index]["name"], calls[index]["arguments"]) for index in sorted(calls)] == expected
-    assert pieces > 8
-    assert {choice["finish_reason"] for event in events[-2:] for choice in event["choices"]} <= {
-        None,
-        "tool_calls",
-        "length",
-    }
+        assert [(call["name"], call["arguments"]) for call in calls] == expected
+    assert len(deltas) > 8
+    reasons = {choice["finish_reason"] for event in events[-2:] for choice in event["choices"]}
+    assert reasons <= {None, "tool_calls", "length"}
 
 
 def test_without_strict_the_arguments_are_any_object(hermes: TestClient) -> None:
-    tools = [tool("f", DICE, strict=False)]
-    message = ask(hermes, tools=tools, tool_choice="required", parallel_tool_calls=False, temperature=0)["choices"][0]
-    assert message["message"]["tool_calls"][0]["function"]["name"] == "f"
-    tools = [tool("f")]  # no parameters: no arguments
-    message = ask(hermes, tools=tools, tool_choice="required", parallel_tool_calls=False)["choices"][0]["message"]
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {}
+    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    [choice] = ask(hermes, tools=[tool("f", DICE, strict=False)], temperature=0, **one)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
+    [choice] = ask(hermes, tools=[tool("f")], **one)["choices"]  # no parameters: no arguments
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {}
 
 
 def test_keywords_that_masks_do_not_enforce_are_named(hermes: TestClient) -> None:
@@ -186,16 +176,11 @@ def test_a_format_with_special_tokens(
     assert len(message["tool_calls"][0]["id"]) == 9
 
 
-def test_a_call_that_is_cut(hermes: TestClient) -> None:
-    choice = ask(hermes, tool_choice="required", max_tokens=32)["choices"][0]
-    assert choice["finish_reason"] == "length"
-
-
 def test_a_conversation_with_calls() -> None:
     from transformers import AutoTokenizer
 
     from engine.default_model import checkpoint_path
-    from engine.server.prompts import TextLimit, encode_chat
+    from engine.server.prompts import encode_chat
     from engine.server.protocol import Message, Tool
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_path())
@@ -206,7 +191,7 @@ def test_a_conversation_with_calls() -> None:
         Message.model_validate({"role": "tool", "tool_call_id": "call_1", "content": "3 <|end|>"}),
     ]
     tools = [Tool.model_validate(tool("f", CITY))]
-    ids = encode_chat(tokenizer, messages, tools=tools, limit=TextLimit(512, 20))
+    ids = encode_chat(tokenizer, messages, tools=tools, max_characters=10_000)
     text = tokenizer.decode(ids)
     assert '<tool_call>\n{"name": "f", "arguments": {"a": "<|end|>"}}\n</tool_call><|end|>' in text
     assert "<|user|><tool_response>3 <|end|>" in text
@@ -217,19 +202,14 @@ def test_a_conversation_with_calls() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "says", "pointer"),
     [
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice",
-            "'x'; there are: roll_dice",
-            None,
-        ),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "'x'; there are: roll_dice", None),
         ({"tool_choice": "sometimes"}, "tool_choice", "sometimes", None),
         ({"tool_choice": {"type": "custom"}}, "tool_choice", "allowed_tools", None),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "list of tools", None),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "of tools", None),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools", None),
         ({"functions": [{"name": "f"}]}, "functions", "use tools", None),
         ({"tools": [*TOOLS, tool("roll_dice")]}, "tools[2].function.name", "tools[0]", None),
-        ({"tools": [tool("no spaces")]}, "tools[0].function.name", "no spaces", None),
+        ({"tools": [tool("no spaces")]}, "tools[0].function.name", "match pattern", None),
         ({"tools": [*TOOLS, tool("f", WRONG)]}, "tools[2].function.parameters", "strin", "/properties/a/type"),
         ({"tools": [tool("f", {"type": "array"})]}, "tools[0].function.parameters", "object", None),
         ({"response_format": {"type": "json_schema", "schema": {"type": 1}}}, "response_format", "", "/type"),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 import yaml
 
-from engine.server.commands.parameters import Backend, Tokenizer, reported
-from guided.backends import AUTO
+from engine.server.commands.parameters import Tokenizer, reported
+from guided.backends import AUTO, resolve
 
 if TYPE_CHECKING:
     from guided.check import Report
@@ -25,7 +25,7 @@ def check(
         Literal["json_schema", "regex", "grammar"] | None,
         typer.Option(help="What the files contain. Default: by name (.json, .yaml, .regex, .lark, .gbnf) or text."),
     ] = None,
-    backend: Backend = AUTO,
+    backend: Annotated[str, typer.Option(help="The grammar backend, or auto.")] = AUTO,
     samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
     seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
@@ -39,11 +39,12 @@ def check(
     missing = next((file for file in files if str(file) != "-" and not file.is_file()), None)
     if missing is not None:
         raise typer.BadParameter(f"there is no file {missing}")
-    from guided.check import check_all, vocabulary_of  # slow: the grammar libraries
-
     texts = ((str(file), _text_of(file)) for file in files)
     good = True
     with reported("check", 2):
+        backend = resolve(backend)
+        from guided.check import check_all, vocabulary_of  # slow: the grammar libraries
+
         for report in check_all(
             texts, vocabulary_of(tokenizer), kind=kind, backend=backend, samples=samples, seed=seed, seconds=seconds
         ):

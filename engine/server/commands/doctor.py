@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import typer
 
@@ -32,23 +30,6 @@ tokens = (b"</s>", *(bytes([byte]) for byte in range(256)), b"<pad>")
 pool = InlinePool(Vocabulary(tokens, (0,), frozenset({0, 257}), 264))
 pool.compile(Constraint.json_schema({"type": "integer"}), (sys.argv[1],)).result()
 """
-_TRY_CLUSTER = """
-import json, sys
-from actors.cluster import Cluster
-from guided.errors import PoolUnavailable
-from guided.pools.options import RayPoolOptions
-options = RayPoolOptions(**json.loads(sys.argv[1]))
-try:
-    cluster = Cluster.join(options.address)
-    try:
-        cluster.check_room(options)
-    finally:
-        cluster.leave()
-except PoolUnavailable as error:
-    sys.exit(str(error))
-"""
-_POOL_OPTIONS = ("address", "placement", "num_actors", "actor_cpus")
-"""Those that say what a pool takes of a cluster."""
 _TRY_GPU = """
 import sys
 import numpy as np, torch
@@ -61,14 +42,12 @@ assert torch.isinf(logits).all()
 """
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check."""
+class Finding(NamedTuple):
+    """The result of a check. If it is not ok, `text` says what to do too."""
 
     level: Literal["ok", "warning", "error"]
     subject: str
     text: str
-    """What was found; with what to do if it is not ok."""
 
 
 def doctor(**values: Any) -> None:
@@ -85,19 +64,19 @@ doctor.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
 
 def examine(options: ServeOptions) -> Iterator[Finding]:
     """Run all checks. Findings come as they are made; importing libraries takes seconds each."""
-    for check in (_system, _ray, _backends, _device):
-        yield from check(options)
-
-
-def _system(options: ServeOptions) -> Iterator[Finding]:
     cpus = available_cpus()
     here = f"Python {platform.python_version()}, {platform.system()} {platform.release()}, {cpus} CPUs"
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+    if not hasattr(os, "pidfd_open"):
         yield Finding("error", "system", f"{here}: the mask pool needs Linux 5.3; use --pool inline elsewhere")
     elif cpus < 2:
         yield Finding("warning", "system", f"{here}: the engine and the mask actors compete for it; use two or more")
     else:
         yield Finding("ok", "system", here)
+    if options.pool == "ray" and _version("ray") is None:
+        yield Finding("error", "Ray", "not installed: pip install 'guided[server,ray]'")
+    yield from _backends()
+    if options.load.device != "cpu":
+        yield _gpu(options.load.device)
 
 
 def _version(package: str) -> str | None:
@@ -106,24 +85,7 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _ray(options: ServeOptions) -> Iterator[Finding]:
-    if options.pool != "ray":
-        return
-    if _version("ray") is None:
-        yield Finding("error", "Ray", "not installed: pip install 'guided[server,ray]'")
-    elif options.ray.address is not None:
-        given = {name: getattr(options.ray, name) for name in _POOL_OPTIONS}
-        problem = _fails(_TRY_CLUSTER, json.dumps(given))
-        text = f"the cluster at {options.ray.address} has room for the pool"
-        yield Finding("ok", "Ray", text) if problem is None else Finding("error", "Ray", problem)
-    elif options.ray.placement != "local":
-        text = f"placement {options.ray.placement} needs a cluster: name it with --ray-address"
-        yield Finding("error", "Ray", text)
-    else:
-        yield Finding("ok", "Ray", f"{_version('ray')}; a local one is started")
-
-
-def _backends(options: ServeOptions) -> Iterator[Finding]:
+def _backends() -> Iterator[Finding]:
     for name in BACKENDS:
         subject = f"backend {name} {_version(_LIBRARIES.get(name, name)) or ''}".strip()
         problem = _fails(_TRY_BACKEND, name)
@@ -133,18 +95,14 @@ def _backends(options: ServeOptions) -> Iterator[Finding]:
             yield Finding("error", subject, f"{problem}: pip install --force-reinstall it, with constraints.txt")
 
 
-def _device(options: ServeOptions) -> Iterator[Finding]:
-    device = options.load.device
-    if device == "cpu":
-        return
+def _gpu(device: str) -> Finding:
     problem = _fails(_TRY_GPU, "cuda" if device == "auto" else device)
     if problem is None:
-        yield Finding("ok", "GPU", f"the mask kernel runs; torch {_version('torch')}, Triton {_version('triton')}")
-    elif device == "auto" and problem == "no CUDA device":
-        yield Finding("ok", "GPU", f"{problem}; the CPU is used")
-    else:
-        advice = "torch may be a CPU build, a container needs --gpus all, and Triton a C compiler"
-        yield Finding("error", "GPU", f"the mask kernel does not run: {problem}: {advice}")
+        return Finding("ok", "GPU", f"the mask kernel runs; torch {_version('torch')}, Triton {_version('triton')}")
+    if device == "auto" and problem == "no CUDA device":
+        return Finding("ok", "GPU", f"{problem}; the CPU is used")
+    advice = "torch may be a CPU build, a container needs --gpus all, and Triton a C compiler"
+    return Finding("error", "GPU", f"the mask kernel does not run: {problem}: {advice}")
 
 
 def _fails(code: str, *arguments: str) -> str | None:

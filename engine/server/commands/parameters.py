@@ -14,7 +14,6 @@ import yaml
 
 from engine.default_model import checkpoint_path
 from engine.server.options import OPTIONS, Option, ServeOptions
-from guided.backends import resolve
 from guided.errors import GuidedError
 
 
@@ -69,14 +68,6 @@ SERVER_OPTIONS = inspect.Signature([*map(_described, OPTIONS), _parameter("confi
 """The signature of a command that takes the options of a server."""
 
 
-def _backend(name: str) -> str:
-    try:
-        return resolve(name)
-    except GuidedError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-Backend = Annotated[str, typer.Option(help="The grammar backend, or auto.", callback=_backend)]
 _TOKENIZER = "tokenizer.json, tekken.json, or a model's folder. Masks depend on it. Default: the embedded model's."
 Tokenizer = Annotated[
     Path, typer.Option(help=_TOKENIZER, exists=True, default_factory=checkpoint_path, show_default=False)

@@ -32,24 +32,15 @@ serve.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def listener_on(host: str, port: int) -> Iterator[socket.socket]:
-    """Bind the server's socket. It does not listen yet, so early connections are refused instead of kept waiting.
+    """Bind the server's socket to a name or an address (empty: all). Raises OSError, which says why.
 
-    Args:
-        host: a name or an address; empty for all addresses.
-
-    Raises:
-        OSError: the address cannot be bound. The message says why.
+    It does not listen yet, so early connections are refused instead of kept waiting.
     """
-    where = f"can't listen on {host or 'any address'}"
-    try:
-        addresses = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise OSError(f"{where}: {error.strerror}") from None
-    family, kind, protocol, _, address = addresses[0]
-    with socket.socket(family, kind, protocol) as listener:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(address)
+            listener.bind((host.strip("[]"), port))
         except OSError as error:
-            raise OSError(f"{where} port {port}: {error.strerror}; choose another --port") from None
+            where = f"can't listen on {host or 'any address'} port {port}"
+            raise OSError(f"{where}: {error.strerror}; choose another --host or --port") from None
         yield listener

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -34,39 +33,10 @@ def test_structured_output(model: Any, shared: dict[str, Any], method: str, stri
     assert isinstance(chain.invoke(shared["TEXT"]), shared["Person"])
 
 
-def test_json_mode(model: Any, shared: dict[str, Any]) -> None:
-    """Any JSON object. It need not be a person."""
-    chain = model.bind(extra_body={"complete": True}, max_tokens=300)
-    raw = chain.bind(response_format={"type": "json_object"}).invoke("Describe as JSON: Ada is 8.")
-    assert isinstance(json.loads(raw.text), dict)
-    chain = model.with_structured_output(shared["Person"], method="json_mode", include_raw=True)
-    answer = chain.invoke(f"Extract name, age and city as JSON. {shared['TEXT']}")
-    assert isinstance(json.loads(answer["raw"].text), dict)
-
-
-def test_tools(model: Any, shared: dict[str, Any]) -> None:
-    for choice in ("required", "Person"):
-        answer = model.bind_tools([shared["Person"]], tool_choice=choice, parallel_tool_calls=False).invoke(
-            shared["TEXT"]
-        )
+@pytest.mark.parametrize("choice", ["required", "Person"])
+def test_tools_and_streams(model: Any, shared: dict[str, Any], choice: str) -> None:
+    bound = model.bind_tools([shared["Person"]], tool_choice=choice, parallel_tool_calls=False)
+    first, *others = bound.stream(shared["TEXT"])
+    for answer in (bound.invoke(shared["TEXT"]), sum(others, first)):
         [call] = answer.tool_calls
         shared["Person"].model_validate(call["args"])
-
-
-def test_a_conversation_with_calls(model: Any, shared: dict[str, Any]) -> None:
-    from langchain_core.messages import HumanMessage, ToolMessage
-
-    bound = model.bind_tools([shared["Person"]])
-    question = HumanMessage(shared["TEXT"])
-    called = model.bind_tools([shared["Person"]], tool_choice="required", parallel_tool_calls=False).invoke([question])
-    told = ToolMessage("stored", tool_call_id=called.tool_calls[0]["id"])
-    answer = bound.bind(max_tokens=50).invoke([question, called, told])
-    assert answer.usage_metadata["input_tokens"] > called.usage_metadata["input_tokens"]
-
-
-def test_streams(model: Any, shared: dict[str, Any]) -> None:
-    bound = model.bind_tools([shared["Person"]], tool_choice="required", parallel_tool_calls=False)
-    whole = None
-    for chunk in bound.stream(shared["TEXT"]):
-        whole = chunk if whole is None else whole + chunk
-    shared["Person"].model_validate(whole.tool_calls[0]["args"])

@@ -22,12 +22,6 @@ def client(shared: dict[str, Any]) -> openai.OpenAI:
     return openai.OpenAI(base_url=shared["URL"], api_key=shared["KEY"], max_retries=0)
 
 
-@pytest.mark.parametrize("source", ["from_openai", "from_vllm"])
-def test_a_schema(client: openai.OpenAI, shared: dict[str, Any], source: str) -> None:
-    model = getattr(outlines, source)(client, shared["MODEL"])
-    shared["Person"].model_validate_json(model(shared["TEXT"], shared["Person"]))
-
-
 def test_what_vllm_has_besides(client: openai.OpenAI, shared: dict[str, Any]) -> None:
     model = outlines.from_vllm(client, shared["MODEL"])
     assert model("Which color?", Literal["red", "green"]) in ("red", "green")

@@ -25,14 +25,9 @@ def model(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["ToolOutput", "NativeOutput"])
-def test_output(model: Any, shared: dict[str, Any], mode: str) -> None:
+def test_output_and_streams(model: Any, shared: dict[str, Any], mode: str) -> None:
     agent = pydantic_ai.Agent(model, output_type=getattr(pydantic_ai, mode)(shared["Person"]))
     assert isinstance(agent.run_sync(shared["TEXT"]).output, shared["Person"])
-
-
-@pytest.mark.parametrize("mode", ["ToolOutput", "NativeOutput"])
-def test_streams(model: Any, shared: dict[str, Any], mode: str) -> None:
-    agent = pydantic_ai.Agent(model, output_type=getattr(pydantic_ai, mode)(shared["Person"]))
 
     async def run() -> Any:
         async with agent.run_stream(shared["TEXT"]) as result:

@@ -20,11 +20,6 @@ def asked(shared: dict[str, Any]) -> dict[str, Any]:
     return {**model, "messages": [{"role": "user", "content": shared["TEXT"]}], "max_retries": 0}
 
 
-def test_a_schema(asked: dict[str, Any], shared: dict[str, Any]) -> None:
-    answer = litellm.completion(**asked, response_format=shared["Person"])
-    shared["Person"].model_validate_json(answer.choices[0].message.content)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions(asked: dict[str, Any], shared: dict[str, Any], stream: bool) -> None:
     function = {"name": "store", "description": "Store it.", "parameters": shared["Person"].model_json_schema()}

