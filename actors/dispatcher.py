@@ -262,10 +262,11 @@ class Dispatcher:
                     self._fail(state, PoolUnavailable(text))
                 return
             # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
-            # its sequences go to the last worker, and others avoid that worker as long as there are such sequences.
-            last, holds = self.workers[-1], state in self._holding
+            # its sequences share one worker, and others avoid that worker as long as there are such sequences.
             apart = bool(self._holding)
-            worker = min(able, key=lambda each: (apart and (each is last) != holds, len(each.sequences)))
+            holder = next((each.worker for each in self._holding if each.worker is not None), self.workers[-1])
+            holds = state in self._holding
+            worker = min(able, key=lambda each: (apart and (each is holder) != holds, len(each.sequences)))
         worker.open(state, parent)
 
     def collect(self, deadline: float | None = None) -> StepMasks:

@@ -311,7 +311,7 @@ class LLMEngine:
         self._prepared = None
         self.stats.note_masks(report)
         for row in batch.detailed:
-            if (details := batch.sequences[row].details) is not None:
+            if row not in batch.draft_rows and (details := batch.sequences[row].details) is not None:
                 details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 

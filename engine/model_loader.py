@@ -127,7 +127,7 @@ _FAST = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn
 
 def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
     """Return the dtype to load: for "auto" the checkpoint's, but float32 on a CPU without instructions for it. torch
-    multiplies such matrices element by element there (docs/design.md)."""
+    multiplies such matrices element by element there."""
     if name != "auto":
         return getattr(torch, name)
     on_cpu = device.type == "cpu" if device is not None else not torch.cuda.is_available()

@@ -267,5 +267,5 @@ class _Distribution:
             mass = values.softmax(-1)
             before = mass.cumsum(-1) - mass
             # A token stays while the tokens before it sum to less than top_p. The first always stays.
-            values = values.masked_fill((before >= self._top_p) & (self._top_p < 1.0), -torch.inf)
+            values = values.masked_fill((before > 0) & (before >= self._top_p) & (self._top_p < 1.0), -torch.inf)
         return torch.full_like(logits, -torch.inf).scatter_(1, ids, values)

@@ -231,7 +231,7 @@ class SamplingParams:
 
     def _is_given(self, kind: str) -> bool:
         value = getattr(self, kind)
-        return value is True if kind == "json_object" else value is not None
+        return bool(value) if kind == "json_object" else value is not None
 
     def _check_constraint(self) -> None:
         resolve(self.backend)

@@ -116,7 +116,7 @@ def test_top_k_top_p_and_min_p_leave_out_the_tail() -> None:
     assert set(drawn(400, row, top_k=1)) == {0}
     shares = torch.tensor(row).softmax(0).cumsum(0).tolist()
     assert set(drawn(2000, row, top_p=(shares[1] + shares[2]) / 2)) == {0, 1, 2}
-    assert set(drawn(400, row, top_p=1e-6)) == {0}
+    assert set(drawn(400, row, top_p=1e-6)) == {0} == set(drawn(40, row, top_p=1e-46))
     assert set(drawn(2000, row, min_p=0.5)) == {0, 1}, "e^-0.5 is more than a half, e^-1 is less"
     assert set(drawn(2000, row, top_k=3, top_p=0.99, min_p=0.5)) == {0, 1}
 

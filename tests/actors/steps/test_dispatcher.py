@@ -40,10 +40,16 @@ def test_a_backend_that_holds_the_lock_has_an_actor_of_its_own(cluster: Cluster)
     cluster.open(3, 4, 5)
     cluster.step(*((number, "") for number in range(1, 6)))
     assert (cluster.on(0), cluster.on(1)) == ({3, 4, 5}, {1, 2})
-    cluster.dispatcher.free([1, 2])
+    cluster.end(0)
+    cluster.join()
     cluster.open(6)
-    cluster.step((6, ""))
-    assert cluster.where(6) == 1
+    cluster.open(7, grammar=holding)
+    cluster.step((6, ""), (7, ""))
+    assert (cluster.where(6), cluster.where(7)) == (2, 1), "also after the other one was replaced"
+    cluster.dispatcher.free([1, 2, 7])
+    cluster.open(8)
+    cluster.step((8, ""))
+    assert cluster.where(8) == 1
 
 
 def test_an_actor_that_comes_up_ends_the_wait_of_a_step(cluster: Cluster) -> None:
