@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from llguidance import LLTokenizer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -235,6 +234,8 @@ class Vocabulary:
         if not isinstance(backend, Tokenizer):
             message = f"{type(tokenizer).__name__} is no fast tokenizer: a tokenizer.json or a tekken.json is needed"
             raise InvalidRequest(message, param="tokenizer")
+        from llguidance import LLTokenizer  # most uses of this module need no library
+
         text = backend.to_str()
         try:
             tokens = LLTokenizer(text, eos_token=0)

@@ -176,7 +176,7 @@ import numpy as np
 import psutil
 import ray
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
-from driven_pool import until
+from driven_pool import copy_masks, until
 from ray_clusters import cluster_in
 from actors import RayPool, ray_pool
 from engine.server.commands import doctor
@@ -198,7 +198,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
         pool.open(sequence, grammar)
     bitmask = np.zeros((4, WORDS), np.int32)
     pool.submit(sequences)
-    pool.collect().copy_to(bitmask)
+    copy_masks(pool.collect(), bitmask)
     print([allowed(row) for row in bitmask])
     pool.shutdown()
 

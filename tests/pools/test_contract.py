@@ -8,6 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 from byte_vocabulary import BYTES, STOP, WORDS, allowed, tokens
+from driven_pool import copy_masks
 
 from actors import RayPool
 from guided.completing.budget import budget_of
@@ -74,7 +75,7 @@ class Driver:
         self.seconds += found.seconds
         assert self.seconds > 0 or not any(len(part.rows) for part in found.ready)
         assert not found.late
-        found.copy_to(self.bitmask)
+        copy_masks(found, self.bitmask)
         return [found.failed.get(row) or allowed(self.bitmask[row]) for row in range(len(sequence_ids))]
 
     def mask(self, sequence_id: int, text: str) -> str:
@@ -117,7 +118,7 @@ def test_new_tokens_can_be_given_as_an_array(driver: Driver) -> None:
     new = None
     for position in range(12):
         driver.pool.submit(batch, new)
-        driver.pool.collect().copy_to(driver.bitmask)
+        copy_masks(driver.pool.collect(), driver.bitmask)
         expected = "abc"[position % 3] + ("d" if position % 3 == 0 else "")
         assert [allowed(row) for row in driver.bitmask[:9]] == [expected] * 9
         new = np.array(tokens("abc"[position % 3]) * 9, np.int32)

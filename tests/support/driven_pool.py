@@ -13,15 +13,23 @@ import numpy as np
 import psutil
 from byte_vocabulary import WORDS
 from faulty_backend import NAME, faulty
+from numpy.typing import NDArray
 from serving import wait_until as until
 
 from actors import RayPool
 from guided.bitmask import allowed_ids
 from guided.errors import GuidedError
+from guided.pools.protocol import StepMasks
 from guided.sequence import GuidedSequence
 
 WAIT = 60.0
 _ids = count(1)
+
+
+def copy_masks(found: StepMasks, bitmask: NDArray[np.int32]) -> None:
+    """Copy the masks of a step: line i of `bitmask` for row i."""
+    for part in found.ready:
+        bitmask[part.rows] = part.masks[part.slots]
 
 
 def freeze(pid: int) -> None:
@@ -67,7 +75,7 @@ class DrivenPool:
         asked = [each for each in sequences if each not in self.errors]
         self.pool.submit([self._sequences[each] for each in asked])
         found = self.pool.collect(deadline)
-        found.copy_to(self._bitmask)
+        copy_masks(found, self._bitmask)
         self.errors |= {asked[row]: error for row, error in found.failed.items()}
         ready = [row for part in found.ready for row in part.rows.tolist()]
         for row in ready:

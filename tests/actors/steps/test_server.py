@@ -20,7 +20,8 @@ import pytest
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from msgspec.msgpack import Decoder, encode
 from scripted_grammar import ScriptedGrammar, SlowGrammar
-from thread_cluster import ConnectedPair, ThreadActor, until
+from serving import wait_until as until
+from thread_cluster import ConnectedPair, ThreadActor
 
 from actors.mask_actor import Lines, RemoteSteps, forward
 from actors.protocol import (
