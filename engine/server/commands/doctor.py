@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +19,7 @@ from engine.server.commands.parameters import SERVER_OPTIONS, options_of
 from engine.server.options import ServeOptions
 from guided.backends import BACKENDS
 from guided.cpus import available_cpus
+from guided.pools.options import RayPoolOptions
 
 _LIBRARIES = {"outlines": "outlines_core"}
 """Packages with another name than their backend."""
@@ -29,6 +32,17 @@ from guided import Constraint, InlinePool, Vocabulary
 tokens = (b"</s>", *(bytes([byte]) for byte in range(256)), b"<pad>")
 pool = InlinePool(Vocabulary(tokens, (0,), frozenset({0, 257}), 264))
 pool.compile(Constraint.json_schema({"type": "integer"}), (sys.argv[1],)).result()
+"""
+_TRY_CLUSTER = """
+import json, sys
+from actors.cluster import Cluster
+from guided.pools.options import RayPoolOptions
+options = RayPoolOptions(**json.loads(sys.argv[1]))
+cluster = Cluster.join(options.address)
+try:
+    cluster.check_room(options)
+finally:
+    cluster.leave()
 """
 _TRY_GPU = """
 import sys
@@ -72,11 +86,22 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
         yield Finding("warning", "system", f"{here}: the engine and the mask actors compete for it; use two or more")
     else:
         yield Finding("ok", "system", here)
-    if options.pool == "ray" and _version("ray") is None:
-        yield Finding("error", "Ray", "not installed: pip install 'guided[server,ray]'")
+    if options.pool == "ray":
+        yield _ray(options.ray)
     yield from _backends()
     if options.load.device != "cpu":
         yield _gpu(options.load.device)
+
+
+def _ray(options: RayPoolOptions) -> Finding:
+    if _version("ray") is None:
+        return Finding("error", "Ray", "not installed: pip install 'guided[server,ray]'")
+    problem = None if options.address is None else _fails(_TRY_CLUSTER, json.dumps(asdict(options)))
+    if problem is not None:
+        return Finding("error", "Ray", problem)
+    return Finding(
+        "ok", "Ray", f"{_version('ray')}, with room for the pool" if options.address else "a local one is started"
+    )
 
 
 def _version(package: str) -> str | None:
