@@ -36,13 +36,13 @@ pool.compile(Constraint.json_schema({"type": "integer"}), (sys.argv[1],)).result
 _TRY_CLUSTER = """
 import json, sys
 from actors.cluster import Cluster
+from guided.errors import PoolUnavailable
 from guided.pools.options import RayPoolOptions
 options = RayPoolOptions(**json.loads(sys.argv[1]))
-cluster = Cluster.join(options.address)
 try:
-    cluster.check_room(options)
-finally:
-    cluster.leave()
+    Cluster.join(options.address).check_room(options)
+except PoolUnavailable as error:
+    sys.exit(str(error))
 """
 _TRY_GPU = """
 import sys
@@ -99,9 +99,8 @@ def _ray(options: RayPoolOptions) -> Finding:
     problem = None if options.address is None else _fails(_TRY_CLUSTER, json.dumps(asdict(options)))
     if problem is not None:
         return Finding("error", "Ray", problem)
-    return Finding(
-        "ok", "Ray", f"{_version('ray')}, with room for the pool" if options.address else "a local one is started"
-    )
+    text = "a local one is started" if options.address is None else "the cluster has room for the pool"
+    return Finding("ok", "Ray", text)
 
 
 def _version(package: str) -> str | None:
