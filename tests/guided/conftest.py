@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from guided.backends import Backends
 from guided.vocabulary import Vocabulary
 
 
@@ -15,6 +16,11 @@ from guided.vocabulary import Vocabulary
 def vocabulary(tiny_tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
     """600 byte-level tokens, padded to 640 logits."""
     return Vocabulary.from_tokenizer(tiny_tokenizer, padded_vocab_size=640)
+
+
+@pytest.fixture(scope="session")
+def backends(vocabulary: Vocabulary) -> Backends:
+    return Backends(vocabulary)
 
 
 @pytest.fixture(scope="session")

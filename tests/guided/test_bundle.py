@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from scripted_grammar import STOP, ScriptedBackends
+from byte_vocabulary import LETTERS
 
 from guided.bundle import ProcessorBundle
 from guided.constraint import Constraint
@@ -14,15 +14,6 @@ from guided.pools.protocol import Grammar
 from guided.post_processor import ApplyReport, LogitPostProcessor
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
-from guided.vocabulary import Vocabulary
-
-WIDTH = 40
-VOCABULARY = Vocabulary(
-    token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20))),
-    stop_token_ids=(STOP,),
-    special_token_ids=frozenset({STOP}),
-    padded_vocab_size=WIDTH,
-)
 
 
 class Own(LogitPostProcessor):
@@ -52,13 +43,12 @@ class Own(LogitPostProcessor):
 
 def test_a_row_is_late_or_failed_if_it_is_so_in_one_member() -> None:
     own = Own()
-    pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
-    bundle = ProcessorBundle(GuidedProcessor(pool), own)
-    assert bundle.initialize("r", Constraint.choice(["12"])).result(0).backend == "llguidance"
+    bundle = ProcessorBundle(GuidedProcessor(InlinePool(LETTERS)), own)
+    assert bundle.initialize("r", Constraint.choice(["ab"])).result(0).backend == "llguidance"
 
     def apply() -> ApplyReport:
         bundle.prepare((GuidedSequence("r", 1, []),))
-        report = bundle.apply(torch.zeros(1, WIDTH))
+        report = bundle.apply(torch.zeros(1, LETTERS.padded_vocab_size))
         assert report.wait_seconds > 1.0
         return report
 
@@ -74,5 +64,5 @@ def test_a_row_is_late_or_failed_if_it_is_so_in_one_member() -> None:
 def test_a_request_that_one_member_rejects_is_freed() -> None:
     first, second = Own(), Own(rejects=True)
     with pytest.raises(UnsupportedConstraint):
-        ProcessorBundle(first, second).initialize("r", Constraint.choice(["12"]))
+        ProcessorBundle(first, second).initialize("r", Constraint.choice(["ab"]))
     assert first.freed == ["r"]

@@ -51,11 +51,6 @@ SCHEMAS = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2).map(_ob
 FUNCTIONS = st.dictionaries(st.sampled_from(["f", "get_weather", "get_weather_v2"]), SCHEMAS, min_size=1, max_size=3)
 
 
-@pytest.fixture(scope="module")
-def backends(vocabulary: Vocabulary) -> Backends:
-    return Backends(vocabulary)
-
-
 def written(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, marks: list[str]) -> str | None:
     """Generate an output: random allowed tokens, with `marks` and structure more often than by chance."""
     row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)

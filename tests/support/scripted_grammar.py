@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar, Matcher
-from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected
-from guided.vocabulary import Vocabulary
 
 STOP = 0
 """The stop token of the vocabularies in these tests."""
@@ -107,19 +105,3 @@ class _SlowMatcher(ScriptedMatcher):
             self.grammar.reached.set()
             assert self.grammar.release.wait(60)
         return super().fill_bitmask(row)
-
-
-class ScriptedBackends:
-    """Replaces `Backends`. Compiles a `choice` of digit strings ("123" is the tokens 1, 2, 3)."""
-
-    def __init__(self, vocabulary: Vocabulary, fail_at: int | None = None) -> None:
-        self.vocabulary = vocabulary
-        self.fail_at = fail_at
-        self.compiled: list[str] = []
-
-    def __getitem__(self, name: str) -> ScriptedBackends:
-        return self
-
-    def compile(self, constraint: Constraint) -> ScriptedGrammar:
-        self.compiled.append(constraint.source)
-        return ScriptedGrammar([[int(digit) for digit in text] for text in constraint.choices], self.fail_at)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from byte_vocabulary import LETTERS, STOP
 from faulty_pool import FaultyPool
-from scripted_grammar import STOP, ScriptedBackends
 
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
@@ -110,8 +110,13 @@ class TestLateMasks:
         host.calm()
         expected, free = host.ask(*[kind for kind, _ in OWN])
         assert all(is_valid(one.text) for (_, is_valid), one in zip(OWN, expected, strict=True)), expected
-        victims = every_other(host)
-        host.pool.delay = lambda sequence_id, position: 2 * (sequence_id in victims() and position in positions)
+        before = len(host.pool.opened)
+
+        def delay(sequence_id: int, position: int) -> int:
+            """Every other sequence that is opened from now on is late."""
+            return 2 * (sequence_id in host.pool.opened[before::2] and position in positions)
+
+        host.pool.delay = delay
         found, also_free = host.ask(*[kind for kind, _ in OWN])
         assert [one.text for one in found] == [one.text for one in expected]
         assert [one.finish_reason for one in found] == ["stop"] * len(OWN)
@@ -153,30 +158,25 @@ class TestLateMasks:
         assert max(count for (_, position), count in asked.items() if position < 8) > 1
         assert {count for (_, position), count in asked.items() if position > 22} == {1}
 
-    def test_a_failed_row_ends_with_an_error_and_no_unmasked_token(self, host: Host) -> None:
+    @pytest.mark.parametrize("lost", [False, True], ids=["failed", "lost"])
+    def test_a_failed_row_ends_with_an_error_and_no_unmasked_token(self, host: Host, lost: bool) -> None:
         host.calm()
         before = len(host.pool.opened)
-        host.pool.fails = lambda sequence_id, position: host.pool.opened.index(sequence_id) == before and position == 5
+
+        def fails(sequence_id: int, position: int) -> bool:
+            culprit = host.pool.opened.index(sequence_id) == before and position == 5
+            if culprit and lost:
+                host.pool.lose(sequence_id)
+            return culprit and not lost
+
+        host.pool.fails = fails
         found, free = host.ask(*[kind for kind, _ in OWN])
         reasons = [one.finish_reason for one in found]
         assert sorted(reasons) == ["error", "stop", "stop", "stop"]
-        assert len(found[reasons.index("error")].token_ids) == 5
+        assert lost or len(found[reasons.index("error")].token_ids) == 5
         for (_, is_valid), one in zip(OWN, found, strict=True):
             assert one.finish_reason == "error" or is_valid(one.text)
         assert free[0].finish_reason == "length"
-
-    def test_a_lost_matcher_ends_with_an_error(self, host: Host) -> None:
-        host.calm()
-        before = len(host.pool.opened)
-
-        def lose(sequence_id: int, position: int) -> int:
-            if position == 4 and host.pool.opened.index(sequence_id) == before:
-                host.pool.lose(sequence_id)
-            return 0
-
-        host.pool.delay = lose
-        found, _ = host.ask(*[kind for kind, _ in OWN])
-        assert sorted(one.finish_reason for one in found) == ["error", "stop", "stop", "stop"]
 
     def test_everything_is_freed(self, host: Host) -> None:
         host.calm()
@@ -184,14 +184,6 @@ class TestLateMasks:
         host.ask()
         assert host.pool.status().workers[0].open_sequences == 0
 
-
-def every_other(host: Host) -> Any:
-    """Every other sequence that is opened from now on."""
-    before = len(host.pool.opened)
-    return lambda: set(host.pool.opened[before::2])
-
-
-class TestAdmission:
     def test_the_same_parameters_twice(self, host: Host) -> None:
         """vLLM keeps what validation wrote into the caller's object."""
         host.calm()
@@ -203,19 +195,13 @@ class TestAdmission:
 
 # the gates of reasoning, and draft tokens: no engine
 
-END_OF_THOUGHT, WIDTH, STRIDE = 19, 40, 5
-VOCABULARY = Vocabulary(
-    token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20))),
-    stop_token_ids=(STOP,),
-    special_token_ids=frozenset({STOP}),
-    padded_vocab_size=WIDTH,
-)
+END_OF_THOUGHT, STRIDE = 19, 5
 
 
 def use_pool(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], InlinePool]) -> None:
     """Have managers open this pool."""
     monkeypatch.setattr(
-        "guided.integrations.vllm.manager.lazy_pool", lambda config: (LazyPool(VOCABULARY, open_pool), 0.2)
+        "guided.integrations.vllm.manager.lazy_pool", lambda config: (LazyPool(LETTERS, open_pool), 0.2)
     )
 
 
@@ -254,7 +240,9 @@ def subject_config() -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
         scheduler_config=SimpleNamespace(max_num_seqs=4, get_scheduler_cls=lambda: object),
-        model_config=SimpleNamespace(skip_tokenizer_init=True, get_vocab_size=lambda: WIDTH, is_diffusion=False),
+        model_config=SimpleNamespace(
+            skip_tokenizer_init=True, get_vocab_size=lambda: LETTERS.padded_vocab_size, is_diffusion=False
+        ),
         structured_outputs_config=SimpleNamespace(enable_in_reasoning=False),
         additional_config={},
         num_speculative_tokens=STRIDE - 1,
@@ -262,17 +250,17 @@ def subject_config() -> Any:
 
 
 def structured_request(reasoning_ended: bool | None = None) -> Request:
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["1234"]))
-    params.structured_outputs._backend = GuidedParams(Constraint.choice(["1234"])).to_text()
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["abcd"]))
+    params.structured_outputs._backend = GuidedParams(Constraint.choice(["abcd"])).to_text()
     params.update_from_generation_config({}, STOP)
     return Request("r", [5], params, None, reasoning_ended=reasoning_ended)
 
 
 class Subject:
-    """A manager and one request for the text "1 2 3 4"."""
+    """A manager and one request for the tokens 1, 2, 3, 4."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, reasoner: type[Any] | None = None) -> None:
-        use_pool(monkeypatch, lambda: InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY)))  # type: ignore[arg-type]
+        use_pool(monkeypatch, lambda: InlinePool(LETTERS))
         self.manager = GuidedManager(subject_config())
         self.manager.tokenizer = None
         self.manager.reasoner_cls = reasoner
@@ -300,7 +288,7 @@ class TestStart:
 
         def open_slowly() -> InlinePool:
             time.sleep(0.5)
-            opened.append(InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY)))  # type: ignore[arg-type]
+            opened.append(InlinePool(LETTERS))
             return opened[0]
 
         use_pool(monkeypatch, open_slowly)
@@ -323,18 +311,13 @@ class TestDraftTokens:
     def test_each_draft_has_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
         subject = Subject(monkeypatch)
         assert subject.rows([1, 2]) == [[1], [2], [3]]
-        assert subject.accept(1)  # the drafts were rejected by the engine
-        assert subject.rows([2, 3, 4]) == [[2], [3], [4], [STOP]]
+        assert subject.accept(1)  # the engine rejected the second draft
+        assert subject.rows([2, 7, 3]) == [[2], [3], [STOP], [STOP]]
+        assert subject.drafts["r"] == [2, -1, -1], "an invalid draft is not acceptable"
+        assert subject.rows([2, -1]) == [[2], [3], "all"]
         assert subject.accept(2, 3, 4)
         assert subject.rows([]) == [[STOP]]
         assert subject.accept(STOP)
-
-    def test_an_invalid_draft_is_not_acceptable(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch)
-        assert subject.rows([1, 7, 3]) == [[1], [2], [STOP], [STOP]]
-        assert subject.drafts["r"] == [1, -1, -1]
-        assert subject.accept(1, 2)
-        assert subject.rows([3, -1]) == [[3], [4], "all"]
 
     def test_a_token_that_its_mask_forbids_ends_the_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
         subject = Subject(monkeypatch)
@@ -363,14 +346,9 @@ class TestReasoning:
 
     def test_a_token_that_ends_it_and_begins_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
         subject = Subject(monkeypatch, ToolReasoner)
-        rows = subject.rows([8, 1, 2])
-        assert [9 in row for row in rows[:2]] == [False, False]
-        assert rows[2:] == [[2], [3]]
+        for drafts, masks in (([8, END_OF_THOUGHT, 1], [[1], [2]]), ([8, 1, 2], [[2], [3]])):
+            rows = subject.rows(drafts)
+            assert [9 in row for row in rows[:2]] == [False, False]
+            assert rows[2:] == masks
         assert subject.accept(8, 1, 2)
         assert subject.rows([3]) == [[3], [4]]
-
-    def test_drafts_with_an_end_before_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, ToolReasoner)
-        rows = subject.rows([8, END_OF_THOUGHT, 1])
-        assert [9 in row for row in rows[:2]] == [False, False]
-        assert rows[2:] == [[1], [2]]

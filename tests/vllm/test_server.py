@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from serving import wait_until
 
 from tests.vllm.sample_constraints import BACKENDS, KINDS, LONG, SCHEMA, Wanted, matches, regex, satisfies
 from tests.vllm.vllm_server import WAIT, Server, command, text_of
@@ -120,10 +121,7 @@ class TestBatches:
         at_once(*[abort, lambda: texts.append(said(server.post(max_tokens=450, **LONG.fields)))] * 4)
         assert len(texts) == 4
         assert all(map(LONG.is_valid, texts))
-        until = time.monotonic() + WAIT
-        while server.metric("guided_mask_open_sequences"):
-            assert time.monotonic() < until
-            time.sleep(0.5)
+        wait_until(lambda: not server.metric("guided_mask_open_sequences"), WAIT)
 
 
 class TestErrors:
@@ -144,15 +142,12 @@ class TestErrors:
         assert words in answer.text
 
     def test_constraints_that_do_not_compile_are_400s(self, server: Server) -> None:
-        statuses = list[int]()
-
-        def ask(thread: int) -> None:
-            for number in range(10):
-                fields = {"structured_outputs": {"regex": f"(a{thread}_{number}"}}
-                statuses.append(server.post(bool(number % 2), **fields).status_code)
-
-        at_once(*(lambda thread=thread: ask(thread) for thread in range(8)))  # type: ignore[misc]
-        assert statuses == [400] * 80
+        with ThreadPoolExecutor(8) as threads:
+            asked = [
+                threads.submit(server.post, bool(number % 2), structured_outputs={"regex": f"(a{number}"})
+                for number in range(80)
+            ]
+        assert [one.result().status_code for one in asked] == [400] * 80
 
     @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
     def test_a_stream_that_does_not_compile_is_a_400(self, server: Server, chat: bool) -> None:
@@ -213,10 +208,7 @@ class TestFaults:
 
 
 def test_the_pool_is_in_the_metrics(server: Server) -> None:
-    until = time.monotonic() + WAIT
-    while server.metric("guided_mask_actors_up") < 2:
-        assert time.monotonic() < until
-        time.sleep(0.5)
+    wait_until(lambda: server.metric("guided_mask_actors_up") == 2, WAIT)
     assert server.metric("guided_mask_actors") == 2
 
 

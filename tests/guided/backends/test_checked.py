@@ -38,11 +38,6 @@ CASES: list[tuple[dict[str, Any], Any, Any, str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def backends(vocabulary: Vocabulary) -> Backends:
-    return Backends(vocabulary)
-
-
 class Row:
     """A sequence in a worker."""
 

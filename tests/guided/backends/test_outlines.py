@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from byte_vocabulary import BYTES, STOP, tokens
+from byte_vocabulary import BYTES, accepts
 
 from guided.backends import Backends
-from guided.backends.base import CompiledGrammar
 from guided.backends.outlines import OutlinesBackend
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint
@@ -17,11 +16,6 @@ from guided.errors import UnsupportedConstraint
 @pytest.fixture(scope="module")
 def backend() -> OutlinesBackend:
     return OutlinesBackend(BYTES)
-
-
-def fits(grammar: CompiledGrammar, text: str) -> bool:
-    state = grammar.matcher()
-    return state.accepts(tokens(text)) == len(tokens(text)) and state.accepts([*tokens(text), STOP]) > len(tokens(text))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +58,7 @@ def fits(grammar: CompiledGrammar, text: str) -> bool:
 def test_enforced_or_checked(schema: Any, valid: list[str], invalid: list[str]) -> None:
     grammar = Backends(BYTES)["outlines"].compile(Constraint.json_schema(schema))
     assert grammar.checked == ("",)
-    assert [text for text in (*valid, *invalid) if fits(grammar, text)] == valid
+    assert [text for text in (*valid, *invalid) if accepts(grammar, text)] == valid
 
 
 @pytest.mark.parametrize(
@@ -80,7 +74,7 @@ def test_regexes_match_as_a_whole(backend: OutlinesBackend, pattern: str, valid:
     constraint = Constraint.regex(pattern)
     compiled = backend.compile(constraint)
     for grammar in (compiled, backend.load(constraint, compiled.dump())):
-        assert [text for text in (*valid, *invalid) if fits(grammar, text)] == valid
+        assert [text for text in (*valid, *invalid) if accepts(grammar, text)] == valid
 
 
 def test_a_regex_that_the_empty_text_matches_is_refused(backend: OutlinesBackend) -> None:

@@ -22,11 +22,6 @@ from guided.worker import MaskWorker
 TEXT: dict[str, Any] = {"type": "any_text"}
 
 
-@pytest.fixture(scope="module")
-def backends(vocabulary: Vocabulary) -> Backends:
-    return Backends(vocabulary)
-
-
 def text(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
 

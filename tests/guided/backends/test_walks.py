@@ -21,12 +21,6 @@ from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.vocabulary import Vocabulary
 
-
-@pytest.fixture(scope="module")
-def backends(vocabulary: Vocabulary) -> Backends:
-    return Backends(vocabulary)
-
-
 DRAFT7 = "http://json-schema.org/draft-07/schema#"
 NULL, BOOLEAN, INTEGER = {"type": "null"}, {"type": "boolean"}, {"type": "integer"}
 EMPTY_OBJECT = {"type": "object", "required": ["zz"], "additionalProperties": False}

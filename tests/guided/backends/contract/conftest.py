@@ -11,12 +11,6 @@ from contract_cases import CASES, Case
 from guided.backends import BACKENDS, Backends
 from guided.backends.base import CompiledGrammar
 from guided.errors import UnsupportedConstraint
-from guided.vocabulary import Vocabulary
-
-
-@pytest.fixture(scope="session")
-def backends(vocabulary: Vocabulary) -> Backends:
-    return Backends(vocabulary)
 
 
 @pytest.fixture(params=list(BACKENDS))

@@ -3,56 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from faulty_pool import without_rows
-from numpy.typing import NDArray
-from scripted_grammar import STOP, ScriptedBackends
+from byte_vocabulary import LETTERS, STOP
+from faulty_pool import FaultyPool
 
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
-from guided.errors import GuidedError, InternalError, InvalidConstraint, WorkerDied
+from guided.errors import GuidedError, InternalError
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
-from guided.pools.inline import InlinePool
-from guided.pools.protocol import Grammar, MaskPool, StepMasks
-from guided.sequence import GuidedSequence
-from guided.vocabulary import Vocabulary
 
-WIDTH = 40
-VOCABULARY = Vocabulary(
-    token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20))),
-    stop_token_ids=(STOP,),
-    special_token_ids=frozenset({STOP}),
-    padded_vocab_size=WIDTH,
-)
 FREE = "all"
-
-
-def inline(fail_at: int | None = None) -> InlinePool:
-    return InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY, fail_at))  # type: ignore[arg-type]
 
 
 class Subject:
     """A masker, and what it reported."""
 
-    def __init__(self, pool: MaskPool | None = None) -> None:
+    def __init__(self) -> None:
         self.failed: list[tuple[str, GuidedError]] = []
-        self.pool = pool or inline()
+        self.pool = FaultyPool(LETTERS)
         self.masker = Masker(self.pool, lambda *report: self.failed.append(report))
 
-    def begin(self, *choices: str, name: str | None = None, waits: bool = True) -> GuidedRequest:
+    def begin(self, *choices: str, name: str | None = None) -> GuidedRequest:
         request = self.masker.begin(name or choices[0], GuidedParams(Constraint.choice(choices)))
-        if waits:
-            request.compiled.result(60)
+        request.compiled.result(60)
         return request
 
     def step(self, *rows: GuidedRow) -> list[list[int] | str]:
         """Return the allowed tokens of each line; "all" for a line without a constraint."""
         self.masker.prepare(rows)
-        bitmask = np.full((1 + max(row.line for row in rows), words(WIDTH)), -1, np.int32)
+        bitmask = np.full((1 + max(row.line for row in rows), words(LETTERS.padded_vocab_size)), -1, np.int32)
         self.discarded = self.masker.collect(bitmask, 0.0)
         return [FREE if (line == -1).all() else allowed_ids(line).tolist() for line in bitmask]
 
@@ -60,74 +42,27 @@ class Subject:
         return [(name, error.code) for name, error in self.failed]
 
 
-class Broken(InlinePool):
-    """Raises exceptions that no pool should raise, in the method that `raises_in` names."""
-
-    raises_in = ""
-    late_steps = 0
-    """Number of steps in which the first row has no mask."""
-    lose_all = False
-    """Lose all open sequences, once."""
-    released = 0
-
-    def __init__(self) -> None:
-        super().__init__(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
-        self.opened: set[int] = set()
-        self.submitted: list[int] = []
-
-    def release(self, grammar: Grammar) -> None:
-        self.released += 1
-        super().release(grammar)
-
-    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
-        self.opened.add(sequence.sequence_id)
-        super().open(sequence, grammar)
-
-    def failures(self) -> dict[int, GuidedError]:
-        lost = self.opened if self.lose_all else set()
-        self.lose_all = False
-        return dict.fromkeys(lost, WorkerDied("gone"))
-
-    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
-        if self.raises_in == "submit":
-            raise ValueError("out of order")
-        self.submitted = [sequence.sequence_id for sequence in sequences]
-        super().submit(sequences, new_tokens)
-
-    def collect(self, deadline: float | None = None) -> StepMasks:
-        step = super().collect(deadline)
-        if self.raises_in == "collect":
-            raise ValueError("out of order")
-        if self.late_steps:
-            self.late_steps -= 1
-            return without_rows(step, [0])
-        return step
-
-    def decided(self) -> list[int]:
-        return self.submitted
-
-
 class TestRows:
     def test_each_has_its_mask_and_other_lines_are_untouched(self) -> None:
         subject = Subject()
-        one, other = subject.begin("12", "19"), subject.begin("345")
+        one, other = subject.begin("ab", "ai"), subject.begin("cde")
         assert subject.step(GuidedRow(other, 3, [3]), GuidedRow(one, 1, [1])) == [FREE, [2, 9], FREE, [4]]
         assert not subject.failed
 
     def test_an_output_that_has_ended_needs_no_mask(self) -> None:
         """vLLM schedules one step ahead."""
         subject = Subject()
-        request = subject.begin("12")
+        request = subject.begin("ab")
         for tokens in ([1, 2], [1, 2, STOP], [1, 2, STOP, STOP]):
             assert subject.step(GuidedRow(request, 0, tokens)) == [[STOP]]
         assert not subject.failed
 
     def test_a_step_that_is_not_collected_is_discarded(self) -> None:
-        pool = Broken()
-        subject = Subject(pool)
-        request = subject.begin("123")
-        pool.late_steps = 1
+        subject = Subject()
+        request = subject.begin("abc")
+        subject.pool.delay = lambda sequence_id, position: 1
         subject.masker.prepare([GuidedRow(request, 0, [1])])
+        assert subject.masker.decided()
         assert subject.step(GuidedRow(request, 0, [1])) == [[2]]
         assert not subject.failed
 
@@ -135,16 +70,8 @@ class TestRows:
 class TestFailures:
     def test_a_constraint_that_does_not_compile(self) -> None:
         subject = Subject()
-        subject.begin("1")
-
-        def compile_nothing(constraint: object, backends: object) -> Future[object]:
-            failed: Future[object] = Future()
-            failed.set_exception(InvalidConstraint("no"))
-            return failed
-
-        subject.pool.compile = compile_nothing  # type: ignore[method-assign,assignment]
-        request = subject.begin("1", name="a", waits=False)
-        assert subject.codes() == [("a", "invalid_constraint")]
+        request = subject.masker.begin("a", GuidedParams(Constraint.regex("a(?=b)c")))
+        assert subject.codes() == [("a", "unsupported_constraint")]
         assert not request.compiled.done(), "vLLM would schedule the request"
 
     def test_a_request_that_was_not_admitted(self) -> None:
@@ -155,38 +82,38 @@ class TestFailures:
         assert subject.codes() == [("a", "internal_error")]
 
     @pytest.mark.parametrize("raises_in", ["submit", "collect"])
-    def test_errors_of_the_pool_fail_the_requests_of_their_step_only(self, raises_in: str) -> None:
-        pool = Broken()
-        subject = Subject(pool)
-        request = subject.begin("123", name="a")
+    def test_errors_of_the_pool_fail_the_requests_of_their_step_only(
+        self, raises_in: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        subject = Subject()
+        request = subject.begin("abc", name="a")
         assert subject.step(GuidedRow(request, 0, [])) == [[1]]
-        pool.raises_in = raises_in
+        monkeypatch.setattr(subject.pool, raises_in, None)
         assert subject.step(GuidedRow(request, 0, [1])) == [[STOP]]
         assert subject.codes() == [("a", "internal_error")]
-        pool.raises_in = ""
-        assert subject.step(GuidedRow(subject.begin("45"), 0, [])) == [[4]]
+        monkeypatch.undo()
+        assert subject.step(GuidedRow(subject.begin("de"), 0, [])) == [[4]]
         assert subject.step(GuidedRow(request, 0, [1])) == [[STOP]]
 
     def test_a_lost_matcher_fails_an_output_that_is_not_complete(self) -> None:
         """vLLM schedules one step more before it sees the end."""
-        pool = Broken()
-        subject = Subject(pool)
-        done, half = subject.begin("12", name="done"), subject.begin("345", name="half")
+        subject = Subject()
+        done, half = subject.begin("ab", name="done"), subject.begin("cde", name="half")
         subject.step(GuidedRow(done, 0, [1, 2]), GuidedRow(half, 1, [3]))
-        pool.lose_all = True
+        for sequence_id in subject.pool.opened:
+            subject.pool.lose(sequence_id)
         assert subject.step(GuidedRow(done, 0, [1, 2, STOP]), GuidedRow(half, 1, [3, 4])) == [[STOP], [STOP]]
         assert subject.codes() == [("half", "worker_died")]
 
     def test_a_request_that_ends_before_its_step_is_collected(self) -> None:
-        pool = Broken()
-        subject = Subject(pool)
-        one, other = subject.begin("12", name="a"), subject.begin("345")
+        subject = Subject()
+        one, other = subject.begin("ab", name="a"), subject.begin("cde")
         subject.masker.prepare([GuidedRow(one, 0, [1]), GuidedRow(other, 1, [3])])
         subject.masker.end(other)
         assert subject.step(GuidedRow(one, 0, [1])) == [[2]]
         subject.masker.end(one)
-        assert pool.released == 2
-        assert pool.status().workers[0].open_sequences == 0
+        assert subject.pool.released == 2
+        assert subject.pool.status().workers[0].open_sequences == 0
 
 
 class TestDrafts:
@@ -196,7 +123,7 @@ class TestDrafts:
 
     def test_one_that_is_not_allowed_fails_no_request(self) -> None:
         subject = Subject()
-        request = subject.begin("123456")
+        request = subject.begin("abcdef")
         for _ in range(2):
             assert subject.step(*self.rows(request, [1], [2, 9, 4])) == [[2], [3], [STOP], [STOP]]
             assert subject.discarded == {2, 3}
@@ -206,7 +133,8 @@ class TestDrafts:
 
     def test_one_with_a_failed_mask_ends_the_request(self) -> None:
         """The draft might be accepted without having been checked."""
-        subject = Subject(inline(fail_at=3))
-        request = subject.begin("123456", name="a")
+        subject = Subject()
+        subject.pool.fails = lambda sequence_id, position: position == 3
+        request = subject.begin("abcdef", name="a")
         assert subject.step(*self.rows(request, [1], [2, 3])) == [[STOP]] * 3
         assert subject.codes() == [("a", "backend_error")]
