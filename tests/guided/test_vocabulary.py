@@ -34,7 +34,6 @@ LONG = "".join(TEXTS) + "ab" * 5000 + "=" * 3000 + "日本" * 300
 """Text with long pieces."""
 
 
-@pytest.fixture(scope="module")
 def sentencepiece_style(mistral_data: Path) -> Tokenizer:
     """The 32,000 SentencePiece pieces as a Hugging Face tokenizer with the layout of Llama's."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(mistral_data / "tokenizer.model.v1"))
@@ -77,28 +76,24 @@ def test_tekken(mistral_data: Path) -> None:
     assert reference.eos_id in vocabulary.stop_token_ids
 
 
-def test_sentencepiece_as_hugging_face_has_it(sentencepiece_style: Tokenizer) -> None:
-    vocabulary = Vocabulary.from_tokenizer(sentencepiece_style, stop_token_ids=[2])
+def test_sentencepiece_as_hugging_face_has_it(mistral_data: Path) -> None:
+    tokenizer = sentencepiece_style(mistral_data)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, stop_token_ids=[2])
     assert vocabulary.vocab_size == 32_000
     for text in TEXTS:
-        ids = sentencepiece_style.encode(text, add_special_tokens=False).ids
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert vocabulary.decode(ids) == b" " + text.encode()
-        assert sentencepiece_style.decode(ids) == text
+        assert tokenizer.decode(ids) == text
         assert vocabulary.decode(vocabulary.encode(text)) == text.encode()
     assert vocabulary.token_bytes[vocabulary.encode("\x01")[0]] == b"\x01"
     assert 0 in vocabulary.special_token_ids  # <unk>
 
 
-def with_added_tokens(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    copy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()))
-    copy.eos_token = "<|end|>"
-    copy.add_tokens([AddedToken("<tool_call>", normalized=False), AddedToken("naïve 日本", normalized=False)])
-    copy.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
-    return copy
-
-
 def test_added_tokens_that_are_not_special_are_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = with_added_tokens(tiny_tokenizer)
+    copy = Tokenizer.from_str(tiny_tokenizer.backend_tokenizer.to_str())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=copy, eos_token="<|end|>")
+    tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False), AddedToken("naïve 日本", normalized=False)])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     vocabulary = Vocabulary.from_tokenizer(tokenizer)
     call, phrase, extra = tokenizer.convert_tokens_to_ids(["<tool_call>", "naïve 日本", "<|extra|>"])
     assert vocabulary.token_bytes[call] == b"<tool_call>"

@@ -1,3 +1,5 @@
+"""The worker's slots, beyond the contract of pools (`tests/pools`)."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from scripted_grammar import STOP, ScriptedGrammar
 
 from guided.bitmask import allowed_ids, words
-from guided.errors import BackendError, DeadEnd, TokenRejected
+from guided.errors import BackendError, DeadEnd
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -30,9 +32,9 @@ class Filled:
         self.worker.open(SLOT, "g")
         self.bitmask = np.full((3, words(VOCABULARY.padded_vocab_size)), -1, np.int32)
 
-    def mask(self, *tokens: int, slot: int = SLOT) -> list[int]:
+    def mask(self, *tokens: int) -> list[int]:
         """The allowed tokens after `tokens` more."""
-        error = self.worker.fill(slot, tokens, self.bitmask[1])
+        error = self.worker.fill(SLOT, tokens, self.bitmask[1])
         assert error is None, error
         allowed: list[int] = allowed_ids(self.bitmask[1]).tolist()
         return allowed
@@ -67,37 +69,12 @@ def test_a_library_that_raises_ends_its_slot_and_no_other(failure: BaseException
     assert filled.worker.fill(1, [], filled.bitmask[0]) is error
 
 
-def test_a_rejected_token_ends_the_sequence() -> None:
-    filled = Filled()
-    for tokens in ([9], [], [2]):
-        assert isinstance(filled.worker.fill(SLOT, tokens, filled.bitmask[1]), TokenRejected)
-
-
 def test_an_unknown_grammar_is_a_failure_not_an_unmasked_row() -> None:
     filled = Filled()
     filled.worker.uninstall("g")
     assert filled.mask() == [1, 6]
     filled.worker.open(8, "g")
     assert isinstance(filled.worker.fill(8, [], filled.bitmask[1]), BackendError)
-
-
-def test_a_slot_that_is_not_open_is_a_failure() -> None:
-    filled = Filled()
-    assert isinstance(filled.worker.fill(99, [], filled.bitmask[1]), BackendError)
-
-
-def test_a_fork_of_a_parent_that_went_on_has_its_own_output() -> None:
-    filled = Filled()
-    filled.mask(1, 2, 3)
-    filled.worker.open(8, "g", parent=SLOT, tokens=[1, 2, 5])
-    assert filled.mask(slot=8) == [STOP]
-    assert filled.mask() == [4]
-
-
-def test_freed_matchers_are_gone() -> None:
-    filled = Filled()
-    filled.worker.free([SLOT, 99])
-    assert filled.worker.num_open == 0
 
 
 @settings(max_examples=60)

@@ -314,8 +314,9 @@ class TestDraftTokens:
         assert subject.accept(1)  # the engine rejected the second draft
         assert subject.rows([2, 7, 3]) == [[2], [3], [STOP], [STOP]]
         assert subject.drafts["r"] == [2, -1, -1], "an invalid draft is not acceptable"
-        assert subject.rows([2, -1]) == [[2], [3], "all"]
-        assert subject.accept(2, 3, 4)
+        assert subject.accept(2, 3)
+        assert subject.rows([4, -1]) == [[4], [STOP], "all"]
+        assert subject.accept(4)
         assert subject.rows([]) == [[STOP]]
         assert subject.accept(STOP)
 

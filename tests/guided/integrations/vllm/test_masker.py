@@ -60,10 +60,12 @@ class TestRows:
     def test_a_step_that_is_not_collected_is_discarded(self) -> None:
         subject = Subject()
         request = subject.begin("abc")
-        subject.pool.delay = lambda sequence_id, position: 1
         subject.masker.prepare([GuidedRow(request, 0, [1])])
-        assert subject.masker.decided()
         assert subject.step(GuidedRow(request, 0, [1])) == [[2]]
+        subject.pool.delay = lambda sequence_id, position: 1
+        subject.masker.prepare([GuidedRow(request, 0, [1, 2])])
+        assert subject.masker.decided()
+        assert subject.step(GuidedRow(request, 0, [1, 2])) == [[3]]
         assert not subject.failed
 
 
