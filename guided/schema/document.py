@@ -74,19 +74,15 @@ def parse(
 
 
 def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Return a copy in which each object schema that names `properties` forbids others, unless it says otherwise.
+    """Return a copy in which each subschema with `properties` or `patternProperties` forbids others, as in vLLM.
 
-    A schema that describes its object only in part stays open: under or next to `allOf`, `if`, `then`, `else`, `not`
-    and `dependentSchemas`, next to `$ref`, and as an alternative (`anyOf`, `oneOf`) of a schema with `properties`.
+    One that has `additionalProperties` stays as it is.
     """
     document: dict[str, Any] | bool = json.loads(json.dumps(schema))
     if isinstance(document, dict):
-        graph = SchemaGraph(document)
-        partial = graph.partial_descriptions()
-        for node in graph.nodes():
-            silent = not node.schema.keys() & {"additionalProperties", "unevaluatedProperties"}
-            if silent and isinstance(node.schema.get("properties"), dict) and id(node.schema) not in partial:
-                node.schema["additionalProperties"] = False
+        for node in SchemaGraph(document).nodes():
+            if not node.schema.keys().isdisjoint(("properties", "patternProperties")):
+                node.schema.setdefault("additionalProperties", False)
     return document
 
 
