@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided import regex
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
 from guided.backends.llguidance_schema import LLGuidanceLowering
-from guided.backends.native import guard
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import check_lark

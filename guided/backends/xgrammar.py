@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.backends.native import guard
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
 from guided.backends.without_torch import import_xgrammar
 from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
 from guided.backends.xgrammar_schema import XGrammarLowering

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from guided.cpus import available_cpus
 from guided.errors import bounded
 from guided.limits import CompileLimits, Range, check_ranges
 from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES
+from guided.process_resources import available_cpus
 
 
 @dataclass(frozen=True, slots=True)

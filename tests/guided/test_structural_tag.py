@@ -89,7 +89,7 @@ def test_errors_say_where(form: Any, pointer: str, words: list[str]) -> None:
         ({"type": "structural_tag", "structures": [{"begin": "<a"}], "triggers": ["<a"]}, "/structures/0"),
         (
             {"type": "structural_tag", "structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]},
-            "/structures/0/begin",
+            "/format/tags/0/begin",
         ),
         ({"structures": [], "triggers": []}, "/triggers"),
         ("{", None),
