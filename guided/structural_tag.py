@@ -330,7 +330,7 @@ class _Reader:
     def _checked(self, dispatch: Dispatch, at: str) -> Dispatch:
         """Check that each trigger of `dispatch` can occur, and is followed by something."""
         triggers = [trigger.text for trigger, _ in dispatch.rules if isinstance(trigger, Text)]
-        if (len(triggers) + len(dispatch.excludes)) * sum(map(len, triggers)) > _MAX_COMPARED:
+        if len(triggers) * sum(map(len, triggers)) > _MAX_COMPARED:
             message = "the triggers are too long, or too many: each is searched in all others"
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
         for whole, part in permutations(triggers, 2):
@@ -341,10 +341,6 @@ class _Reader:
             if rest == Either(()):
                 shown = trigger.text if isinstance(trigger, Text) else trigger.token
                 raise self._invalid(f"no tag begins with the trigger {bounded(shown, 60)!r}", at)
-            for exclude in dispatch.excludes:
-                if isinstance(trigger, Text) and exclude in trigger.text:
-                    message = f"excludes forbids the trigger {bounded(trigger.text, 60)!r}"
-                    raise self._invalid(f"{message}: its tags never can be produced", f"{at}/excludes")
         return dispatch
 
     def _distinct(self, excludes: Sequence[str]) -> tuple[str, ...]:

@@ -240,7 +240,7 @@ class _Tokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.known = frozenset(vocabulary.permitted_token_ids)
+        self.known = frozenset(vocabulary.text_token_ids)
         self.special_names = vocabulary.special_names
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
         width = vocabulary.padded_vocab_size

@@ -114,7 +114,7 @@ class RayPoolOptions:
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("num_actors", "slots", "max_compiling"), Range(1)),
         **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus"), Range(0)),
-        "mask_limit": Range(0, exclusive=True),
+        "mask_limit": Range(0.001),
         "actor_memory_bytes": Range(256 << 20),
     }
 

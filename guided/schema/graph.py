@@ -17,7 +17,7 @@ import referencing.jsonschema
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
-from guided.schema.pointer import pointer, unescape
+from guided.schema.keywords import pointer, unescape
 from guided.schema.validation import Draft
 
 _SAME_ONE = ("if", "then", "else", "not")
