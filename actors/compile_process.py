@@ -39,7 +39,7 @@ from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge, UnsupportedConstraint, Wire, to_wire
-from guided.process_memory import give_back_free_memory
+from guided.process_resources import give_back_free_memory
 from guided.vocabulary import Vocabulary
 
 _POLL_SECONDS = 0.01

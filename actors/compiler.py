@@ -20,11 +20,11 @@ from actors.processes import RETRY_SECONDS
 from guided.backends import BACKENDS
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
-from guided.cpus import available_cpus
 from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, PoolUnavailable, from_wire
 from guided.pools.grammar_cache import GrammarCache, cache_key
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import BackendStatus, Grammar
+from guided.process_resources import available_cpus
 from guided.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from actors.protocol import IDLE, UNKNOWN, Failed, Segment, SegmentName, SlotTab
 from actors.server import StepServer
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
-from guided.process_memory import watch_free_memory
+from guided.process_resources import watch_free_memory
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 

@@ -41,7 +41,7 @@ from actors.protocol import (
     Unload,
 )
 from guided.backends import Backends
-from guided.backends.native import guard
+from guided.backends.base import guard
 from guided.errors import BackendError, GuidedError, to_wire
 from guided.worker import MaskWorker
 

@@ -13,8 +13,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from guided.error_body import error_body, error_headers
-from guided.errors import InternalError
+from guided.errors import InternalError, error_body, error_headers
 
 
 class ReplicaDied(InternalError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import interegular
@@ -11,14 +10,6 @@ from interegular.fsm import anything_else
 from guided import regex
 from guided.errors import UnsupportedConstraint
 from guided.regex import EMPTY, Chars, Choice, Node, Repeat, Sequence
-
-
-def restricted(node: Node, conditions: Iterable[tuple[bool, Node]]) -> Node:
-    """Return the matches of `node` that match each condition, or where its first element is True, do not match it."""
-    machine = of(node)
-    for negated, condition in conditions:
-        machine = machine - of(condition) if negated else machine & of(condition)
-    return texts(machine)
 
 
 def of(node: Node) -> Any:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from guided.backends import Backends
-from guided.backends.base import CompiledGrammar
-from guided.backends.native import guard
+from guided.backends.base import CompiledGrammar, guard
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import (
@@ -24,7 +23,7 @@ from guided.errors import (
     UnsupportedConstraint,
     bounded,
 )
-from guided.process_memory import held_bytes
+from guided.process_resources import held_bytes
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 

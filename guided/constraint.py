@@ -170,7 +170,7 @@ class Constraint:
         """The output is free text with constrained parts: see `guided/structural_tag.py`."""
         if isinstance(tag, str):
             _check_text(tag, "structural tag", limits, param)
-        document = read(tag, limits, param) if isinstance(tag, str) else tag
+        document = read(tag, limits, param)
         notes: list[str] = []
         for content in contents(parse(document, limits, param)):
             with located(content, param):

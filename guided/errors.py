@@ -21,6 +21,9 @@ GuidedError
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 MAX_ECHO = 300
 """Maximum number of characters of a user's input in a message."""
 
@@ -156,3 +159,21 @@ def from_wire(wire: Wire) -> GuidedError:
     """Unpack an error that `to_wire` packed; an unknown code becomes an `InternalError`."""
     code, message, param, pointer = wire
     return errors_by_code(GuidedError).get(code, InternalError)(message, param=param, pointer=pointer)
+
+
+def error_body(error: GuidedError) -> dict[str, Any]:
+    """Return an error as OpenAI's API does, with a `pointer`: the body of a response, or an event of a stream."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "rate_limit_error" if error.status == 429 else kind
+    fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code, "pointer": error.pointer}
+    return {"error": fields}
+
+
+def error_headers(error: GuidedError) -> dict[str, str]:
+    """Return the headers that say whether and when to try again, and the challenge of a 401."""
+    headers = {"x-should-retry": "true" if error.retryable else "false"}
+    if error.status in (429, 503):
+        headers["retry-after"] = str(math.ceil(error.retry_after))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers

@@ -34,19 +34,18 @@ _RULE = re.compile(r"^[ \t]*+[?!]?[\w.-]++[^\n:\"/]*+:", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers from `least` to `most`. `exclusive`: without `least`."""
+    """The finite numbers from `least` to `most`."""
 
     least: float
     most: float = math.inf
-    exclusive: bool = False
 
     def __contains__(self, value: float) -> bool:
-        return self.least <= value <= self.most and value < math.inf and not (self.exclusive and value == self.least)
+        return self.least <= value <= self.most and value < math.inf
 
     def __str__(self) -> str:
         if self.most < math.inf:
             return f"between {self.least} and {self.most}"
-        return f"{'more than' if self.exclusive else 'at least'} {self.least}"
+        return f"at least {self.least}"
 
 
 def check_ranges(options: Any) -> None:
@@ -89,9 +88,9 @@ class Limits:
             if getattr(self, each.name) < 1:
                 raise ValueError(f"{each.name} is {getattr(self, each.name)}; it must be at least 1")
 
-    def check_regex(self, pattern: str, param: str, pointer: str | None = None) -> None:
+    def check_regex(self, pattern: str, param: str) -> None:
         """Raise `ConstraintTooLarge` for repetition bounds, alternatives or group nesting over the limits."""
-        self._measure(_REGEX_TOKEN.finditer(pattern), param, pointer)
+        self._measure(_REGEX_TOKEN.finditer(pattern), param)
 
     def check_grammar(self, text: str, param: str) -> None:
         """Raise `ConstraintTooLarge` for rules, repetitions, alternatives or brackets over the limits."""
@@ -99,7 +98,7 @@ class Limits:
         if rules > self.max_grammar_rules:
             message = f"the grammar has {rules} rules; the limit is {self.max_grammar_rules}"
             raise ConstraintTooLarge(message, param=param)
-        self._measure(_GRAMMAR_TOKEN.finditer(text), param, None)
+        self._measure(_GRAMMAR_TOKEN.finditer(text), param)
 
     def too_many_alternatives(self, param: str, pointer: str | None) -> ConstraintTooLarge:
         """Return the error for more than `max_alternatives`."""
@@ -107,7 +106,7 @@ class Limits:
         message += f" ({self.max_choices} and {self.max_enum})"
         return ConstraintTooLarge(message, param=param, pointer=pointer)
 
-    def _measure(self, tokens: Iterable[re.Match[str]], param: str, pointer: str | None) -> None:
+    def _measure(self, tokens: Iterable[re.Match[str]], param: str) -> None:
         repeated = [1]
         """For each open bracket, the largest product of repetitions inside it so far."""
         closed = 1
@@ -120,13 +119,13 @@ class Limits:
             if kind == "bar":
                 bars += 1
                 if bars >= self.max_alternatives:
-                    raise self.too_many_alternatives(param, pointer)
+                    raise self.too_many_alternatives(param, None)
             elif kind == "bracket":
                 if token["bracket"] == "(":
                     repeated.append(1)
                     if len(repeated) - 1 > self.max_nesting:
                         message = f"brackets are nested deeper than {self.max_nesting} levels"
-                        raise ConstraintTooLarge(message, param=param, pointer=pointer)
+                        raise ConstraintTooLarge(message, param=param)
                 else:
                     closed, end = (repeated.pop() if len(repeated) > 1 else 1), token.end()
                     repeated[-1] = max(repeated[-1], closed)
@@ -137,7 +136,7 @@ class Limits:
                 if product > self.max_repetition:
                     what = f"the repetition {bounded(token[0], 40)!r} goes" if inner == 1 else "nested repetitions go"
                     message = f"{what} beyond the limit of {self.max_repetition}"
-                    raise ConstraintTooLarge(message, param=param, pointer=pointer)
+                    raise ConstraintTooLarge(message, param=param)
 
 
 def _bound(token: re.Match[str]) -> int:
@@ -167,7 +166,7 @@ class CompileLimits:
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("processes", "memory_bytes", "grammar_bytes"), Range(1)),
-        **dict.fromkeys(("seconds", "wait_seconds"), Range(0, exclusive=True)),
+        **dict.fromkeys(("seconds", "wait_seconds"), Range(0.001)),
     }
 
     def __post_init__(self) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import unicodedata
 import warnings
 from collections.abc import Iterable
 from functools import cache, lru_cache
@@ -35,7 +34,6 @@ from guided.regex import (
     Ranges,
     choice,
     complement,
-    intersection,
     ranges_of,
     render,
     render_range,
@@ -119,7 +117,10 @@ def _search(parsed: Any, flags: int, reader: _Reader, *, whole: bool = False) ->
         parts = [(str(operation) == "ASSERT_NOT", inner) for operation, (_, inner) in ahead]
         conditions = [(negated, _search([items[0], *inner], flags, reader)) for negated, inner in parts]
         rest = [items[0], *items[1 + len(ahead) :]]
-        return automaton.restricted(_search(rest, flags, reader, whole=whole), conditions)
+        machine = automaton.of(_search(rest, flags, reader, whole=whole))
+        for negated, condition in conditions:
+            machine = machine - automaton.of(condition) if negated else machine & automaton.of(condition)
+        return automaton.texts(machine)
     start, end = _anchored(items, 0, "AT_BEGINNING"), whole or _anchored(items, -1, "AT_END")
     node = reader.sequence(items, flags, start=start, end=end)
     anything = repeat(Chars(UNIVERSE), 0, None)
@@ -202,7 +203,11 @@ class _Reader:
             high, low = int(found["high"], 16), int(found["low"], 16)
             return f"\\U{0x10000 + ((high & 0x3FF) << 10) + (low & 0x3FF):08x}"
         if found["sign"]:
-            members = self._property(found["property"] or found["letter"], found["sign"] == "P")
+            name = found["property"] or found["letter"]
+            try:
+                members = _members_of_property(name.strip(), found["sign"] == "P")
+            except unicode_regex.error:
+                raise self._invalid(f"contains \\p{{{bounded(name, 60)}}}, which is no Unicode property") from None
             return members if in_class else f"[{members}]"
         if found["control"]:
             return f"\\x{ord(found['control']) & 31:02x}"
@@ -213,12 +218,6 @@ class _Reader:
         if text == r"\z" and not self.ecma and not in_class:
             return r"\Z"
         return "(" if found["group"] and not in_class else text
-
-    def _property(self, name: str, negated: bool) -> str:
-        try:
-            return _members_of_property(name.strip(), negated)
-        except unicode_regex.error:
-            raise self._invalid(f"contains \\p{{{bounded(name, 60)}}}, which is no Unicode property") from None
 
     def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
         """Return the node for a list of operations.
@@ -239,7 +238,11 @@ class _Reader:
             case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
                 return self._chars(operation, argument, flags)
             case "AT":
-                return self._anchor(str(argument), start=start, end=end)
+                if not str(argument).startswith(("AT_BEGINNING", "AT_END")):
+                    raise self._unsupported("a word boundary")
+                if not (start if str(argument).startswith("AT_BEGINNING") else end):
+                    raise self._unsupported("an anchor in the middle")
+                return EMPTY
             case "BRANCH":
                 return choice(self.sequence(option, flags, start=start, end=end) for option in argument[1])
             case "SUBPATTERN":
@@ -259,13 +262,6 @@ class _Reader:
             "POSSESSIVE_REPEAT": "a possessive quantifier",
         }
         raise self._unsupported(names.get(operation, operation))
-
-    def _anchor(self, where: str, *, start: bool, end: bool) -> Node:
-        if not where.startswith(("AT_BEGINNING", "AT_END")):
-            raise self._unsupported("a word boundary")
-        if not (start if where.startswith("AT_BEGINNING") else end):
-            raise self._unsupported("an anchor in the middle")
-        return EMPTY
 
     def _chars(self, operation: str, argument: Any, flags: int) -> Node:
         if operation == "ANY":
@@ -324,7 +320,6 @@ def _members_of_property(name: str, negated: bool) -> str:
     """Return the code points with a property, as the inside of a class; surrogates if there are none."""
     matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
     runs = _runs(matching.finditer(_every_character()))
-    runs = runs if negated else intersection(runs, _assigned())
     return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) or "\ud800-\udfff"
 
 
@@ -336,16 +331,6 @@ def _runs(matches: Iterable[Any]) -> Ranges:
 @cache
 def _every_character() -> str:
     return "".join(chr(code) for low, high in UNIVERSE for code in range(low, high + 1))
-
-
-@cache
-def _assigned() -> Ranges:
-    """Return the characters of Python's version of Unicode: a reader of the output may not know newer ones."""
-    kinds = "".join(map(unicodedata.category, _every_character()))  # two letters each
-    runs = (match.span() for match in re.finditer("(?:Cn)+", kinds))
-    return complement(
-        ranges_of((ord(_every_character()[a // 2]), ord(_every_character()[b // 2 - 1])) for a, b in runs)
-    )
 
 
 @cache

@@ -9,7 +9,7 @@ Free text ends at the first occurrence of a literal that can follow it: a trigge
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
@@ -101,17 +101,26 @@ def parse(tag: Mapping[str, Any], limits: Limits, param: str) -> Node:
         InvalidConstraint: a field is missing, unknown, or has a wrong value; or a tag can never be produced.
         ConstraintTooLarge: over one of `limits`.
     """
-    return _Reader(limits, param).document(tag)
+    return _Reader(limits, param).node(_convert(tag, _Document, "", param).format, "/format", 0)
 
 
-def read(text: str, limits: Limits, param: str) -> Any:
-    """Parse the JSON text of a structural tag within `limits`. Raises as `parse` does."""
+def read(tag: Mapping[str, Any] | str, limits: Limits, param: str) -> Any:
+    """Return a structural tag, or its JSON text; vLLM's older form as the one with `format`. Raises as `parse` does."""
     try:
-        return loads(text, max_values=limits.max_values, max_nesting=2 * limits.max_nesting)
+        nesting = 2 * limits.max_nesting
+        read = loads(tag, max_values=limits.max_values, max_nesting=nesting) if isinstance(tag, str) else tag
     except JsonTooLarge as error:
         raise ConstraintTooLarge(f"the structural tag is over a limit: {error}", param=param) from None
     except JsonError as error:
         raise InvalidConstraint(f"the structural tag is not JSON: {error}", param=param) from None
+    if not (isinstance(read, Mapping) and "structures" in read):
+        return read
+    older = _convert(read, _Older, "", param)
+    tags = [
+        {"begin": each.begin, "content": {"type": "json_schema", "json_schema": each.schema}, "end": each.end}
+        for each in older.structures
+    ]
+    return {"format": {"type": "triggered_tags", "triggers": older.triggers, "tags": tags}}
 
 
 def parts(node: Node) -> Sequence[Node]:
@@ -238,36 +247,11 @@ class _Reader:
         self._param = param
         self._alternatives = 0
 
-    def document(self, tag: Any) -> Node:
-        if not (isinstance(tag, Mapping) and "structures" in tag):
-            return self._node(self._convert(tag, _Document, "").format, "/format", 0)
-        older = self._convert(tag, _Older, "")
-        tags = [
-            (
-                Text(each.begin),
-                Series((Content("json_schema", each.schema, f"/structures/{index}/schema"), Text(each.end))),
-                f"/structures/{index}/begin",
-            )
-            for index, each in enumerate(older.structures)
-        ]
-        return self._triggered(map(Text, older.triggers), tags, "", loop=True)
-
-    def _convert(self, value: Any, kind: Any, at: str) -> Any:
-        try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
-            found = re.fullmatch(r"(.*?)(?: - at `\$(\S+)`)?", str(error), re.DOTALL)
-            assert found is not None
-            message, pointer = bounded(found[1]), at + re.sub(r"[.\[](\w+)\]?", r"/\1", found[2] or "")
-            if message.startswith("Invalid value") and kind is _Format:
-                message += f"; there are {', '.join([*_FORMATS, 'token', 'tag'])}"
-            raise InvalidConstraint(message, param=self._param, pointer=pointer) from None
-
-    def _node(self, value: Any, at: str, depth: int) -> Node:
+    def node(self, value: Any, at: str, depth: int) -> Node:
         if depth > self._limits.max_nesting:
             message = f"formats are nested deeper than {self._limits.max_nesting} levels"
             raise ConstraintTooLarge(message, param=self._param)
-        form = self._convert(value, _Format, at)
+        form = _convert(value, _Format, at, self._param)
         match name := form.__struct_config__.tag:
             case "json_schema" | "grammar" | "choice":
                 return Content(name, getattr(form, name), f"{at}/{name}")
@@ -298,7 +282,7 @@ class _Reader:
             case "dispatch":
                 self._count(len(form.rules))
                 rules = [
-                    (Text(trigger), self._node(rule, f"{at}/rules/{index}/1", depth + 1))
+                    (Text(trigger), self.node(rule, f"{at}/rules/{index}/1", depth + 1))
                     for index, (trigger, rule) in enumerate(form.rules)
                 ]
                 return self._checked(Dispatch(tuple(rules), form.loop, self._distinct(form.excludes)), at)
@@ -308,56 +292,45 @@ class _Reader:
         if max(low, high) > self._limits.max_repetition:
             message = f"the limit of repetitions is {self._limits.max_repetition}"
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
-        return Times(self._node(form.content, f"{at}/content", depth + 1), low, None if high == -1 else high)
+        return Times(self.node(form.content, f"{at}/content", depth + 1), low, None if high == -1 else high)
 
     def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
-        return [self._node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
+        return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
 
     def _tag(self, tag: Any, at: str, depth: int) -> tuple[Text | Token, Node]:
         """Return a tag's begin, and what follows it."""
-        content = self._node(tag.content, f"{at}/content", depth + 1)
+        content = self.node(tag.content, f"{at}/content", depth + 1)
         ends = tag.end if isinstance(tag.end, list) else [tag.end]
         return _mark(tag.begin), Series((content, self._either(list(map(_mark, ends)))))
 
     def _triggered_tags(self, form: Any, at: str, depth: int) -> Node:
-        tags = [
-            (*self._tag(tag, f"{at}/tags/{index}", depth + 1), f"{at}/tags/{index}/begin")
-            for index, tag in enumerate(form.tags)
-        ]
+        tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]
         triggers: list[Text | Token]
+        excludes: tuple[str, ...] = ()
         if hasattr(form, "triggers"):
             triggers, excludes = [*map(Text, form.triggers)], self._distinct(form.excludes)
         else:
-            triggers, excludes = [*map(Token, form.trigger_tokens)], ()
-        dispatch = self._triggered(triggers, tags, at, loop=not form.stop_after_first, excludes=excludes)
-        if not form.at_least_one:
-            return dispatch
-        first = self._either([Series((begin, rest)) for begin, rest, _ in tags])
-        return first if form.stop_after_first else Series((first, dispatch))
-
-    def _triggered(
-        self,
-        triggers: Iterable[Text | Token],
-        tags: Sequence[tuple[Text | Token, Node, str]],
-        at: str,
-        loop: bool,
-        excludes: tuple[str, ...] = (),
-    ) -> Dispatch:
-        """Return the dispatch of tags. `tags`: begin, what follows it, and the pointer of the begin."""
+            triggers = [*map(Token, form.trigger_tokens)]
         rules: dict[Text | Token, list[Node]] = {trigger: [] for trigger in triggers}
         self._count(len(rules))  # they are compared with each other
-        for begin, rest, place in tags:
+        for index, (begin, rest) in enumerate(tags):
             trigger = next((each for each in rules if _starts(begin, each)), None)
             if trigger is None:
-                raise self._invalid("the tag never can be produced: no trigger is a prefix of its begin", place)
+                message = "the tag never can be produced: no trigger is a prefix of its begin"
+                raise self._invalid(message, f"{at}/tags/{index}/begin")
             left = begin.text[len(trigger.text) :] if isinstance(begin, Text) and isinstance(trigger, Text) else ""
             rules[trigger].append(Series((Text(left), rest)))
-        return self._checked(Dispatch(tuple((t, self._either(r)) for t, r in rules.items()), loop, excludes), at)
+        options = tuple((trigger, self._either(rests)) for trigger, rests in rules.items())
+        dispatch = self._checked(Dispatch(options, not form.stop_after_first, excludes), at)
+        if not form.at_least_one:
+            return dispatch
+        first = self._either([Series((begin, rest)) for begin, rest in tags])
+        return first if form.stop_after_first else Series((first, dispatch))
 
     def _checked(self, dispatch: Dispatch, at: str) -> Dispatch:
         """Check that each trigger of `dispatch` can occur, and is followed by something."""
         triggers = [trigger.text for trigger, _ in dispatch.rules if isinstance(trigger, Text)]
-        if (len(triggers) + len(dispatch.excludes)) * sum(map(len, triggers)) > _MAX_COMPARED:
+        if len(triggers) * sum(map(len, triggers)) > _MAX_COMPARED:
             message = "the triggers are too long, or too many: each is searched in all others"
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
         for whole, part in permutations(triggers, 2):
@@ -368,10 +341,6 @@ class _Reader:
             if rest == Either(()):
                 shown = trigger.text if isinstance(trigger, Text) else trigger.token
                 raise self._invalid(f"no tag begins with the trigger {bounded(shown, 60)!r}", at)
-            for exclude in dispatch.excludes:
-                if isinstance(trigger, Text) and exclude in trigger.text:
-                    message = f"excludes forbids the trigger {bounded(trigger.text, 60)!r}"
-                    raise self._invalid(f"{message}: its tags never can be produced", f"{at}/excludes")
         return dispatch
 
     def _distinct(self, excludes: Sequence[str]) -> tuple[str, ...]:
@@ -390,6 +359,18 @@ class _Reader:
 
     def _invalid(self, message: str, at: str) -> InvalidConstraint:
         return InvalidConstraint(message, param=self._param, pointer=at)
+
+
+def _convert(value: Any, kind: Any, at: str, param: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        found = re.fullmatch(r"(.*?)(?: - at `\$(\S+)`)?", str(error), re.DOTALL)
+        assert found is not None
+        message, pointer = bounded(found[1]), at + re.sub(r"[.\[](\w+)\]?", r"/\1", found[2] or "")
+        if message.startswith("Invalid value") and kind is _Format:
+            message += f"; there are {', '.join([*_FORMATS, 'token', 'tag'])}"
+        raise InvalidConstraint(message, param=param, pointer=pointer) from None
 
 
 def _mark(mark: Any) -> Text | Token:

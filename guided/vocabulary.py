@@ -71,11 +71,6 @@ class Vocabulary:
         return tuple(token for token, content in enumerate(tokens) if content and token not in never)
 
     @cached_property
-    def permitted_token_ids(self) -> tuple[int, ...]:
-        """All tokens that a mask may allow, ascending: text tokens and stop tokens."""
-        return tuple(sorted({*self.text_token_ids, *self.stop_token_ids}))
-
-    @cached_property
     def text_mask(self) -> NDArray[np.int32]:
         """`text_token_ids` as a bitmask: int32 `[words]`, not to be changed."""
         return pack(self.text_token_ids, self.padded_vocab_size)

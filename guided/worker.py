@@ -14,8 +14,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import CompiledGrammar, Matcher, OutputRule
-from guided.backends.native import guard
+from guided.backends.base import CompiledGrammar, Matcher, OutputRule, guard
 from guided.bitmask import pack
 from guided.completing.budget import Budget
 from guided.completing.search import BudgetedSequence, Completions

@@ -16,8 +16,7 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.context import ServerContext
 from engine.server.generation import Job
 from engine.server.protocol import GuidedInfo, MaskTimes
-from guided.error_body import error_body
-from guided.errors import GuidedError
+from guided.errors import GuidedError, error_body
 
 
 class Answer(ABC):

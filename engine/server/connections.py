@@ -11,8 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from engine.server.errors import HeaderTooLarge, RequestTimeout, TooManyConnections
-from guided.error_body import error_body, error_headers
-from guided.errors import GuidedError, InvalidRequest
+from guided.errors import GuidedError, InvalidRequest, error_body, error_headers
 
 
 @dataclass(frozen=True)

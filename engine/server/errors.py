@@ -17,8 +17,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from engine.server.protocol import REFUSED, constraint_meant
-from guided.error_body import error_body, error_headers
-from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded
+from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded, error_body, error_headers
 
 if TYPE_CHECKING:
     from engine.server.context import ServerContext

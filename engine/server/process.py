@@ -32,7 +32,7 @@ from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.protocol import CHAT_EXAMPLE
-from guided.process_memory import watch_free_memory
+from guided.process_resources import watch_free_memory
 
 _ANSWER_SECONDS = 3
 """After the grace period: time to send the last events of streams."""

@@ -36,8 +36,7 @@ from engine.server.protocol import (
     joined,
 )
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
-from guided.error_body import error_body
-from guided.errors import GuidedError, InvalidRequest
+from guided.errors import GuidedError, InvalidRequest, error_body
 from guided.tools.parser import Piece
 
 _SCHEMA = {"type": "json_schema", "name": "person", "schema": CHAT_EXAMPLE["json_schema"]}

@@ -14,7 +14,7 @@ from engine.server.protocol import ChatRequest, Tool
 from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
-from guided.schema.pointer import escape
+from guided.schema.keywords import escape
 from guided.tools.formats import Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
 from guided.tools.parser import OutputParser
 

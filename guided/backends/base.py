@@ -2,20 +2,21 @@
 
 A `Backend` compiles a `Constraint` for one `Vocabulary` into a `CompiledGrammar` (immutable, shared by sequences),
 which creates `Matcher`s (the mutable state of one sequence). Adapters derive from these classes and raise only errors
-of `guided.errors` (`guided.backends.native.guard`).
+of `guided.errors` (`guard`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided.constraint import Constraint
-from guided.errors import ConstraintNotMet, TokenRejected
+from guided.errors import BackendError, ConstraintNotMet, GuidedError, TokenRejected, bounded
 from guided.vocabulary import Vocabulary
 
 
@@ -165,3 +166,29 @@ class Backend(Protocol):
     def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """Load a grammar that `CompiledGrammar.dump` serialised. Never much slower than `compile`."""
         return self.compile(constraint)
+
+
+class guard:  # noqa: N801 -- used like a function, in `with`
+    """Context manager that turns every exception of a grammar library into a `BackendError`.
+
+    A Rust panic is included: it arrives as a BaseException that is no Exception. Errors of `guided.errors`,
+    KeyboardInterrupt and SystemExit pass unchanged. One instance may be used any number of times, also nested.
+
+    Args:
+        library: name for the message.
+        describe: text of an exception for the message.
+    """
+
+    # A class: a generator-based context manager would take as long as a small mask.
+    def __init__(self, library: str, describe: Callable[[BaseException], object] = str) -> None:
+        self._library = library
+        self._describe = describe
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or isinstance(error, GuidedError | KeyboardInterrupt | SystemExit):
+            return
+        message = bounded(self._describe(error))
+        raise BackendError(f"{self._library} failed: {type(error).__name__}: {message}") from error

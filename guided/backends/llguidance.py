@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided import regex
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
 from guided.backends.llguidance_schema import LLGuidanceLowering
-from guided.backends.native import guard
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import check_lark
@@ -253,32 +252,12 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
     }
 
 
-_REASONS = {
-    "patternProperty regexes": "two patterns in 'patternProperties' may match the same name",
-    "Unable to determine if regex is empty": "a pattern is too large together with the other conditions on the string",
-    "circular references": "a recursive '$ref' and the keywords next to it can't be merged",
-}
-"""Part of a message of llguidance that quotes llguidance's own regexes -> what it means for the user."""
-
-
-_LARK = {
-    "priority not supported": "leave the priority out: of the terminals that match the longest text, each is tried",
-    "params not supported": "write a template's rule out for each of its uses",
-    "declare statement not supported": "define the terminal in the grammar",
-    "override statement not supported": "write the imported rule itself, as you need it",
-}
-"""Part of a message of llguidance about a feature of Lark -> what works instead."""
-
-
 def _refusal(message: str, constraint: Constraint) -> Exception:
     """Return the error for a message of llguidance."""
     reason = bounded(" ".join(message.partition("<state>")[0].split()))
     if "nsatisfiable" in reason and constraint.kind != "json_schema":
         return InvalidConstraint(f"no output satisfies this {constraint.kind}: {reason}", param=constraint.kind)
     if constraint.kind == "grammar":
-        advice = next((f" ({ours})" for theirs, ours in _LARK.items() if theirs in reason), "")
-        malformed = "uses what Lark has and llguidance lacks" if advice else "is malformed"
         where = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", reason)
-        return InvalidConstraint(f"the grammar {malformed}{advice}: {where}", param=constraint.kind)
-    reason = next((ours for theirs, ours in _REASONS.items() if theirs in reason), reason)
+        return InvalidConstraint(f"llguidance can't read the grammar: {where}", param=constraint.kind)
     return UnsupportedConstraint(f"llguidance can't enforce this {constraint.kind}: {reason}", param=constraint.kind)

@@ -19,8 +19,7 @@ from lmformatenforcer.characterlevelparser import StringParser, UnionParser
 from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, TokenizerPrefixTree
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.backends.native import guard
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
 from guided.backends.schema_lowering import ArrayShape, FewKeywords, any_of
 from guided.bitmask import pack
 from guided.constraint import Constraint

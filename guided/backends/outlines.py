@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from outlines_core.json_schema import build_regex_from_schema
 
 from guided import regex
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.backends.native import guard
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
 from guided.backends.schema_lowering import ArrayShape, FewKeywords
 from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, UnsupportedConstraint, bounded

@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.backends.native import guard
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
 from guided.backends.without_torch import import_xgrammar
 from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
 from guided.backends.xgrammar_schema import XGrammarLowering
@@ -241,7 +240,7 @@ class _Tokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.known = frozenset(vocabulary.permitted_token_ids)
+        self.known = frozenset(vocabulary.text_token_ids)
         self.special_names = vocabulary.special_names
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
         width = vocabulary.padded_vocab_size

@@ -59,7 +59,7 @@ class Completions:
     def __init__(self, vocabulary: Vocabulary, permitted: NDArray[np.int32]) -> None:
         self._permitted = permitted
         self._row = np.empty_like(permitted)
-        self._bytes = vocabulary.token_bytes
+        self._decode = vocabulary.decode
         self._encode = lru_cache(maxsize=4096)(lambda text: tuple(vocabulary.encode(text)))
         ids = vocabulary.text_token_ids
         self.lengths = np.full(len(permitted) * 32, 1 << 30, np.int64)
@@ -86,10 +86,6 @@ class Completions:
         shared = copy(self)
         shared._permitted = permitted
         return shared
-
-    def text_of(self, token: int) -> bytes:
-        """Return the bytes of a token."""
-        return self._bytes[token] if token < len(self._bytes) else b""
 
     def first(self, matcher: Matcher, hint: str) -> Completion | None:
         """Search for a short output: the completion of the empty output."""
@@ -122,7 +118,7 @@ class Completions:
                 tokens += following
         except GuidedError:
             return None
-        text = b"".join(map(self.text_of, tokens))
+        text = self._decode(tokens)
         return self.checked(matcher, text) or Completion(text, tuple(tokens))
 
     def _choose(self, trial: Matcher, uses: NDArray[np.int64], patience: int) -> list[int]:
@@ -155,8 +151,8 @@ class Completions:
     def inherited(self, matcher: Matcher, known: Completion, token: int) -> Completion | None:
         """Derive a completion after `token`, which `matcher` has accepted, from the one before it."""
         if known.tokens[:1] == (token,):
-            return Completion(known.text[len(self.text_of(token)) :], known.tokens[1:])
-        for text in _rests(known.text, self.text_of(token)):
+            return Completion(known.text[len(self._decode([token])) :], known.tokens[1:])
+        for text in _rests(known.text, self._decode([token])):
             found = self.checked(matcher, text)
             if found is not None:
                 return found

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from guided.cpus import available_cpus
 from guided.errors import bounded
 from guided.limits import CompileLimits, Range, check_ranges
 from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES
+from guided.process_resources import available_cpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class RayPoolOptions:
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("num_actors", "slots", "max_compiling"), Range(1)),
         **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus"), Range(0)),
-        "mask_limit": Range(0, exclusive=True),
+        "mask_limit": Range(0.001),
         "actor_memory_bytes": Range(256 << 20),
     }
 

@@ -27,9 +27,8 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import COMPOUND, Schema, listed
+from guided.schema.keywords import COMPOUND, Schema, listed, unescape
 from guided.schema.origin import Origin
-from guided.schema.pointer import unescape
 from guided.schema.validation import PATTERNS, Draft
 
 _FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
@@ -179,7 +178,11 @@ class CanonicalForm:
         found = []
         whole = [self._unfolded(part) for part in parts]
         for index, part in enumerate(whole):
-            others = [other for other in (*whole[:index], *whole[index + 1 :]) if self._overlap(part, other)]
+            others = [
+                other
+                for other in (*whole[:index], *whole[index + 1 :])
+                if self._combined({"allOf": [part, other]}).satisfiability() != Satisfiability.NO
+            ]
             if not others:
                 found.append(parts[index])
                 continue
@@ -193,10 +196,6 @@ class CanonicalForm:
         if isinstance(part, bool) or "$ref" not in part:
             return part
         return _at(self._library, unquote(part["$ref"].partition("#")[2]))
-
-    def _overlap(self, left: Any, right: Any) -> bool:
-        """Return whether some value may satisfy both of two parts of the library's form."""
-        return bool(self._combined({"allOf": [left, right]}).satisfiability() != Satisfiability.NO)
 
     def _combined(self, schema: dict[str, Any]) -> CanonicalSchema:
         """Return the library's form of a schema that is made of parts of its form."""

@@ -20,8 +20,7 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
-from guided.schema.keywords import is_number, types_of
-from guided.schema.pointer import shortened
+from guided.schema.keywords import is_number, shortened, types_of
 from guided.schema.validation import Draft
 
 _BOUNDS = (
@@ -74,19 +73,15 @@ def parse(
 
 
 def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Return a copy in which each object schema that names `properties` forbids others, unless it says otherwise.
+    """Return a copy in which each subschema with `properties` or `patternProperties` forbids others, as in vLLM.
 
-    A schema that describes its object only in part stays open: under or next to `allOf`, `if`, `then`, `else`, `not`
-    and `dependentSchemas`, next to `$ref`, and as an alternative (`anyOf`, `oneOf`) of a schema with `properties`.
+    One that has `additionalProperties` stays as it is.
     """
     document: dict[str, Any] | bool = json.loads(json.dumps(schema))
     if isinstance(document, dict):
-        graph = SchemaGraph(document)
-        partial = graph.partial_descriptions()
-        for node in graph.nodes():
-            silent = not node.schema.keys() & {"additionalProperties", "unevaluatedProperties"}
-            if silent and isinstance(node.schema.get("properties"), dict) and id(node.schema) not in partial:
-                node.schema["additionalProperties"] = False
+        for node in SchemaGraph(document).nodes():
+            if not node.schema.keys().isdisjoint(("properties", "patternProperties")):
+                node.schema.setdefault("additionalProperties", False)
     return document
 
 
@@ -107,7 +102,7 @@ def _parse(schema: Mapping[str, Any] | bool | str, limits: Limits, notes: list[N
     graph = SchemaGraph(document, lambda node: _check_subschema(node, draft, limits))
     graph.refuse_endless_references()
     _check_alternatives(graph, limits)
-    notes += islice(_not_enforced(document, graph, draft), MAX_NOTES)
+    notes += islice(_not_enforced(document, graph), MAX_NOTES)
     for node in graph.nodes():
         _read_nullable(node.schema)
         if node is not graph.root:
@@ -210,9 +205,9 @@ def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
         raise InvalidConstraint(found[0][1], pointer=node.pointer(found[0][0]))
 
 
-def _not_enforced(document: dict[str, Any], graph: SchemaGraph, draft: Draft) -> Iterator[Note]:
+def _not_enforced(document: dict[str, Any], graph: SchemaGraph) -> Iterator[Note]:
     """Yield unknown formats of strings, probably misspelt keywords, and a root without any keyword of JSON Schema."""
-    if document and not any(draft.knows(keyword) for keyword in document):
+    if document and document.keys().isdisjoint((*_MEANT, *_OTHERS)):
         named = json.dumps(bounded(next(iter(document)), 60), ensure_ascii=False)
         yield Note("", suggestion=f'no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?')
         return
@@ -223,18 +218,12 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, draft: Draft) ->
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
                     yield Note(shortened(node.pointer(keyword)), format=value)
-            elif draft.knows(keyword):
-                continue
-            elif keyword in _LATER:
-                yield Note(shortened(node.pointer(keyword)), suggestion="not in the draft that $schema names")
-            else:
+            elif keyword not in _MEANT:
                 unknown_keywords += 1
                 if unknown_keywords <= _MAX_UNKNOWN and (meant := _meant(keyword)):
                     yield Note(shortened(node.pointer(keyword)), suggestion=f"did you mean {meant!r}?")
 
 
-_LATER = ("prefixItems", "minContains", "maxContains")
-"""Keywords that are ignored in drafts that do not have them: a value that they allow may violate the draft's own."""
 MAX_NOTES = 50
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
@@ -247,11 +236,23 @@ _MEANT = (
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
 )
 """Keywords of which a misspelling is noted."""
+_OTHERS = (
+    "$schema",
+    "$defs",
+    "definitions",
+    "not",
+    "if",
+    "dependencies",
+    "title",
+    "description",
+    "default",
+    "examples",
+)
 
 
 @lru_cache(maxsize=4096)
 def _meant(keyword: str) -> str:
     """Return the keyword that `keyword` probably is a misspelling of; empty if there is none."""
-    if len(keyword) > 30 or keyword.startswith(("_", "x-")) or keyword in _MEANT:
+    if len(keyword) > 30 or keyword.startswith(("_", "x-")):
         return ""
     return next(iter(difflib.get_close_matches(keyword, _MEANT, n=1, cutoff=0.85)), "")

@@ -17,7 +17,7 @@ import referencing.jsonschema
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
-from guided.schema.pointer import pointer, unescape
+from guided.schema.keywords import pointer, unescape
 from guided.schema.validation import Draft
 
 _SAME_ONE = ("if", "then", "else", "not")
@@ -112,27 +112,6 @@ class SchemaGraph:
             )
             raise InvalidConstraint(message, pointer=error.args[1][0].pointer()) from None
 
-    def partial_descriptions(self) -> set[int]:
-        """Return the `id`s of subschemas that describe their object only in part (see `close_objects`)."""
-        marked: list[Node] = []
-        conditions: list[Node] = []
-        for node in self.nodes():
-            keywords = {keyword for keyword, _ in node.same}
-            conditions += [child for keyword, child in node.same if keyword in ("if", "not")]
-            passes_on = keywords <= {"anyOf", "oneOf", *REFERENCES} or (keywords == {"allOf"} and len(node.same) == 1)
-            if not node.same or (passes_on and len(keywords) == 1 and not _declares(node)):
-                continue
-            children = [child for _, child in node.same]
-            marked += [*children, node] if any(child.same or _declares(child) for child in children) else children
-        marked += closure(conditions)
-        partial: dict[int, Node] = {}
-        while marked:
-            node = marked.pop()
-            if id(node) not in partial:
-                partial[id(node)] = node
-                marked += [child for _, child in node.same]
-        return {id(node.schema) for node in partial.values()}
-
     def _add(self, schema: Any, path: tuple[str | int, ...]) -> None:
         """Add a subschema and everything inside it."""
         parent: Node | None
@@ -201,10 +180,6 @@ class SchemaGraph:
                 "'$defs' and refer to it as '#/$defs/...'"
             )
         return InvalidConstraint(message, pointer=where)
-
-
-def _declares(node: Node) -> bool:
-    return any(name in node.schema for name in _PART_NAMED)
 
 
 def closure(start: list[Node]) -> Iterator[Node]:

@@ -1,10 +1,12 @@
-"""Tables of JSON Schema keywords, and what single keywords of a subschema in canonical form mean."""
+"""Keywords of JSON Schema, what single ones mean in canonical form, and JSON pointers (RFC 6901) to them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import ceil, floor
 from typing import Any, TypeGuard
+
+from guided.errors import MAX_ECHO, bounded
 
 Schema = dict[str, Any] | bool
 
@@ -53,3 +55,24 @@ def numbers_in(value: Any) -> Iterator[int | float]:
         yield value
     for member in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from numbers_in(member)
+
+
+def escape(token: str) -> str:
+    """Escape one token of a JSON pointer."""
+    return token.replace("~", "~0").replace("/", "~1") if "~" in token or "/" in token else token
+
+
+def unescape(token: str) -> str:
+    """Undo `escape`."""
+    return token.replace("~1", "/").replace("~0", "~")
+
+
+def pointer(path: Iterable[str | int]) -> str:
+    """Return the pointer of a path of keys and indices; empty for the document itself."""
+    return "".join(f"/{escape(str(token))}" for token in path)
+
+
+def shortened(whole: str) -> str:
+    """Return a pointer as valid Unicode, or that of its nearest ancestor of at most `MAX_ECHO` characters."""
+    printable = bounded(whole, len(whole) * 10)
+    return printable if len(printable) <= MAX_ECHO else printable[: printable.rfind("/", 0, MAX_ECHO + 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,15 +13,12 @@ import jsonschema_rs
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import ConstraintNotMet, bounded
-from guided.schema.keywords import Schema
-from guided.schema.pointer import pointer
+from guided.schema.keywords import Schema, pointer
 
 PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
 """Limits of the engine for patterns."""
 _NONZERO = re.compile(r"[-0.]*[1-9]")
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
-_OLDER = frozenset({"id", "definitions", "dependencies", "additionalItems", "$recursiveRef", "$recursiveAnchor"})
-"""Keywords of older drafts that are still read."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +38,6 @@ class Draft:
         named = str(document.get("$schema", ""))
         return next((draft for version, draft in _DRAFTS.items() if version in named), _DRAFTS["2020-12"])
 
-    def knows(self, keyword: str) -> bool:
-        """Return whether `keyword` is one of the draft, or of an older one that is still read."""
-        return keyword in self._keywords or keyword in _OLDER
-
     def fault(self, document: Any) -> tuple[str, list[str | int]] | None:
         """Return what the meta-schema refuses in a schema, and the path to it; None if it is valid."""
         error = next(self._meta.iter_errors(document), None)
@@ -60,17 +52,6 @@ class Draft:
     @cached_property
     def _meta(self) -> Any:
         return self.validator(REGISTRY.contents(self.uri), offline=True)
-
-    @cached_property
-    def _keywords(self) -> frozenset[str]:
-        return frozenset(_properties(REGISTRY.contents(self.uri), self.uri))
-
-
-def _properties(meta: dict[str, Any], uri: str) -> Iterator[str]:
-    """Yield the keywords of a meta-schema, and of those that it combines (2019-09 and later)."""
-    yield from meta["properties"]
-    for part in meta.get("allOf", ()):
-        yield from REGISTRY.contents(f"{uri.rpartition('/')[0]}/{part['$ref']}")["properties"]
 
 
 def _type_fault(named: Any, path: list[str | int]) -> tuple[str, list[str | int]]:

@@ -242,15 +242,8 @@ def as_format(constraint: Constraint) -> dict[str, Any]:
             return {"type": "grammar", "grammar": constraint.source}
         case "json_object":
             return {"type": "json_object"}
-    tag = json.loads(constraint.source)
-    if "format" in tag:
-        form: dict[str, Any] = tag["format"]
-        return form
-    tags = [
-        {"begin": each["begin"], "content": {"type": "json_schema", "json_schema": each["schema"]}, "end": each["end"]}
-        for each in tag["structures"]
-    ]
-    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    form: dict[str, Any] = json.loads(constraint.source)["format"]
+    return form
 
 
 def _answered(reasoning: ReasoningFormat | None, answer: dict[str, Any] | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from guided.cpus import available_cpus
+from guided.process_resources import available_cpus
 
 
 @pytest.fixture(autouse=True)

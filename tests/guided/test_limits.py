@@ -39,8 +39,8 @@ def test_regexes_within_the_limits(pattern: str) -> None:
 )
 def test_regexes_over_the_limits(pattern: str, what: str) -> None:
     with pytest.raises(ConstraintTooLarge, match=what) as caught:
-        SMALL.check_regex(pattern, "structured_outputs.regex", "/pattern")
-    assert (caught.value.param, caught.value.pointer) == ("structured_outputs.regex", "/pattern")
+        SMALL.check_regex(pattern, "structured_outputs.regex")
+    assert caught.value.param == "structured_outputs.regex"
 
 
 @pytest.mark.parametrize(
@@ -131,5 +131,5 @@ def test_a_constraint_can_be_held_to_other_limits_later(constraint: Constraint, 
 def test_limits_that_nothing_can_keep_are_refused() -> None:
     with pytest.raises(ValueError, match="max_enum is 0; it must be at least 1"):
         Limits(max_enum=0)
-    with pytest.raises(ValueError, match="seconds is 0; it must be more than 0"):
+    with pytest.raises(ValueError, match=r"seconds is 0; it must be at least 0\.001"):
         CompileLimits(seconds=0)

@@ -11,7 +11,7 @@ def test_freed_memory_is_given_back() -> None:
     script = f"""
 import time
 from pathlib import Path
-from guided.process_memory import watch_free_memory
+from guided.process_resources import watch_free_memory
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 watch_free_memory()

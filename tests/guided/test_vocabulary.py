@@ -98,9 +98,9 @@ def test_added_tokens_that_are_not_special_are_text(tiny_tokenizer: PreTrainedTo
     call, phrase, extra = tokenizer.convert_tokens_to_ids(["<tool_call>", "naïve 日本", "<|extra|>"])
     assert vocabulary.token_bytes[call] == b"<tool_call>"
     assert vocabulary.token_bytes[phrase] == "naïve 日本".encode()
-    assert {call, phrase} <= set(vocabulary.permitted_token_ids)
+    assert {call, phrase} <= set(vocabulary.text_token_ids)
     assert extra in vocabulary.special_token_ids
-    assert extra not in vocabulary.permitted_token_ids
+    assert extra not in vocabulary.text_token_ids
     assert vocabulary.encode("a<tool_call>naïve 日本b")[1:3] == [call, phrase]
     for token in (call, phrase):
         assert tokenizer.decode([token]).encode() == vocabulary.token_bytes[token]
@@ -109,7 +109,7 @@ def test_added_tokens_that_are_not_special_are_text(tiny_tokenizer: PreTrainedTo
 def test_special_tokens_are_never_permitted(tiny_tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary) -> None:
     special = set(tiny_tokenizer.all_special_ids)
     assert special == vocabulary.special_token_ids
-    assert set(vocabulary.permitted_token_ids) & special == set(vocabulary.stop_token_ids)
+    assert not special.intersection(vocabulary.text_token_ids)
     assert all(vocabulary.token_bytes[token] == b"" for token in special)
     # Text that looks like one is spelled in ordinary tokens.
     assert not special & set(vocabulary.encode("<|user|>"))
@@ -119,7 +119,7 @@ def test_special_tokens_are_never_permitted(tiny_tokenizer: PreTrainedTokenizerF
 def test_stop_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     ordinary = tiny_tokenizer.convert_tokens_to_ids("a")
     vocabulary = Vocabulary.from_tokenizer(tiny_tokenizer, stop_token_ids=[1, ordinary])
-    assert ordinary in vocabulary.permitted_token_ids
+    assert ordinary in vocabulary.stop_token_ids
     assert ordinary not in vocabulary.text_token_ids
     with pytest.raises(InvalidRequest, match="no stop token"):
         Vocabulary.from_tokenizer(tiny_tokenizer.backend_tokenizer)
@@ -130,7 +130,7 @@ def test_stop_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
 def test_a_head_narrower_than_the_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     vocabulary = Vocabulary.from_tokenizer(tiny_tokenizer, padded_vocab_size=500)
     assert vocabulary.vocab_size == len(tiny_tokenizer)
-    assert max(vocabulary.permitted_token_ids) < 500
+    assert max(vocabulary.text_token_ids) < 500
     assert max(vocabulary.encode(" ".join(TEXTS[:1]))) < 500
 
 

@@ -18,8 +18,8 @@ import typer
 from engine.server.commands.parameters import SERVER_OPTIONS, options_of
 from engine.server.options import ServeOptions
 from guided.backends import BACKENDS
-from guided.cpus import available_cpus
 from guided.pools.options import RayPoolOptions
+from guided.process_resources import available_cpus
 
 _LIBRARIES = {"outlines": "outlines_core"}
 """Packages with another name than their backend."""

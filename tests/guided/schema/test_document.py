@@ -191,30 +191,22 @@ class TestCloseObjects:
         [
             {"properties": {"a": {"type": "object", "properties": {"b": {}}}}},
             {"anyOf": [{"properties": {"a": {}}}, {"type": "string"}]},
-            {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"properties": {"a": {}}}}},
-            {"properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"patternProperties": {"^a$": {}}}}},
         ],
     )
     def test_objects_that_declare_properties_are_closed(self, schema: Any) -> None:
-        closed = close_objects(schema)
-        assert closed != schema
-        validator = jsonschema.Draft202012Validator(closed)
-        assert not validator.is_valid({"a": 1, "unheard of": 1})
+        validator = jsonschema.Draft202012Validator(close_objects(schema))
+        assert validator.is_valid({"a": {}})
+        assert not validator.is_valid({"a": {}, "unheard of": 1})
 
     @pytest.mark.parametrize(
         "schema",
         [
             {"type": "object"},
             {"properties": {"a": {}}, "additionalProperties": True},
-            {"properties": {"a": {}}, "unevaluatedProperties": False},
-            {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
-            {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {}}}], "$defs": {"a": {"properties": {"a": {}}}}},
-            {"not": {"items": {"properties": {"a": {}}}}},
-            {"if": {"properties": {"a": {}}}, "then": {"properties": {"b": {}}}},
-            {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]},
-            {"properties": {"a": {}}, "$ref": "#/$defs/b", "$defs": {"b": {"properties": {"b": {}}}}},
+            {"enum": [{"properties": {"a": {}}}]},
             True,
         ],
     )
-    def test_parts_of_descriptions_are_left_open(self, schema: Any) -> None:
+    def test_other_objects_are_left_open(self, schema: Any) -> None:
         assert close_objects(schema) == schema

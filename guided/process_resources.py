@@ -1,11 +1,14 @@
-"""Memory of this process: measure how much it holds (for the size of grammars), and return freed memory."""
+"""What this process may use and holds: the number of its CPUs, and its memory (for the size of grammars)."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 
@@ -13,6 +16,27 @@ _TRIM_BYTES = 64 << 20
 """Growth of the resident memory over its minimum above which freed memory is returned."""
 _TRIM_SECONDS = 8.0
 """Interval at which the growth is checked."""
+_ROOT = Path("/")
+
+
+def available_cpus(root: Path = _ROOT) -> int:
+    """Return how many CPUs this process may use, at least 1: its affinity, and the quotas of its control groups (v2).
+
+    A quota is rounded up to whole CPUs.
+
+    Args:
+        root: where `/proc` and `/sys` are.
+    """
+    cpus: float = len(os.sched_getaffinity(0))
+    mount, group = root / "sys/fs/cgroup", ""
+    with contextlib.suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        group = next((line[len("0::/") :] for line in lines if line.startswith("0::/")), "")
+    for directory in ((mount / group), *(mount / group).parents):  # in a container, its own group is usually the mount
+        with contextlib.suppress(OSError, ValueError):  # no such file, or the quota is "max"
+            quota, period = (directory / "cpu.max").read_text().split()
+            cpus = min(cpus, int(quota) / int(period))
+    return max(1, math.ceil(cpus))
 
 
 def held_bytes() -> int:

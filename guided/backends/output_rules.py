@@ -1,11 +1,13 @@
-"""A limit on the tokens of free text at the beginning of an output: the thinking phase.
+"""Output rules: conditions on the next token that no library has in its grammars (see `OutputRule`).
 
-Once the text has reached the limit and ends with a whole character, the mask allows only the tokens of the literal that
-ends the text.
+`NumberLimit` ends JSON numbers: a model that has begun to repeat a digit could continue until the end of the context.
+`TokenLimit` ends the free text at the beginning of an output, the thinking phase. Once the text has reached its limit
+and ends with a whole character, only the tokens of the literal that ends the text are allowed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,8 +18,48 @@ from guided.errors import UnsupportedConstraint
 from guided.structural_tag import FreeText, Node, Series, Text, Times, walk
 from guided.vocabulary import Vocabulary, valid_utf8
 
+MAX_DIGITS = 24
+"""Digits in a row after which a number ends. 64-bit integers have at most 20, doubles 17. A token may exceed it."""
+
+_DIGITS = b"0123456789"
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _REST_OF_CHARACTER = 3
 """Maximum number of tokens that complete a character. A text can exceed its limit by this many tokens."""
+
+
+class NumberLimit:
+    """The tokens of a vocabulary that begin or end with a digit."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        contents = vocabulary.token_bytes
+        self._ending = [len(content) - len(content.rstrip(_DIGITS)) for content in contents]
+        """By token: number of digits at its end."""
+        beginning = [token for token in vocabulary.text_token_ids if contents[token][0] in _DIGITS]
+        self._others = ~pack(beginning, vocabulary.padded_vocab_size)
+
+    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+        """Forbid tokens that begin with a digit after `MAX_DIGITS` digits of a number.
+
+        Args:
+            output: the tokens of a JSON text.
+            row: the tokens that are allowed. Left as it is where nothing but digits may follow.
+            accepting: the text may end here.
+        """
+        if output and self._ending[output[-1]] and self._is_long(output):
+            others = row & self._others
+            if accepting or others.any():
+                row[:] = others
+
+    def _is_long(self, output: Sequence[int]) -> bool:
+        count = 0
+        for token in reversed(output):
+            count += self._ending[token]
+            if count >= MAX_DIGITS or self._ending[token] < len(self._vocabulary.token_bytes[token]):
+                break
+        if count < MAX_DIGITS:
+            return False
+        return b'"' not in _STRINGS.sub(b"", self._vocabulary.decode(output))  # not within a string
 
 
 def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
