@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import unicodedata
 import warnings
 from collections.abc import Iterable
 from functools import cache, lru_cache
@@ -34,6 +35,7 @@ from guided.regex import (
     Ranges,
     choice,
     complement,
+    intersection,
     ranges_of,
     render,
     render_range,
@@ -320,6 +322,7 @@ def _members_of_property(name: str, negated: bool) -> str:
     """Return the code points with a property, as the inside of a class; surrogates if there are none."""
     matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
     runs = _runs(matching.finditer(_every_character()))
+    runs = runs if negated else intersection(runs, _assigned())
     return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) or "\ud800-\udfff"
 
 
@@ -331,6 +334,16 @@ def _runs(matches: Iterable[Any]) -> Ranges:
 @cache
 def _every_character() -> str:
     return "".join(chr(code) for low, high in UNIVERSE for code in range(low, high + 1))
+
+
+@cache
+def _assigned() -> Ranges:
+    """Return the characters of Python's version of Unicode: a reader of the output may not know newer ones."""
+    kinds = "".join(map(unicodedata.category, _every_character()))  # two letters each
+    runs = (match.span() for match in re.finditer("(?:Cn)+", kinds))
+    return complement(
+        ranges_of((ord(_every_character()[a // 2]), ord(_every_character()[b // 2 - 1])) for a, b in runs)
+    )
 
 
 @cache
