@@ -69,7 +69,7 @@ def check_request(body: ChatRequest, request: Request, context: Context) -> Prep
 
 def build_job(body: ChatRequest, context: ServerContext, request_id: str, http_id: str) -> Job:
     """Build the work of a chat. The last arguments are `request_id` and `http_id` of `Job`."""
-    wanted = requested_constraint(body, context.settings.backend, context.limits)
+    wanted = requested_constraint(body, context.settings.backend, context.engine.engine.config.limits)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
     logprobs = body.top_logprobs or 0 if body.logprobs else None

@@ -22,9 +22,7 @@ from engine.server.options import ServerSettings
 from engine.server.protocol import GenerationRequest
 from guided.backends import AUTO
 from guided.errors import InvalidRequest, bounded
-from guided.limits import Limits
 from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat, detect
-from guided.vocabulary import Vocabulary
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -72,19 +70,10 @@ class ServerContext:
     def texts(self) -> TokenTexts:
         return self.engine.engine.texts
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self.engine.model.vocabulary
-
     @cached_property
     def max_characters(self) -> int:
         """Length of the longest text that can fit into the model's context. A longer one is not tokenized."""
-        return self.engine.max_model_len * max(map(len, self.vocabulary.token_bytes))
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of a request's constraint."""
-        return self.engine.engine.config.limits
+        return self.engine.max_model_len * max(map(len, self.engine.model.vocabulary.token_bytes))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""

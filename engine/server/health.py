@@ -18,10 +18,8 @@ from guided.pools.protocol import BackendStatus, WorkerStatus
 
 router = APIRouter(tags=["operation"])
 
-_READY_SECONDS = 2.0
-"""Time in which a request of one token must end."""
-_REUSED_SECONDS = 2.0
-"""Time for which the result of a check is reused, so that more probes cause no more checks."""
+_SECONDS = 2.0
+"""Time in which a request of one token must end, and for which its result is reused: more probes are no more checks."""
 
 
 class PoolHealth(BaseModel):
@@ -54,7 +52,7 @@ class ReadinessCheck:
     async def problem(self) -> str | None:
         """Return why the server is not ready, from the last check if that is recent."""
         check = self._check
-        if check is None or (check.done() and time.monotonic() - self._ended > _REUSED_SECONDS):
+        if check is None or (check.done() and time.monotonic() - self._ended > _SECONDS):
             check = self._check = asyncio.create_task(self._run())
         return await asyncio.shield(check)
 
@@ -63,14 +61,14 @@ class ReadinessCheck:
         number, engine = uuid.uuid4().hex, self._context.engine
         params = SamplingParams(regex=f"ready {number}", backend=self._context.settings.backend, max_tokens=1)
         try:
-            async with asyncio.timeout(_READY_SECONDS):
+            async with asyncio.timeout(_SECONDS):
                 group = await self._context.in_thread(engine.engine.admit, f"ready-{number}", "a", params)
                 async with aclosing(engine.run(group)) as outputs:
                     async for output in outputs:
                         if (error := output.error or output.outputs[0].error) is not None:
                             raise error
         except TimeoutError:
-            return f"a request of one token did not end within {_READY_SECONDS:g} s"
+            return f"a request of one token did not end within {_SECONDS:g} s"
         except Exception as error:
             return f"a request of one token failed: {bounded(error)}"
         finally:

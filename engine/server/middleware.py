@@ -34,7 +34,8 @@ class RequestChecks:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = _request_id(headers)
+        given = headers.get("x-request-id", "")
+        request_id = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
@@ -72,8 +73,3 @@ class RequestChecks:
             return message
 
         return limited
-
-
-def _request_id(headers: Headers) -> str:
-    given = headers.get("x-request-id", "")
-    return given if _PLAIN.fullmatch(given) else uuid.uuid4().hex

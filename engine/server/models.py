@@ -22,9 +22,6 @@ from guided.errors import InvalidRequest
 router = APIRouter(tags=["models"])
 tokenization = APIRouter(tags=["tokenization"], route_class=BodyRoute)
 
-_MAX_CONTEXTS = 8
-"""Maximum length of a text for `/tokenize`, in contexts of the model. Beyond it, tokenization takes seconds."""
-
 
 @router.get("/v1/models")
 async def list_models(context: Context) -> ModelList:
@@ -47,7 +44,7 @@ async def get_version() -> dict[str, str]:
 @tokenization.post("/tokenize")
 def tokenize(body: TokenizeRequest, request: Request, context: Context) -> TokenizeResponse:
     """Return the token ids of a prompt, or of chat messages in the chat template."""
-    tokenizer, limit = context.engine.tokenizer, _MAX_CONTEXTS * context.max_characters
+    tokenizer, limit = context.engine.tokenizer, context.max_characters
     if body.messages is None:
         special, text = body.add_special_tokens, body.prompt or ""
         tokens = encode(tokenizer, text, add_special_tokens=special, param="prompt", max_characters=limit)
@@ -65,7 +62,7 @@ def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Token
 @tokenization.post("/detokenize")
 def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> DetokenizeResponse:
     """Return the text of token ids, special tokens included."""
-    size = context.vocabulary.padded_vocab_size
+    size = context.engine.model.vocabulary.padded_vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise InvalidRequest(f"{wrong} is not a token id of this model", param="tokens")

@@ -289,14 +289,9 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
-    @property
-    def text(self) -> str:
-        """The content as one string."""
-        return joined(self.content)
-
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`."""
-        message = self.model_dump(exclude_none=True, exclude={"tool_calls"}) | {"content": self.text}
+        message = self.model_dump(exclude_none=True, exclude={"tool_calls"}) | {"content": joined(self.content)}
         if self.role == "developer":
             message["role"] = "system"
         if self.tool_calls:
@@ -325,15 +320,12 @@ class Tool(Body):
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
-TemplateValue = str | int | float | bool | None
-
-
 class TurnRequest(GenerationRequest):
     """Fields of both chats and responses."""
 
     tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, TemplateValue] | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     max_reasoning_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
 
 

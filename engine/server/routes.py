@@ -22,7 +22,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from engine.outputs import RequestOutput
 from engine.server.answers import Answer
@@ -173,19 +173,17 @@ class _EventStream(StreamingResponse):
         self._resources = resources
         self._context = context
         self._job = job
+        self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        complete = False
-
-        async def watched(message: Message) -> None:
-            nonlocal complete
-            await send(message)
-            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-
         async with self._resources:
-            await super().__call__(scope, receive, watched)
-        if not complete:
+            await super().__call__(scope, receive, send)
+        if not self._complete:
             self._context.client_left(self._job.http_id)
+
+    async def stream_response(self, send: Send) -> None:
+        await super().stream_response(send)
+        self._complete = True
 
 
 async def _events(outputs: Outputs, answer: Answer, request: Request, context: ServerContext) -> AsyncIterator[bytes]:

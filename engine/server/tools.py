@@ -22,12 +22,7 @@ Thinking = Literal["open", "possible", "no"]
 
 
 def requested_calls(body: ChatRequest, tool_format: ToolFormat | None, constraint: Constraint | None) -> Calls | None:
-    """Return the calls that the answer may have; None if it may have none.
-
-    Args:
-        tool_format: the model's format. None: it is not known.
-        constraint: on an answer without calls.
-    """
+    """Return the calls that the answer may have, or None. `constraint` is that on an answer without calls."""
     tools = body.tools or []
     _check_names(tools)
     mode, names = _choice(body.tool_choice, [tool.function.name for tool in tools])
@@ -116,7 +111,7 @@ def output_form(
         names = [function.name for function in calls.functions]
         parser = partial(parser, tools=calls.format, names=names, anywhere=calls.anywhere(reasoning))
     texts = f"{reasoning}{calls and calls.format}"
-    special = any(name in texts for name in context.vocabulary.special_names)
+    special = any(name in texts for name in context.engine.model.vocabulary.special_names)
     if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
     whole, found = _combined(body, context, wanted, calls, reasoning, thinking)
@@ -152,8 +147,9 @@ def _combined(
     found = dict(_places(document, owners))
     candidates("structural_tag", wanted.backend)
     try:
-        options: dict[str, Any] = {"whitespace": None if given is None else given.whitespace, "limits": context.limits}
-        return Constraint.structural_tag(document, strict_schema=body.strict_schema is True, **options), found
+        whitespace, limits = None if given is None else given.whitespace, context.engine.engine.config.limits
+        strict = body.strict_schema is True
+        return Constraint.structural_tag(document, strict_schema=strict, whitespace=whitespace, limits=limits), found
     except InvalidConstraint as error:
         locate(error, found)
         raise
@@ -171,10 +167,9 @@ def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: Ser
 
 
 def _places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the JSON pointers at which `document` has the objects of `owners`, and what `owners` says of each.
+    """Yield the JSON pointers at which `document` has objects of `owners`, and what `owners` says of each.
 
-    Args:
-        owners: by `id` of an object: the field of the request that describes it, and the pointer in this field.
+    `owners` has, by `id` of an object, the field of the request that describes it, and the pointer in this field.
     """
     if id(document) in owners:
         yield at, owners[id(document)]

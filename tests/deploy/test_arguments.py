@@ -21,7 +21,6 @@ def test_a_replica_with_gpus_does_not_fall_back_to_the_cpu(given: dict[str, Any]
     [
         ({"num_gpus": 1, "device": "cpu"}, "num_gpus reserves GPUs, and device is 'cpu'"),
         ({"device": "cuda"}, "a replica sees only the GPUs that it reserves"),
-        ({"api_key": "secret"}, "api_key"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> None:

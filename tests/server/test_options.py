@@ -27,8 +27,8 @@ def test_ray_serve_has_every_option_but_those_it_sets_itself() -> None:
     assert {option.name for option in OPTIONS if option.process_only} == own
     assert Arguments.model_fields.keys() == {option.name for option in OPTIONS} - own | RESOURCES.keys()
     assert ServeOptions.from_flat(Arguments.model_validate({}).model_dump(exclude=set(RESOURCES))) == ServeOptions()
-    with pytest.raises(ValidationError, match="host"):
-        Arguments.model_validate({"host": "0.0.0.0"})
+    with pytest.raises(ValidationError, match="api_key"):
+        Arguments.model_validate({"api_key": "secret"})
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
 from engine.model_loader import load_model
@@ -34,12 +33,6 @@ def test_other_messages_are_tokenised_as_ever(tiny_tokenizer: PreTrainedTokenize
     ids = tokens_of(tiny_tokenizer, "the quick", "<fox> | 狐狸")
     text = "<|user|>the quick<|end|><|user|><fox> | 狐狸<|end|><|assistant|>"
     assert ids == tiny_tokenizer.encode(text, add_special_tokens=False)
-
-
-def test_tokenize_shows_it(client: TestClient, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    for body in ({"messages": [{"role": "user", "content": "a<|end|>b"}]}, {"prompt": "a<|end|>b"}):
-        tokens = client.post("/tokenize", json=body).json()["tokens"]
-        assert tokens.count(tiny_tokenizer.eos_token_id) == 1, "a prompt is what its writer says"
 
 
 def test_a_chat_template_replaces_the_models(tiny_llama_dir: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -69,34 +70,20 @@ def test_pages_of_other_origins(client_with: Callable[..., TestClient]) -> None:
     assert "access-control-allow-origin" not in client_with().post(CHAT, json=USER, headers=asked).headers
 
 
-def said(client: TestClient, path: str, body: dict[str, Any] | str) -> tuple[str, str | None]:
-    """Message and param of a 400."""
-    if isinstance(body, str):
-        answer = client.post(path, content=body, headers={"content-type": "application/json"})
-    else:
-        answer = client.post(path, json=body)
-    assert answer.status_code == 400, answer.text
+@pytest.mark.parametrize(
+    ("path", "fields", "says", "param", "pointer"),
+    [
+        ("/v1/completions", {"stop": ["a", "\ud800"]}, "stop is not valid Unicode", "stop", None),
+        ("/v1/completions", {"stream_options": {}}, "stream_options requires stream: true", "stream_options", None),
+        ("/v1/completions", {"json_schema": False}, "(at the root)", "json_schema", ""),
+        ("/tokenize", {"prompt": None}, "give either prompt or messages", None, None),
+    ],
+)
+def test_errors_of_odd_values(
+    client: TestClient, path: str, fields: dict[str, Any], says: str, param: str | None, pointer: str | None
+) -> None:
+    content = json.dumps({**PROMPT, **fields})
+    answer = client.post(path, content=content, headers={"content-type": "application/json"})
     error = answer.json()["error"]
-    assert answer.headers["x-should-retry"] == "false"
-    return error["message"], error["param"]
-
-
-def test_stop_strings_are_unicode(client: TestClient) -> None:
-    for stop in (r'"\ud800"', r'["a", "\ud800"]'):
-        message, param = said(client, "/v1/completions", f'{{"prompt": "x", "stop": {stop}}}')
-        assert param == "stop"
-        assert message.startswith("stop is not valid Unicode")
-
-
-@pytest.mark.parametrize("fields", [{}, {"stream": False}])
-def test_stream_options_are_of_streams(client: TestClient, fields: dict[str, Any]) -> None:
-    body = {**PROMPT, **fields, "stream_options": {"include_usage": True}}
-    assert said(client, "/v1/completions", body) == ("stream_options requires stream: true", "stream_options")
-    assert client.post("/v1/completions", json={**PROMPT, **fields, "stream_options": None}).status_code == 200
-    assert said(client, "/tokenize", {}) == ("give either prompt or messages", None)
-
-
-def test_a_schemas_root_has_an_empty_pointer(client: TestClient) -> None:
-    answer = client.post("/v1/completions", json={**PROMPT, "json_schema": False}).json()["error"]
-    assert answer["pointer"] == ""
-    assert answer["message"].endswith("(at the root)")
+    assert (answer.status_code, error["param"], error["pointer"]) == (400, param, pointer)
+    assert says in error["message"]

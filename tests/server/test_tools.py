@@ -150,30 +150,17 @@ def test_keywords_that_masks_do_not_enforce_are_named(hermes: TestClient) -> Non
     assert error["pointer"] == "/properties/a/pattern"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_format_with_special_tokens(
-    client_with: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+def test_a_format_with_special_tokens(client_with: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch) -> None:
     """Special tokens begin calls, as Mistral's do. They are not part of the answer."""
     form = ToolFormat(call=("<|system|>{name}<|user|>", ""), trigger="<|system|>", marks=("?",), gap="", id_length=9)
     monkeypatch.setitem(TOOL_FORMATS, "special", form)
     client = client_with(tool_format="special")
     tokenizer = client.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
     bias = {str(tokenizer.convert_tokens_to_ids("<|system|>")): 100}
-    body = {**USER, "tools": TOOLS, "logit_bias": bias, "parallel_tool_calls": False, "stream": stream}
-    answer = client.post(CHAT, json=body)
-    if stream:
-        deltas = [choice["delta"] for event in sse(answer.text)[:-1] for choice in event["choices"]]
-        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-        arguments = "".join(call["function"]["arguments"] for call in calls)
-        message = {"tool_calls": [{**calls[0], "function": {**calls[0]["function"], "arguments": arguments}}]}
-        assert not any(delta.get("content") for delta in deltas)
-    else:
-        choice = answer.json()["choices"][0]
-        message = choice["message"]
-        assert (choice["finish_reason"], message["content"]) == ("tool_calls", None)
-    assert len(calls_of(message)) == 1
-    assert len(message["tool_calls"][0]["id"]) == 9
+    [choice] = ask(client, logit_bias=bias, parallel_tool_calls=False)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert len(calls_of(choice["message"])) == 1
+    assert len(choice["message"]["tool_calls"][0]["id"]) == 9
 
 
 def test_a_conversation_with_calls() -> None:
@@ -212,7 +199,6 @@ def test_a_conversation_with_calls() -> None:
         ({"tools": [tool("no spaces")]}, "tools[0].function.name", "match pattern", None),
         ({"tools": [*TOOLS, tool("f", WRONG)]}, "tools[2].function.parameters", "strin", "/properties/a/type"),
         ({"tools": [tool("f", {"type": "array"})]}, "tools[0].function.parameters", "object", None),
-        ({"response_format": {"type": "json_schema", "schema": {"type": 1}}}, "response_format", "", "/type"),
         ({"tool_choice": "required", "backend": "outlines"}, "backend", "structural_tag", None),
     ],
 )

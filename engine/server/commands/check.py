@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 import yaml
 
-from engine.server.commands.parameters import Tokenizer, reported
+from engine.default_model import checkpoint_path
+from engine.server.commands.parameters import reported
 from guided.backends import AUTO, resolve
 
 if TYPE_CHECKING:
     from guided.check import Report
 
+_TOKENIZER = "tokenizer.json, tekken.json, or a model's folder. Masks depend on it. Default: the embedded model's."
+
 
 def check(
     files: Annotated[list[Path], typer.Argument(help="Files to check; - is standard input.", allow_dash=True)],
-    tokenizer: Tokenizer,
+    tokenizer: Annotated[
+        Path, typer.Option(help=_TOKENIZER, exists=True, default_factory=checkpoint_path, show_default=False)
+    ],
     kind: Annotated[
         Literal["json_schema", "regex", "grammar"] | None,
         typer.Option(help="What the files contain. Default: by name (.json, .yaml, .regex, .lark, .gbnf) or text."),

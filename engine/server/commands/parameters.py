@@ -1,5 +1,4 @@
-"""What several commands take: the options of a server (also from a file), a backend, a tokenizer. How they report
-errors."""
+"""What several commands share: the options of a server (also from a file), and how errors are reported."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from engine.default_model import checkpoint_path
 from engine.server.options import OPTIONS, Option, ServeOptions
 from guided.errors import GuidedError
 
@@ -66,12 +64,6 @@ _CONFIG = typer.Option(
 )
 SERVER_OPTIONS = inspect.Signature([*map(_described, OPTIONS), _parameter("config", None, Path | None, _CONFIG)])
 """The signature of a command that takes the options of a server."""
-
-
-_TOKENIZER = "tokenizer.json, tekken.json, or a model's folder. Masks depend on it. Default: the embedded model's."
-Tokenizer = Annotated[
-    Path, typer.Option(help=_TOKENIZER, exists=True, default_factory=checkpoint_path, show_default=False)
-]
 
 
 @contextlib.contextmanager

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import httpx
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group, RenderableType
@@ -59,28 +57,18 @@ class Reading:
         now = time.monotonic()
         samples: dict[tuple[str, str], float] = {}
         try:
-            health = json.loads(_get(f"{url.rstrip('/')}/health"))
-            for family in text_string_to_metric_families(_get(f"{url.rstrip('/')}/metrics").decode()):
+            health = httpx.get(f"{url.rstrip('/')}/health", timeout=_SECONDS).json()  # with 503, it is not healthy
+            metrics = httpx.get(f"{url.rstrip('/')}/metrics", timeout=_SECONDS).raise_for_status().text
+            for family in text_string_to_metric_families(metrics):
                 for each in family.samples:
                     key = each.name.removeprefix("guided_"), each.labels.get("code", "")
                     samples[key] = samples.get(key, 0.0) + each.value
-        except (OSError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return cls(now, {}, {}, str(error))
         return cls(now, health, samples)
 
     def total(self, name: str) -> float:
         return self.samples.get((name, ""), 0.0)
-
-
-def _get(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
-            content: bytes = answer.read()
-    except urllib.error.HTTPError as error:
-        if error.code != 503:  # `/health` of a server that is not healthy
-            raise
-        content = error.read()
-    return content
 
 
 def view(url: str, before: Reading, now: Reading) -> RenderableType:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any, Literal
 
 import openai
 import outlines
 import pytest
-
-
-def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
-    names = run_section("outlines")
-    assert isinstance(names["person"], shared["Person"])
-    assert re.fullmatch("20[0-9]{2}", names["year"])
 
 
 @pytest.fixture

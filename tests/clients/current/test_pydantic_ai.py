@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pydantic_ai
 import pytest
 from pydantic_ai.models import openai as models
 from pydantic_ai.providers.openai import OpenAIProvider
-
-
-def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
-    names = run_section("pydantic-ai")
-    assert isinstance(names["person"], shared["Person"])
-    assert isinstance(names["native"], shared["Person"])
 
 
 @pytest.fixture(params=["OpenAIChatModel", "OpenAIResponsesModel"])

@@ -21,15 +21,9 @@ def client(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
     return instructor.from_openai(inner, mode=instructor.Mode[request.param])
 
 
-def asked(shared: dict[str, Any]) -> dict[str, Any]:
-    return {"model": shared["MODEL"], "messages": [{"role": "user", "content": shared["TEXT"]}], "max_retries": 0}
-
-
-def test_create(client: Any, shared: dict[str, Any]) -> None:
-    person = client.chat.completions.create(**asked(shared), response_model=shared["Person"])
+def test_whole_and_streamed(client: Any, shared: dict[str, Any]) -> None:
+    asked = {"model": shared["MODEL"], "messages": [{"role": "user", "content": shared["TEXT"]}], "max_retries": 0}
+    person = client.chat.completions.create(**asked, response_model=shared["Person"])
     assert isinstance(person, shared["Person"])
-
-
-def test_partial(client: Any, shared: dict[str, Any]) -> None:
-    *_, last = client.chat.completions.create_partial(**asked(shared), response_model=shared["Person"])
+    *_, last = client.chat.completions.create_partial(**asked, response_model=shared["Person"])
     shared["Person"].model_validate(last.model_dump())

@@ -20,13 +20,10 @@ def asked(shared: dict[str, Any]) -> dict[str, Any]:
     return {**model, "messages": [{"role": "user", "content": shared["TEXT"]}], "max_retries": 0}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_functions(asked: dict[str, Any], shared: dict[str, Any], stream: bool) -> None:
+def test_streamed_functions(asked: dict[str, Any], shared: dict[str, Any]) -> None:
     function = {"name": "store", "description": "Store it.", "parameters": shared["Person"].model_json_schema()}
-    asked |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "stream": stream}
-    answer = litellm.completion(**asked, parallel_tool_calls=False)
-    if stream:
-        answer = litellm.stream_chunk_builder(list(answer))
+    asked |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "stream": True}
+    answer = litellm.stream_chunk_builder(list(litellm.completion(**asked, parallel_tool_calls=False)))
     [call] = answer.choices[0].message.tool_calls
     assert call.function.name == "store"
     shared["Person"].model_validate_json(call.function.arguments)

@@ -68,27 +68,20 @@ class TestBodies:
         assert (found, param) == (code, None)
         assert says in message
 
-    @pytest.mark.parametrize(
-        ("headers", "says"),
-        [
-            ({"content-type": ""}, "application/json"),
-            ({"content-type": "text/plain"}, "application/json"),  # a page of another site can send it without asking
-        ],
-    )
-    def test_other_types_are_refused(self, server: Hosted, headers: dict[str, str], says: str) -> None:
-        answer = httpx.post(server.url + TEXT, content=b'{"prompt": "a"}', headers=headers)
+    def test_other_types_are_refused(self, server: Hosted) -> None:
+        """A page of another site can send plain text without asking."""
+        answer = httpx.post(server.url + TEXT, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
         assert answer.status_code == 400
-        assert says in answer.json()["error"]["message"]
+        assert "application/json" in answer.json()["error"]["message"]
 
     @pytest.mark.parametrize(
         ("path", "body", "param"),
         [
             (TEXT, {"prompt": [0] * 150_000 + [None]}, "prompt"),
-            (TEXT, {"prompt": [640], "echo": True}, "prompt"),
             (CHAT, {"messages": [{"role": "user", "content": [0] * 150_000}]}, "messages[0].content"),
             (TEXT, {"prompt": "a", "choice": [0] * 150_000}, "choice"),
         ],
-        ids=["prompt", "echo", "content", "choice"],
+        ids=["prompt", "content", "choice"],
     )
     def test_many_errors_are_reported_as_one(self, server: Hosted, path: str, body: dict[str, Any], param: str) -> None:
         _, found, _ = refusal(server, path, body)
@@ -121,13 +114,11 @@ class TestBodies:
     @pytest.mark.parametrize(
         ("path", "body", "param"),
         [
-            (TEXT, {"prompt": "word " * 800_000}, "prompt"),
             (TEXT, {"prompt": ["a", " " * 4_000_000]}, "prompt[1]"),
-            (CHAT, {"messages": [{"role": "user", "content": "狐" * 500_000}]}, "messages"),
             (CHAT, {"messages": [{"role": "user", "content": "<|end|>" * 500_000}]}, "messages"),
             ("/tokenize", {"prompt": "word " * 800_000}, "prompt"),
         ],
-        ids=["words", "blanks", "chat", "special", "tokenize"],
+        ids=["blanks", "special", "tokenize"],
     )
     def test_a_text_that_is_far_too_long_is_not_tokenized(
         self, server: Hosted, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
