@@ -293,21 +293,6 @@ class TestActors:
         assert real.metric("guided_mask_actor_restarts_total") >= 1
         assert self.post(real, regex="[0-9]{4}").status_code == 200
 
-    def test_a_kill_is_one_that_may_be_tried_again(self, real: ServerProcess) -> None:
-        def busy() -> list[int]:
-            return [actor["pid"] for actor in real.health()["pool"]["actors"] if actor["open_sequences"]]
-
-        wait_up(real)
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(self.post, real, regex="[a-z]{1500}", max_tokens=1800)
-            wait_until(lambda: bool(busy()), 60)
-            os.kill(busy()[0], signal.SIGKILL)
-            answer = waiting.result()
-        assert (answer.status_code, error_of(answer)["code"]) == (500, "worker_died")
-        in_its_hands = error_of(answer)["message"].endswith("died of this request's mask")
-        assert answer.headers["x-should-retry"] == ("false" if in_its_hands else "true")
-        assert self.post(real, regex="[a-z]{20}").status_code == 200
-
 
 def family_of(pid: int) -> list[psutil.Process]:
     """Return the descendants of a process, except the cleanup processes, which must outlive it."""
