@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -134,6 +135,14 @@ class TestEveryError:
         *_, last = sse(answer.text)
         assert (last["error"]["code"], last["error"]["message"]) == (code, "told to")
         server.wait_empty()
+
+
+def test_health_says_why_no_actor_is_up(server: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = dataclasses.replace(server.pool.status(), workers=[], trouble="Ray is gone")
+    monkeypatch.setattr(server.pool, "status", lambda: status)
+    answer = httpx.get(f"{server.url}/health")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "no mask actor is up: Ray is gone")
+    assert answer.json()["pool"]["trouble"] == "Ray is gone"
 
 
 class TestRows:
