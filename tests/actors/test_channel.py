@@ -1,7 +1,9 @@
-"""The step channel: one connection an incarnation, never blocking."""
+"""Between the engine and an actor: the step channel, which never blocks, and the slot table in shared memory."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import select
 import threading
 import time
@@ -9,7 +11,7 @@ import time
 import pytest
 from thread_cluster import ConnectedPair
 
-from actors.protocol import Channel, connect
+from actors.protocol import IDLE, Channel, Segment, attach, connect
 
 
 def test_the_end_of_the_other_side_is_noticed() -> None:
@@ -42,15 +44,41 @@ def test_a_worker_that_does_not_read_blocks_nothing() -> None:
     pair.connection.close()
 
 
-def test_nothing_can_connect_after_the_worker() -> None:
+def test_one_worker_connects_or_none() -> None:
     pair = ConnectedPair()
     with pytest.raises(ConnectionRefusedError):
         connect(pair.channel.path)
     pair.connection.close()
-
-
-def test_a_channel_without_a_worker() -> None:
     channel = Channel()
     assert not channel.accept(0.05)
     channel.send(b"x")
     channel.close()
+
+
+def test_only_the_nonce_proves_that_it_is_the_same_memory() -> None:
+    segment = Segment(2, 2)
+    assert attach(segment.name) is not None
+    for wrong in ({"nonce": bytes(32)}, {"slots": 3}, {"fd": 10**6}, {"pid": 2**22}):
+        assert attach(dataclasses.replace(segment.name, **wrong)) is None
+    segment.close()
+    segment.close()
+    assert attach(segment.name) is None
+
+
+def test_the_table_cannot_be_shrunk() -> None:
+    segment = Segment(2, 2)
+    fd = os.open(f"/proc/{os.getpid()}/fd/{segment.name.fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 10)
+    os.close(fd)
+
+
+def test_the_columns_do_not_overlap() -> None:
+    table = Segment(5, 3).table
+    columns = ("target", "ready", "seconds", "status", "tokens", "forced", "mask")
+    for value, name in enumerate(columns, 1):
+        getattr(table, name)[:] = value
+    for value, name in enumerate(columns, 1):
+        assert (getattr(table, name) == value).all()
+    assert table.tokens.shape == (5,)
+    assert table.mark["busy"].tolist() == [[IDLE, IDLE]]

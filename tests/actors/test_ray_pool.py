@@ -10,13 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
 from byte_vocabulary import BYTES
-from compile_processes import compile_pids
+from driven_pool import compile_pids
 from ray_clusters import environment, run
 
 from actors import RayPool, processes
@@ -27,7 +26,6 @@ from guided.pools.options import NodePlacement
 from guided.sequence import GuidedSequence
 
 WAIT = 120.0
-_ids = count(1)
 LOCAL = (NodePlacement.parse("local"), 0.0)
 ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
 
@@ -147,15 +145,16 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) 
     others = {each.pid for each in psutil.Process().children()}  # among them the fork server of the other tests' pool
     pool = RayPool(BYTES, num_actors=1)
     grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(WAIT)
-    sequence = GuidedSequence("request", next(_ids), [])
+    sequence = GuidedSequence("request", 1, [])
     pool.open(sequence, grammar)
     pids = {*compile_pids(), *[worker.pid for worker in pool.status().workers if worker.pid]}
     slow = pool.compile(ENDLESS, ("outlines",))
     processes = [each for each in map(psutil.Process, pids) if each.ppid() not in others]
     pool.shutdown()
     pool.shutdown()
-    assert isinstance(slow.exception(WAIT), PoolUnavailable)
-    late = GuidedSequence("request", next(_ids), [])
+    for refused in (slow, pool.compile(Constraint.regex("b+"), ("llguidance",))):
+        assert isinstance(refused.exception(WAIT), PoolUnavailable)
+    late = GuidedSequence("request", 2, [])
     pool.open(late, grammar)
     pool.submit([sequence, late])
     assert {row: type(error) for row, error in pool.collect().failed.items()} == dict.fromkeys((0, 1), PoolUnavailable)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from byte_vocabulary import BYTES
-from compile_processes import compile_pids
+from driven_pool import compile_pids
 from ray_clusters import run
 
 from actors import RayPool

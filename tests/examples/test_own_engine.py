@@ -1,12 +1,8 @@
-"""The loop of examples/own_engine.py, as a reader runs it, with failed and late masks."""
+"""The loop of examples/own_engine.py with failed and late masks."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ from faulty_pool import FaultyPool
 from transformers import AutoModelForCausalLM
 
 from engine.default_model import checkpoint_path
+from examples import own_engine
 from examples.default_model_training.tokenizer import load
 from guided.constraint import Constraint
 from guided.errors import BackendError, UnsupportedConstraint, WorkerDied
@@ -22,20 +19,7 @@ from guided.pools.inline import InlinePool
 from guided.processor import GuidedProcessor
 from guided.vocabulary import Vocabulary
 
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "examples" / "own_engine.py"
 DATE = r"20\d\d-\d\d-\d\d"
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own_engine", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["own_engine"] = module  # for dataclasses, which look up their module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +32,12 @@ def vocabulary(model: Any) -> Vocabulary:
     return Vocabulary.from_tokenizer(load(checkpoint_path()), model.config.vocab_size)
 
 
-def requests(example: ModuleType, vocabulary: Vocabulary) -> list[Any]:
+def requests(vocabulary: Vocabulary) -> list[Any]:
     """Three dates, and a request without a constraint (rounding may change its text in another batch)."""
     prompts = ["On 2024-03-05: ", "It was 2021-12-24, then ", "2030-01-01, or ", "Anything: "]
     constraints = [*[Constraint.regex(DATE)] * 3, None]
     return [
-        example.Request(vocabulary.encode(text), constraint)
+        own_engine.Request(vocabulary.encode(text), constraint)
         for text, constraint in zip(prompts, constraints, strict=True)
     ]
 
@@ -63,16 +47,14 @@ def texts(vocabulary: Vocabulary, found: list[Any]) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(example: ModuleType, model: Any, vocabulary: Vocabulary) -> list[bytes]:
-    found = requests(example, vocabulary)
-    example.decode(model, GuidedProcessor(InlinePool(vocabulary)), found, max_tokens=20)
+def undisturbed(model: Any, vocabulary: Vocabulary) -> list[bytes]:
+    found = requests(vocabulary)
+    own_engine.decode(model, GuidedProcessor(InlinePool(vocabulary)), found, max_tokens=20)
     assert all(re.fullmatch(DATE, text.decode()) for text in texts(vocabulary, found)[:3])
     return texts(vocabulary, found)
 
 
-def test_late_rows_get_the_same_tokens(
-    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
-) -> None:
+def test_late_rows_get_the_same_tokens(model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]) -> None:
     pool = FaultyPool(vocabulary)
     waited: list[tuple[int, int]] = []
 
@@ -81,8 +63,8 @@ def test_late_rows_get_the_same_tokens(
         return 3 if sequence_id == 0 and position % 3 == 1 else 2 * (sequence_id == 1 and position == 4)
 
     pool.delay = delay
-    found = requests(example, vocabulary)
-    example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
+    found = requests(vocabulary)
+    own_engine.decode(model, GuidedProcessor(pool), found, max_tokens=20)
     assert {(0, 1), (0, 4), (1, 4)} <= set(waited)
     assert texts(vocabulary, found)[:3] == undisturbed[:3]
     assert not any(request.error for request in found)
@@ -90,56 +72,48 @@ def test_late_rows_get_the_same_tokens(
 
 
 def test_masks_from_actors_are_the_same(
-    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes], local_ray: None
+    model: Any, vocabulary: Vocabulary, undisturbed: list[bytes], local_ray: None
 ) -> None:
     """`--ray`, in the tests' own Ray."""
-    found = requests(example, vocabulary)
-    pool = example.open_pool(vocabulary, ray=True)
+    found = requests(vocabulary)
+    pool = own_engine.open_pool(vocabulary, ray=True)
     try:
-        example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
+        own_engine.decode(model, GuidedProcessor(pool), found, max_tokens=20)
     finally:
         pool.shutdown()
     assert not any(request.error for request in found)
     assert texts(vocabulary, found)[:3] == undisturbed[:3]
 
 
-def test_a_failed_row_ends_its_request_and_no_other(
-    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
-) -> None:
-    pool = FaultyPool(vocabulary)
-    pool.fails = lambda sequence_id, position: sequence_id == 1 and position == 2
-    found = requests(example, vocabulary)
-    example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
-    assert isinstance(found[1].error, BackendError)
-    assert len(found[1].output) == 2
-    assert [request.error is None for request in found] == [True, False, True, True]
-    for index in (0, 2):
-        assert texts(vocabulary, found)[index] == undisturbed[index]
-    assert pool.released == 3
+def cannot_be_compiled(pool: FaultyPool, found: list[Any]) -> None:
+    found[1].constraint = Constraint.regex("a(?=b)")
 
 
-def test_a_worker_that_dies_between_two_steps_ends_its_requests(
-    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
-) -> None:
-    pool = FaultyPool(vocabulary)
+def row_fails(pool: FaultyPool, found: list[Any]) -> None:
+    pool.fails = lambda sequence_id, position: (sequence_id, position) == (1, 2)
 
+
+def worker_dies(pool: FaultyPool, found: list[Any]) -> None:
     def dies(sequence_id: int, position: int) -> bool:
-        if (sequence_id, position) == (2, 3):
-            pool.lose(2)
+        if (sequence_id, position) == (1, 3):
+            pool.lose(1)
         return False
 
     pool.fails = dies
-    found = requests(example, vocabulary)
-    example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
-    assert isinstance(found[2].error, WorkerDied)
-    assert texts(vocabulary, found)[:2] == undisturbed[:2]
 
 
-def test_a_constraint_that_cant_be_compiled_fails_its_request_only(
-    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [(cannot_be_compiled, UnsupportedConstraint), (row_fails, BackendError), (worker_dies, WorkerDied)],
+)
+def test_a_fault_ends_its_request_and_no_other(
+    model: Any, vocabulary: Vocabulary, undisturbed: list[bytes], fault: Any, error: type
 ) -> None:
-    found = requests(example, vocabulary)
-    found[0].constraint = Constraint.regex("a(?=b)")
-    example.decode(model, GuidedProcessor(FaultyPool(vocabulary)), found, max_tokens=20)
-    assert isinstance(found[0].error, UnsupportedConstraint)
-    assert texts(vocabulary, found)[1:3] == undisturbed[1:3]
+    pool, found = FaultyPool(vocabulary), requests(vocabulary)
+    fault(pool, found)
+    own_engine.decode(model, GuidedProcessor(pool), found, max_tokens=20)
+    assert isinstance(found[1].error, error)
+    assert [request.error is None for request in found] == [True, False, True, True]
+    assert [texts(vocabulary, found)[index] for index in (0, 2)] == [undisturbed[index] for index in (0, 2)]
+    assert set(pool.opened) == pool.freed
+    assert pool.released == len(pool.freed)

@@ -7,12 +7,36 @@ from collections.abc import Iterator
 import pytest
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, gone, until
+from ray_clusters import run
 
 from actors import RayPool
+from actors.processes import machine_bytes, memory_limit
 from guided.errors import BackendError
 
 MIB = 1 << 20
 LIMIT = 512 * MIB
+EATER = """
+from actors.processes import limit_memory
+limit_memory(200 << 20)
+eaten = []
+try:
+    while len(eaten) < 100:
+        eaten.append(bytearray(b"x" * (16 << 20)))
+except MemoryError:
+    print(16 * len(eaten))
+"""
+
+
+def test_beyond_the_limit_and_some_slack_no_memory_is_to_be_had() -> None:
+    assert 200 < int(run(EATER)) < 200 + 1024
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hard"),
+    [(None, min(2048 * MIB, machine_bytes() // 2)), (300 * MIB, 300 * MIB), (1 << 60, machine_bytes())],
+)
+def test_no_limit_is_more_than_the_machine_has(wanted: int | None, hard: int) -> None:
+    assert memory_limit(wanted) == hard
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +68,3 @@ def test_a_mask_that_eats_memory_ends_its_own_sequence_and_the_actor(
     assert "512 MiB of memory" in str(driven.errors[eater])
     assert str(pid) in caplog.text
     gone(pid)
-
-
-def test_a_grammar_that_eats_memory_when_loaded_ends_its_sequence(driven: DrivenPool) -> None:
-    sound = driven.open("sound", number=4)
-    driven.go_on(sound)
-    (eater,) = driven.open("eat@load=800")
-    driven.go_on([*sound, eater], 3)
-    assert set(driven.errors) == {eater}

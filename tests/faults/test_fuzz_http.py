@@ -7,8 +7,9 @@ server.
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import httpx
 import jsonschema
 import pytest
 import schemathesis
-from constraint_strategies import FIELDS, JUNK, NAMES, TEXTS, mostly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -26,6 +26,8 @@ from serving import sse
 from starlette.testclient import TestClient
 
 from actors import RayPool
+from benchmarks.random_constraints.languages import Case, random_choice, random_grammar, random_regex
+from benchmarks.random_constraints.schemas import random_schema
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.model_loader import load_model
@@ -80,32 +82,95 @@ def test_what_the_description_promises_is_kept(api: Any, mode: GenerationMode) -
         keep()
 
 
+NAMES = st.sampled_from(["a", "b", "name", "", "a/b", "~0", "é", "x" * 40, "$ref", "type"])
+TEXTS = st.one_of(
+    st.sampled_from(["a", "ab", "", " ", '"', "\\", "\n", "{", "é", "🦖", "\x7f", "null", "1"]), st.text(max_size=8)
+)
+NUMBERS = st.one_of(
+    st.integers(-3, 12),
+    st.sampled_from([0, 1, -1, 1.5, -0.0, 1e-3, 1e300, 10**20, 2**63, 0.1]),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+JUNK: SearchStrategy[Any] = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
+    max_leaves=5,
+)
+
+
+def mostly(usual: SearchStrategy[Any], rare: SearchStrategy[Any], of: int = 60) -> SearchStrategy[Any]:
+    """Draw from `rare` about once in `of` draws, otherwise from `usual`."""
+    return st.integers(1, of).flatmap(lambda drawn: rare if drawn == of else usual)
+
+
+def _values(make: Callable[[random.Random], Case]) -> SearchStrategy[Any]:
+    return st.randoms(use_true_random=True).map(lambda source: make(source).value)
+
+
+def _nearly(texts: SearchStrategy[str]) -> SearchStrategy[str]:
+    """Draw `texts`, some of them with a piece removed, inserted or replaced."""
+    pieces = st.one_of(st.sampled_from(list("()[]{}|*+?.^$\\/\"'<>:=#%~-,;&!\n\0 ")), st.text(max_size=4))
+
+    def damage(text: str, start: int, length: int, piece: str) -> str:
+        start %= len(text) + 1
+        return text[:start] + piece + text[start + length :]
+
+    return mostly(texts, st.builds(damage, texts, st.integers(0, 200), st.integers(0, 6), pieces), of=4)
+
+
+def _schemas() -> SearchStrategy[Any]:
+    """Draw schemas, some of them with a keyword that has an odd value, or that are none."""
+    sound = _values(random_schema)
+    odd = st.sampled_from(["$id", "$anchor", "$schema", "$ref", "$dynamicRef", "format", "nullable", "items", "none"])
+    junk = st.builds(lambda schema, name, value: {"anyOf": [schema, {name: value}]}, sound, odd, JUNK)
+    return mostly(mostly(sound, junk, of=3), JUNK, of=30)
+
+
+def _structural_tags(contents: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    tag = st.fixed_dictionaries({"type": st.just("tag"), "begin": TEXTS, "content": contents, "end": TEXTS})
+    return st.fixed_dictionaries({"type": st.just("structural_tag"), "format": st.one_of(tag, contents)})
+
+
+def _fields() -> dict[str, SearchStrategy[Any]]:
+    """Values of each constraint's request field: valid, nearly valid and broken ones."""
+    fields = {
+        "json_schema": _schemas(),
+        "regex": _nearly(_values(random_regex)),
+        "choice": mostly(_values(random_choice), st.lists(TEXTS, max_size=4), of=3),
+    }
+    patterns = {"regex": "pattern"}  # its other name in a structural tag
+    contents = [
+        st.fixed_dictionaries({"type": st.just(kind), patterns.get(kind, kind): values})
+        for kind, values in fields.items()
+    ]
+    return {
+        **fields,
+        "json_object": st.just(True),
+        "grammar": _nearly(_values(random_grammar)),
+        "structural_tag": _structural_tags(st.one_of(*contents, st.just({"type": "any_text"}), JUNK)),
+    }
+
+
 def _requests() -> SearchStrategy[dict[str, Any]]:
-    """Bodies for `/v1/completions` and the chat: usually one constraint, and some parameters."""
-
-    def constrained(kind: str) -> SearchStrategy[dict[str, Any]]:
-        return st.fixed_dictionaries({kind: FIELDS[kind]})
-
-    one = st.sampled_from(sorted(FIELDS)).flatmap(constrained)
+    """Bodies for `/v1/completions`: usually one constraint, and some parameters."""
+    one = st.one_of(*(st.fixed_dictionaries({kind: values}) for kind, values in _fields().items()))
     two = st.tuples(one, one).map(lambda pair: {**pair[0], **pair[1]})
     constraints = mostly(one, st.one_of(st.just({}), two), of=5)
     parameters = st.fixed_dictionaries(
-        {"max_tokens": mostly(st.integers(1, 24), JUNK, of=60)},
+        {"max_tokens": mostly(st.integers(1, 24), JUNK)},
         optional={
-            "backend": mostly(st.sampled_from(["auto", *BACKENDS]), JUNK, of=60),
-            "stream": mostly(st.booleans(), JUNK, of=60),
-            "temperature": mostly(st.sampled_from([0, 0.7, 2]), JUNK, of=60),
-            "n": mostly(st.integers(1, 3), JUNK, of=60),
-            "logprobs": mostly(st.integers(0, 3), JUNK, of=60),
-            "min_tokens": mostly(st.integers(0, 5), JUNK, of=60),
-            "logit_bias": mostly(st.dictionaries(st.integers(0, 640).map(str), st.integers(-100, 100)), JUNK, of=60),
-            "stop": mostly(TEXTS, JUNK, of=60),
-            "whitespace_pattern": mostly(st.sampled_from(["", " ?"]), JUNK, of=60),
+            "backend": mostly(st.sampled_from(["auto", *BACKENDS]), JUNK),
+            "stream": mostly(st.booleans(), JUNK),
+            "temperature": mostly(st.sampled_from([0, 0.7, 2]), JUNK),
+            "n": mostly(st.integers(1, 3), JUNK),
+            "logprobs": mostly(st.integers(0, 3), JUNK),
+            "min_tokens": mostly(st.integers(0, 5), JUNK),
+            "logit_bias": mostly(st.dictionaries(st.integers(0, 640).map(str), st.integers(-100, 100)), JUNK),
+            "stop": mostly(TEXTS, JUNK),
+            "whitespace_pattern": mostly(st.sampled_from(["", " ?"]), JUNK),
         },
     )
-    prompts = mostly(
-        st.one_of(TEXTS, st.lists(TEXTS, max_size=2), st.lists(st.integers(0, 639), max_size=5)), JUNK, of=60
-    )
+    prompts = mostly(st.one_of(TEXTS, st.lists(TEXTS, max_size=2), st.lists(st.integers(0, 639), max_size=5)), JUNK)
     usual = st.tuples(prompts, constraints, parameters).map(lambda drawn: {"prompt": drawn[0], **drawn[1], **drawn[2]})
     return mostly(usual, st.dictionaries(NAMES, JUNK, max_size=4), of=20)
 

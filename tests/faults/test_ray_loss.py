@@ -8,77 +8,34 @@ from __future__ import annotations
 from ray_clusters import run
 
 LOSS = """
-import asyncio, sys, time
-import httpx, psutil
-from engine.async_llm import AsyncLLM
-from engine.config import EngineConfig
-from engine.default_model import checkpoint_path
-from engine.server.app import create_app
-from engine.server.options import ServerSettings
+import sys
+import psutil
+from byte_vocabulary import BYTES
+from driven_pool import DrivenPool, gone, until
+from actors import RayPool
+from guided.errors import WorkerDied
 
-engine = AsyncLLM(
-    str(checkpoint_path()), "ray", EngineConfig(max_num_seqs=8), pool_options={"num_actors": 2, "pool_wait": 120.0}
-)
-LONG = "[a-z ]{500,}"
-
-async def until(true):
-    deadline = time.monotonic() + 120
-    while not await true():
-        assert time.monotonic() < deadline, "the condition stayed false"
-        await asyncio.sleep(0.1)
-
-async def main():
-    app = create_app(engine, ServerSettings(model_name="m"))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t", timeout=240) as client:
-        async def ask(**more):
-            body = {"prompt": "a", "max_tokens": 60, "temperature": 0, **more}
-            answer = await client.post("/v1/completions", json=body)
-            return answer.status_code, answer.json()
-        async def works(**constraint):
-            status, answer = await ask(**constraint)
-            assert status == 200, answer
-        async def health():
-            return (await client.get("/health")).json()
-        async def in_trouble():
-            return (await health())["pool"]["trouble"] is not None
-        async def well():
-            pool = (await health())["pool"]
-            return pool["trouble"] is None and all(actor["state"] == "up" for actor in pool["actors"])
-
-        async def all_ended():  # until then, a request may be opened on an actor that ends a moment later
-            return not any(map(psutil.pid_exists, pids))
-        def kill(name):
-            killed = [each for each in psutil.Process().children(recursive=True) if each.name().startswith(name)]
-            assert killed, name
-            for each in killed:
-                each.kill()
-        await works(regex="[0-9]{4}")
-        free = asyncio.create_task(ask(max_tokens=500, ignore_eos=True))
-        bound = asyncio.create_task(ask(max_tokens=500, regex=LONG))
-        await asyncio.sleep(0.5)
-        pids = [actor["pid"] for actor in (await health())["pool"]["actors"]]
-        kill("raylet")
-        await until(in_trouble)
-        await until(all_ended)
-        print("the raylet is gone:", (await health())["pool"]["trouble"], flush=True)
-        # What needs a new actor waits for Ray, which is started again.
-        await asyncio.gather(works(regex="[0-9]{4}"), works(regex="[x-z]{4}"))
-        assert (await free)[0] == 200
-        status, answer = await bound
-        assert status == 200 or answer["error"]["code"] == "worker_died", answer
-        await until(well)
-
-        pids = [actor["pid"] for actor in (await health())["pool"]["actors"]]
-        kill("gcs_server")
-        await works(regex="[0-9]{4}")  # steps do not use Ray
-        await until(in_trouble)
-        await until(all_ended)
-        await asyncio.gather(works(regex="[0-9]{4}"), works(regex="[g-i]{4}"))
-        await until(well)
-
-asyncio.run(main())
+pool = RayPool(BYTES, num_actors=2, pool_wait=120.0)
+driven = DrivenPool(pool)
+for name in "raylet", "gcs_server":
+    lost, pids = driven.open("length=1000", number=4), driven.pids
+    driven.go_on(lost)
+    for process in psutil.Process().children(recursive=True):
+        if process.name() == name:
+            process.kill()
+    if name == "gcs_server":
+        driven.go_on(lost)  # steps do not use Ray
+    until(lambda: pool.status().trouble is not None, 120)
+    print(name, "is gone:", pool.status().trouble, flush=True)
+    for pid in pids:
+        gone(pid)
+    new = driven.open("length=1000", number=4)  # they need an actor, and wait for Ray, which is started again
+    driven.go_on([*lost, *new], 2)
+    assert {each: type(error) for each, error in driven.errors.items()} == dict.fromkeys(lost, WorkerDied)
+    until(lambda: pool.status().trouble is None, 120)
+    driven.close()
 assert "ray" not in sys.modules, "Ray would end this process"
-engine.shutdown()
+pool.shutdown()
 left = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
 assert not left, left
 print("done", flush=True)
@@ -125,11 +82,6 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
 """
 
 
-def test_rays_own_processes_gone() -> None:
-    said = run(LOSS)
-    assert said.splitlines()[-1] == "done", said
-
-
 LOST_NODE = """
 import tempfile
 from byte_vocabulary import BYTES, tokens
@@ -159,6 +111,11 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     pool.shutdown()
     cluster.shutdown()
 """
+
+
+def test_rays_own_processes_gone() -> None:
+    said = run(LOSS)
+    assert said.splitlines()[-1] == "done", said
 
 
 def test_a_cluster_is_joined_again_after_its_restart_and_after_the_drivers_end() -> None:

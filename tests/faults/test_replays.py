@@ -7,11 +7,10 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from driven_pool import gone, placement
-from engine_runs import Requests, errors, generate, said
+from engine_runs import bystanders, errors, generate, said
 from faulty_backend import ADAPTER, NAME
 from serving import wait_until
 
@@ -28,35 +27,15 @@ LONG = 120.0
 Outputs = dict[str, RequestOutput]
 
 
-def bystanders() -> Requests:
-    """Random and greedy, unconstrained and constrained, one and several sequences. Some masks are late."""
-    return {
-        "free": SamplingParams(temperature=1.0, seed=1, max_tokens=30),
-        "pair": SamplingParams(regex="[a-f0-9]{24}", temperature=1.0, seed=2, n=2, max_tokens=40),
-        "greedy": SamplingParams(regex="[0-9]{9}-[a-f]{9}", temperature=0.0, max_tokens=40),
-        "late": SamplingParams(regex="sleep@fill=0.02 length=20", backend=NAME, seed=3, n=2, max_tokens=40),
-        **{
-            f"sound {seed}": SamplingParams(regex="length=24", backend=NAME, seed=seed, max_tokens=40)
-            for seed in range(4)
-        },
-    }
-
-
 def poisoned(fault: str) -> SamplingParams:
     return SamplingParams(regex=f"{fault} length=20", backend=NAME, seed=9, max_tokens=40)
 
 
-@contextlib.contextmanager
-def ray_pool(model: LoadedModel, **options: Any) -> Iterator[RayPool]:
-    pool = RayPool(model.vocabulary, num_actors=2, mask_limit=2.0, **options)
-    yield pool
-    pool.shutdown()
-
-
 @pytest.fixture(scope="module")
 def pool(tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
-    with ray_pool(tiny_model, max_replays=1) as pool:
-        yield pool
+    pool = RayPool(tiny_model.vocabulary, num_actors=2, mask_limit=2.0, max_replays=1)
+    yield pool
+    pool.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +101,14 @@ def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedMo
     assert said(found) == said(expected)
 
 
-@pytest.mark.parametrize("fault", ["abort@load", "hold@load"])
+@pytest.mark.parametrize("fault", ["exit@load", "hold@load"])
 def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
     pool: RayPool, tiny_model: LoadedModel, expected: Outputs, fault: str
 ) -> None:
     """It ends two actors, or one if the supervisor ends it. Later sequences do not load it."""
     bad = poisoned(fault)
     found = generate(tiny_model, pool, bystanders() | {"bad": bad})
-    assert errors(found) == {"bad": WorkerDied.code if fault == "abort@load" else MaskTimeout.code}
+    assert errors(found) == {"bad": WorkerDied.code if fault == "exit@load" else MaskTimeout.code}
     assert said(found, "bad") == said(expected)
 
 

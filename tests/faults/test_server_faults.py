@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -134,6 +135,14 @@ class TestEveryError:
         *_, last = sse(answer.text)
         assert (last["error"]["code"], last["error"]["message"]) == (code, "told to")
         server.wait_empty()
+
+
+def test_health_says_why_no_actor_is_up(server: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = dataclasses.replace(server.pool.status(), workers=[], trouble="Ray is gone")
+    monkeypatch.setattr(server.pool, "status", lambda: status)
+    answer = httpx.get(f"{server.url}/health")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "no mask actor is up: Ray is gone")
+    assert answer.json()["pool"]["trouble"] == "Ray is gone"
 
 
 class TestRows:
@@ -292,21 +301,6 @@ class TestActors:
         wait_up(real)
         assert real.metric("guided_mask_actor_restarts_total") >= 1
         assert self.post(real, regex="[0-9]{4}").status_code == 200
-
-    def test_a_kill_is_one_that_may_be_tried_again(self, real: ServerProcess) -> None:
-        def busy() -> list[int]:
-            return [actor["pid"] for actor in real.health()["pool"]["actors"] if actor["open_sequences"]]
-
-        wait_up(real)
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(self.post, real, regex="[a-z]{1500}", max_tokens=1800)
-            wait_until(lambda: bool(busy()), 60)
-            os.kill(busy()[0], signal.SIGKILL)
-            answer = waiting.result()
-        assert (answer.status_code, error_of(answer)["code"]) == (500, "worker_died")
-        in_its_hands = error_of(answer)["message"].endswith("died of this request's mask")
-        assert answer.headers["x-should-retry"] == ("false" if in_its_hands else "true")
-        assert self.post(real, regex="[a-z]{20}").status_code == 200
 
 
 def family_of(pid: int) -> list[psutil.Process]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from engine_runs import Requests, errors, generate, said
+from engine_runs import bystanders, errors, generate, said
 from faulty_backend import NAME
 
 from actors import RayPool
@@ -32,27 +32,13 @@ def pool(tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
     pool.shutdown()
 
 
-def sound() -> Requests:
-    """Random and greedy, with and without a constraint, one and several sequences, two backends."""
-    return {
-        "free": SamplingParams(temperature=0.0, max_tokens=20),
-        "seeded": SamplingParams(temperature=1.0, seed=3, max_tokens=20),
-        "pair": SamplingParams(regex="[a-f0-9]{18}", temperature=1.0, seed=5, n=2, max_tokens=30),
-        "greedy": SamplingParams(regex="[0-9]{3}-[a-f]{9}", temperature=0.0, max_tokens=30),
-        **{
-            f"neighbour {seed}": SamplingParams(regex="length=16", backend=NAME, seed=seed, max_tokens=30)
-            for seed in range(4)
-        },
-    }
-
-
 def test_every_fault_ends_its_own_request_and_no_other(pool: RayPool, tiny_model: LoadedModel) -> None:
-    expected = generate(tiny_model, InlinePool(tiny_model.vocabulary), sound())
+    expected = generate(tiny_model, InlinePool(tiny_model.vocabulary), bystanders())
     assert not errors(expected)
     faults = {
         fault: SamplingParams(regex=f"{fault} name={fault}", backend=NAME, seed=7, max_tokens=30) for fault in FAULTS
     }
-    found = generate(tiny_model, pool, sound() | faults)
+    found = generate(tiny_model, pool, bystanders() | faults)
     assert said(found, *faults) == said(expected)
     assert errors(found) == {fault: error.code for fault, error in FAULTS.items()}
     assert all(one.finish_reason == "error" for fault in faults for one in found[fault].outputs)

@@ -22,7 +22,7 @@ from guided.errors import GuidedError
 from guided.pools.protocol import StepMasks
 from guided.sequence import GuidedSequence
 
-WAIT = 60.0
+WAIT = 120.0
 _ids = count(1)
 
 
@@ -41,7 +41,14 @@ def freeze(pid: int) -> None:
 
 def gone(pid: int) -> None:
     """Wait until a process has ended."""
-    until(lambda: not psutil.pid_exists(pid))
+    until(lambda: not psutil.pid_exists(pid), WAIT)
+
+
+def compile_pids() -> list[int]:
+    """Return the pids of the compile processes of this process: the forks of all fork servers."""
+    found = psutil.Process().children(recursive=True)
+    program = {each.pid for each in found if "actors.compile_process" in each.cmdline()}
+    return [each.pid for each in found if each.pid in program and each.ppid() in program]
 
 
 def placement(pool: RayPool) -> dict[int, set[int]]:
@@ -113,5 +120,5 @@ class DrivenPool:
         self.tokens.clear()
         self._sequences.clear()
         self.errors.clear()
-        until(self.all_up)
+        until(self.all_up, WAIT)
         self.pool.failures()

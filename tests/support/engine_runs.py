@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from faulty_backend import NAME
+
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
@@ -14,6 +16,20 @@ from guided.pools.protocol import MaskPool
 
 PROMPT = "Quick"
 Requests = dict[str, SamplingParams]
+
+
+def bystanders() -> Requests:
+    """Random and greedy, unconstrained and constrained, one and several sequences. Some masks are late."""
+    return {
+        "free": SamplingParams(temperature=1.0, seed=1, max_tokens=30),
+        "pair": SamplingParams(regex="[a-f0-9]{24}", temperature=1.0, seed=2, n=2, max_tokens=40),
+        "greedy": SamplingParams(regex="[0-9]{9}-[a-f]{9}", temperature=0.0, max_tokens=40),
+        "late": SamplingParams(regex="sleep@fill=0.02 length=20", backend=NAME, seed=3, n=2, max_tokens=40),
+        **{
+            f"sound {seed}": SamplingParams(regex="length=24", backend=NAME, seed=seed, max_tokens=40)
+            for seed in range(4)
+        },
+    }
 
 
 def generate(

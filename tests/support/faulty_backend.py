@@ -1,16 +1,15 @@
 """A grammar library with the faults that its grammar names, in compile processes, actors and the engine's process.
 
-The source of a `regex` or `grammar` constraint is a list of words. `ACTION@PLACE[:POSITION][=ARGUMENT]` is a fault, the
+The source of a `regex` constraint is a list of words. `ACTION@PLACE[:POSITION][=ARGUMENT]` is a fault, the
 others are settings. `faulty("segfault@fill:3")` makes a constraint with a fault.
 
-    raise        raises an exception                 segfault, abort, exit   end the process
+    raise        raises an exception                 segfault, exit   end the process
     panic        raises no `Exception` subclass      hold     sleeps without end and holds the GIL
-    empty        a mask without tokens (at `fill`)   spin     computes without end and holds the GIL
-    reject       rejects an allowed token (`accept`) sleep    `=SECONDS`, while other threads run
-    wait         `=PATH`: until the file exists, while other threads run
+    empty        a mask without tokens (at `fill`)   sleep    `=SECONDS`, while other threads run
+    reject       rejects an allowed token (`accept`) wait     `=PATH`: until the file exists, while other threads run
     eat          takes memory, 32 MiB at a time, up to `=MIB` (4096), then waits without end
 
-Places are `compile`, `load` (into an actor), `open` (a matcher), `accept` and `fill`. A position is a number of tokens;
+Places are `compile`, `load` (into an actor), `accept` and `fill`. A position is a number of tokens;
 without it the fault is at all positions. The compile process computes the first mask, so `fill:0` happens there too.
 
     length=N     sentences have N tokens (default 12), then only the stop token is allowed
@@ -41,13 +40,12 @@ from scripted_grammar import ScriptedMatcher
 
 from guided.backends import Adapter
 from guided.backends.base import CompiledGrammar
-from guided.constraint import Constraint, ConstraintKind
+from guided.constraint import Constraint
 from guided.errors import TokenRejected
 from guided.vocabulary import Vocabulary
 
 NAME = "faulty"
-KINDS: frozenset[ConstraintKind] = frozenset({"regex", "grammar"})
-ADAPTER = Adapter("faulty_backend:FaultyBackend", KINDS)
+ADAPTER = Adapter("faulty_backend:FaultyBackend", frozenset({"regex"}))
 PATHS = (str(Path(__file__).parent / "startup"), str(Path(__file__).parent))
 
 
@@ -131,10 +129,8 @@ _ACTIONS: dict[str, Callable[[str], object]] = {
     "raise": lambda argument: _raise(ValueError("the library raised")),
     "panic": lambda argument: _raise(Panic("the library panicked")),
     "segfault": lambda argument: ctypes.string_at(0),
-    "abort": lambda argument: os.abort(),
     "exit": lambda argument: os._exit(3),
     "hold": _hold,
-    "spin": lambda argument: sum(range(10**18)),
     "sleep": lambda argument: time.sleep(float(argument)),
     "wait": _wait,
     "eat": _eat,
@@ -184,7 +180,6 @@ class _Grammar(CompiledGrammar):
         self.plan.reach(place)
 
     def matcher(self) -> _Matcher:
-        self.plan.reach("open")
         return _Matcher(self, [])
 
     def dump(self) -> bytes:
@@ -195,7 +190,6 @@ class FaultyBackend:
     """See the module."""
 
     name: ClassVar[str] = NAME
-    kinds: ClassVar[frozenset[ConstraintKind]] = KINDS
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -118,63 +118,41 @@ class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
 
 
 class Plain(LogitsProcessor):
-    """Changes nothing. The base of those below."""
+    """Keeps one of `extra_args` by row, and changes nothing. The base of those below."""
 
+    name = ""
     after_the_mask = False
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None: ...
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.values: dict[int, Any] = {}
 
     def is_argmax_invariant(self) -> bool:
         return self.after_the_mask
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.values, batch_update, lambda params, *_: _extra(params, self.name))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
 
 class MyBias(Plain):
-    """`logit_bias` as a dense tensor with the rows of the batch. It returns a new tensor."""
+    """`logit_bias`. It returns a new tensor."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        rows = vllm_config.scheduler_config.max_num_seqs
-        self.bias = torch.zeros(rows, vllm_config.model_config.get_vocab_size(), device=device)
-        self.size = 0
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        if batch_update is None:
-            return
-        for index in batch_update.removed:
-            self.bias[index] = 0
-        for index, params, _, _ in batch_update.added:
-            self.bias[index] = 0
-            for token, value in _extra(params, "bias", {}).items():
-                self.bias[index, token] = value
-        for source, target, direct in batch_update.moved:
-            if direct is MoveDirectionality.SWAP:
-                self.bias[[source, target]] = self.bias[[target, source]]
-            else:
-                self.bias[target], self.bias[source] = self.bias[source].clone(), 0
-        self.size = batch_update.batch_size
+    name = "bias"
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        assert len(logits) == self.size
-        return logits + self.bias[: self.size]
+        return _biased(logits.clone(), self.values)
 
 
 class MyMinP(Plain):
     """`min_p` for requests that have it in `extra_args`."""
 
+    name = "min_p"
     after_the_mask = True
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.min_p: dict[int, float] = {}
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self.min_p, batch_update, lambda params, *_: _extra(params, "min_p"))
-
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        return _cut(logits, self.min_p)
+        return _cut(logits, self.values)
 
 
 class RevisedBias(LogitsProcessor):
@@ -206,10 +184,12 @@ class RevisedBias(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         assert len(logits) == len(self.rows)
-        for row, index in enumerate(self.rows):
-            for token, value in _extra(self.params[index], "bias", {}).items():
-                logits[row, token] += value
-        return logits
+        return _biased(logits, self.extras("bias"))
+
+    def extras(self, name: str) -> dict[int, Any]:
+        """One of `extra_args` by row, of the requests that have it."""
+        found = {row: _extra(self.params[index], name) for row, index in enumerate(self.rows)}
+        return {row: value for row, value in found.items() if value is not None}
 
 
 class RevisedMinP(RevisedBias):
@@ -218,12 +198,18 @@ class RevisedMinP(RevisedBias):
     after_the_mask = True
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        found = {row: _extra(self.params[index], "min_p") for row, index in enumerate(self.rows)}
-        return _cut(logits, {row: min_p for row, min_p in found.items() if min_p is not None})
+        return _cut(logits, self.extras("min_p"))
 
 
-def _extra(params: SamplingParams, name: str, default: Any = None) -> Any:
-    return (params.extra_args or {}).get(name, default)
+def _extra(params: SamplingParams, name: str) -> Any:
+    return (params.extra_args or {}).get(name)
+
+
+def _biased(logits: torch.Tensor, bias: dict[int, dict[int, float]]) -> torch.Tensor:
+    for row, values in bias.items():
+        for token, value in values.items():
+            logits[row, token] += value
+    return logits
 
 
 def _cut(logits: torch.Tensor, min_p: dict[int, float]) -> torch.Tensor:
@@ -232,31 +218,29 @@ def _cut(logits: torch.Tensor, min_p: dict[int, float]) -> torch.Tensor:
     return logits
 
 
-POISONS = ("apply", "update_state", "None", "shape")
-
-
 class Poisonable(Plain):
     """Raises for requests with `poison` in `extra_args`, in the method that it names, after it has overwritten the
     logits, or returns what is wrong. `made` counts its instances."""
 
+    name = "poison"
     made = 0
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
         type(self).made += 1
-        self.poison: dict[int, str] = {}
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self.poison, batch_update, lambda params, *_: _extra(params, "poison"))
-        if "update_state" in self.poison.values():
+        super().update_state(batch_update)
+        if "update_state" in self.values.values():
             raise LookupError("poisoned update_state")
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        if "apply" in self.poison.values():
+        if "apply" in self.values.values():
             logits.fill_(float("nan"))
             raise LookupError("poisoned apply")
-        if "None" in self.poison.values():
+        if "None" in self.values.values():
             return None  # type: ignore[return-value]
-        return logits[:, 1:] if "shape" in self.poison.values() else logits
+        return logits[:, 1:] if "shape" in self.values.values() else logits
 
 
 class PoisonableLate(Poisonable):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from serving import wait_until as until
 from thread_cluster import WAIT, Cluster, all_ready, close_all, grammar_named, outcomes
 
 from actors.protocol import Failed
-from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, to_wire
+from guided.errors import GuidedError, MaskTimeout, WorkerDied, to_wire
 
 # placement
 
@@ -59,17 +58,6 @@ def test_an_actor_that_comes_up_ends_the_wait_of_a_step(cluster: Cluster) -> Non
     cluster.submit((1, ""), (2, ""))
     threading.Timer(0.1, cluster.join).start()
     assert cluster.collect() == ["ax", "ax"]
-
-
-def test_without_an_actor_sequences_wait_and_then_fail() -> None:
-    cluster = Cluster(number=0, pool_wait=0.3)
-    cluster.open(1)
-    started = time.monotonic()
-    assert cluster.step((1, ""), deadline=0.0) == ["late"]
-    (error,) = cluster.step((1, ""))
-    assert isinstance(error, PoolUnavailable)
-    assert 0.3 <= time.monotonic() - started < 5
-    cluster.close()
 
 
 def test_a_grammar_is_sent_with_its_first_sequence_only(cluster: Cluster) -> None:

@@ -214,35 +214,7 @@ def test_a_position_that_does_not_fit_is_a_failure(peer: Peer) -> None:
     assert isinstance(from_wire(answer.error), BackendError)
 
 
-def test_a_grammar_is_loaded_with_its_first_sequence(peer: Peer) -> None:
-    constraint = Constraint.choice(["ab", "cd"])
-    compiled = compile_with(Backends(BYTES), constraint, "llguidance")
-    peer.send(Load("key", "llguidance", constraint, compiled.grammar.dump()), peer.open(0, "c", "key"))
-    assert peer.wait(0) == "d"
-    peer.send(peer.open(1, "a", "key"))
-    assert peer.wait(1) == "b"
-    peer.send(Unload(["key"]), peer.open(2, "a", "key"))
-    assert isinstance(peer.answer(), Failed)
-
-
-def test_a_grammar_that_cannot_be_loaded_fails_its_row(peer: Peer) -> None:
-    peer.send(Load("key", "llguidance", Constraint.choice(["a"]), b"garbage"), peer.open(0, "", "key"), peer.open(1))
-    answer = peer.answer()
-    assert isinstance(answer, Failed)
-    assert answer.slot == 0
-    assert peer.wait(1) == "ax"
-
-
 # two threads
-
-
-@pytest.fixture
-def often_switched() -> Iterator[None]:
-    """Python's threads interrupt each other everywhere."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 def stick(peer: Peer, slow: SlowGrammar, slot: int = 0) -> None:
@@ -282,6 +254,8 @@ def test_a_grammar_is_loaded_after_quick_rows_and_before_slow_ones(peer: Peer, s
     assert peer.wait(2) == "bc"
     slow.release.set()
     assert peer.wait(0) == "b"
+    peer.send(Unload(["key"]), peer.open(3, grammar="key"))
+    assert isinstance(peer.answer(), Failed)
 
 
 @pytest.mark.parametrize(("grammar", "seconds"), [("g", 0.5), ("slow", 0.0)], ids=["slow", "of the same grammar"])
@@ -343,7 +317,9 @@ def test_rows_of_a_grammar_of_the_second_thread_are_all_filled() -> None:
     peer.connection.close()
 
 
-def test_slow_and_quick_rows_of_one_grammar_are_all_filled(peer: Peer, often_switched: None) -> None:
+def test_slow_and_quick_rows_of_one_grammar_are_all_filled(peer: Peer, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)  # threads interrupt each other everywhere
     slots = range(8)
     for edit in range(1, 3000):
         peer.send(*(peer.open(slot, edit=edit, seconds=0.5 * (slot == 0)) for slot in slots))

@@ -22,7 +22,7 @@ class _Registering(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
         # Named, not imported: it imports this module.
-        module.BACKENDS["faulty"] = module.Adapter("faulty_backend:FaultyBackend", frozenset({"regex", "grammar"}))
+        module.BACKENDS["faulty"] = module.Adapter("faulty_backend:FaultyBackend", frozenset({"regex"}))
 
 
 class _Finder(MetaPathFinder):
