@@ -48,19 +48,16 @@ class Admission:
             raise too_long
         sequences = [self._sequence(index, request_id, token_ids, params) for index in range(params.width)]
         if params.use_beam_search:
-            self._check_beams(params.width, params.width * sequences[0].max_length)
+            tokens, most = params.width * sequences[0].max_length, self._num_tokens
+            if tokens > most:
+                why = f"{params.width} beams with {tokens} tokens don't fit in the KV cache of {most} tokens"
+                raise InvalidRequest(f"{why}: lower best_of or max_tokens", param="best_of")
         streams = stream and params.width == params.n and not params.use_beam_search
         group = SequenceGroup(request_id, sequences, params, text, streams)
         if too_long is not None:
             for sequence in group.sequences:
                 sequence.finish(SequenceStatus.FINISHED_IGNORED, too_long)
         return group
-
-    def _check_beams(self, width: int, num_tokens: int) -> None:
-        if num_tokens > self._num_tokens:
-            cache = f"the KV cache of {self._num_tokens} tokens"
-            why = f"{width} beams with {num_tokens} tokens don't fit in {cache}: lower best_of or max_tokens"
-            raise InvalidRequest(why, param="best_of")
 
     def _sequence(self, index: int, request_id: str, token_ids: list[int], params: SamplingParams) -> Sequence:
         ignores_eos = params.ignore_eos and params.constraint is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -96,9 +95,3 @@ def plan_blocks(
             "kv_cache_bytes or lower max_model_len"
         )
     return int(blocks)
-
-
-def main_memory_share(processes: int = 1) -> int:
-    """Return a quarter of the free main memory, at most 4 GiB, for each of several processes together."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(free // 4, 4 << 30) // processes

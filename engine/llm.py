@@ -96,11 +96,7 @@ class LLM(BaseLLM):
         """Generate answers to one or many conversations, as `generate`. Without a chat template, `InvalidRequest`."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest("this model's tokenizer has no chat template: use generate()", param="messages")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts: list[list[int]] = []
-        for conversation in conversations:
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+        prompts = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def __enter__(self) -> LLM:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.drafter import Drafter
 from engine.keywords import refuse_unknown, without_neutral
-from engine.kv_cache import main_memory_share, plan_blocks
+from engine.kv_cache import plan_blocks
 from engine.logits_processors.loading import describe, load_classes
 from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
@@ -104,9 +105,11 @@ class LLMEngine:
         """Seconds that the last `prepare` took."""
 
     def _memory_for_cache(self) -> int:
-        """Return the bytes that the KV cache may take in this process."""
+        """Return the bytes that the KV cache may take in this process. Without a GPU: a quarter of the free memory, at
+        most 4 GiB, shared by all ranks."""
         if self.model.device.type != "cuda":
-            return main_memory_share(1 if self.model.ranks is None else self.model.ranks.size)
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            return min(free // 4, 4 << 30) // (1 if self.model.ranks is None else self.model.ranks.size)
         tokens = self.config.tokens_per_step(on_cpu=False)
         return self.runner.memory_for_cache(tokens, self.config.max_num_seqs, self.max_model_len)
 

@@ -155,7 +155,6 @@ def _check_plan(config: Any, size: int, device: torch.device) -> None:
 def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
     """Check a transformers `...ForCausalLM`, give it the paged attention and run a probe."""
     config = model.config.get_text_config(decoder=True)
-    _check_config(model.config)
     model = model.eval().requires_grad_(False)
     layers = _probe(model)
     head = model.get_output_embeddings()

@@ -78,7 +78,7 @@ class CompletionOutput:
             sequence.index,
             text,
             sequence.data.output_token_ids[:count],
-            sequence.get_cumulative_logprob() if has_sum else None,
+            sequence.data.cumulative_logprob if has_sum else None,
             [*sequence.output_logprobs[:count]] if wants_logprobs else None,
             SequenceStatus.get_finished_reason(sequence.status),
             sequence.stop_reason,
@@ -118,7 +118,7 @@ class RequestOutput:
         """Take a snapshot."""
         params, seqs = group.sampling_params, group.get_seqs()
         if not params.use_beam_search:
-            seqs.sort(key=Sequence.get_cumulative_logprob, reverse=True)
+            seqs.sort(key=lambda one: one.data.cumulative_logprob, reverse=True)
         outputs = [CompletionOutput.from_sequence(one) for one in seqs[: params.n]]
         constraint = params.constraint
         return cls(

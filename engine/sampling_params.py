@@ -212,7 +212,8 @@ class SamplingParams:
                 raise InvalidRequest(f"{name} {how} use_beam_search", param=name)
 
     def _build_constraint(self) -> Constraint | None:
-        given = [GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)]
+        fields = {kind: getattr(self, kind) for kind in KINDS} | {"json_object": self.json_object or None}
+        given = [GivenConstraint(kind, kind, value) for kind, value in fields.items() if value is not None]
         if self.output_type is not None:
             typed = constraint_for(self.output_type)
             given.append(GivenConstraint(typed.kind, "output_type", typed.source))
@@ -228,10 +229,6 @@ class SamplingParams:
         if self.constraint != built:
             take_one([GivenConstraint(self.constraint.kind, "constraint", self.constraint), one])
         return built
-
-    def _is_given(self, kind: str) -> bool:
-        value = getattr(self, kind)
-        return bool(value) if kind == "json_object" else value is not None
 
     def _check_constraint(self) -> None:
         resolve(self.backend)

@@ -20,7 +20,8 @@ from guided.completing.budget import budget_of
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 
-_sequence_ids = itertools.count()
+sequence_ids = itertools.count()
+"""Ids of sequences, and of the matchers of drafts' rows."""
 
 
 class SequenceStatus(Enum):
@@ -106,7 +107,7 @@ class Sequence:
         seed: int,
         detokenizer: Detokenizer,
     ) -> None:
-        self.seq_id = self.next_id()
+        self.seq_id = next(sequence_ids)
         self.index = index
         self.params = params
         self.data = SequenceData(prompt_token_ids)
@@ -138,31 +139,13 @@ class Sequence:
         self.guided: GuidedSequence | None = None
         """Its view for post-processors, if it has a constraint or one of them handles all rows."""
 
-    @staticmethod
-    def next_id() -> int:
-        """Return a new id, for a sequence or for the matcher of a draft's row."""
-        return next(_sequence_ids)
-
     @property
     def num_output_tokens(self) -> int:
         return self.length - len(self.data.prompt_token_ids)
 
-    @property
-    def output_text(self) -> str:
-        """The text so far, including text that may still become a stop string."""
-        return self.detokenizer.text
-
     def is_finished(self) -> bool:
         """Return whether it has ended."""
         return self.status not in _UNFINISHED
-
-    def get_output_token_ids(self) -> list[int]:
-        """Return the output tokens, by reference."""
-        return self.data.output_token_ids
-
-    def get_cumulative_logprob(self) -> float:
-        """Return the sum of the log-probabilities of the output tokens."""
-        return self.data.cumulative_logprob
 
     def append(
         self, token_id: int, logprobs: TokenLogprobs | None = None, allowed: int | None = None, *, forced: bool = False

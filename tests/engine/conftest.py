@@ -20,7 +20,6 @@ from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
 
 MakeEngine = Callable[..., LLMEngine]
-Run = Callable[..., dict[str, RequestOutput]]
 TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
 
 
@@ -67,13 +66,3 @@ def finish(engine: LLMEngine, steps: int = 2000) -> dict[str, RequestOutput]:
     assert not engine.has_unfinished
     assert engine.blocks.num_free == engine.blocks.num_blocks, "all blocks are back"
     return last
-
-
-@pytest.fixture(scope="session", name="run")
-def _run() -> Callable[..., dict[str, RequestOutput]]:
-    return run
-
-
-@pytest.fixture(scope="session", name="finish")
-def _finish() -> Callable[..., dict[str, RequestOutput]]:
-    return finish

@@ -63,8 +63,10 @@ def test_streams_are_what_the_engine_says_in_one_go(llm: AsyncLLM, make_engine: 
     for (name, params), outputs in zip(requests.items(), streams, strict=True):
         engine = make_engine(max_model_len=256)
         engine.add_request(name, PROMPT, params, stream=False)
+        expected = list[RequestOutput]()
         while engine.has_unfinished:
-            [*expected] = engine.step()
+            expected += engine.step()
+        assert len(expected) == 1, "without a stream, it is reported at the end only"
         assert [one.token_ids for one in outputs[-1].outputs] == [one.token_ids for one in expected[0].outputs]
         texts = [output.outputs[0].text for output in outputs]
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
@@ -117,7 +119,7 @@ def test_a_failure_on_the_way_is_the_last_output(llm: AsyncLLM, pool: FaultyPool
     )
     assert isinstance(outputs[-1].error, BackendError)
     assert outputs[-1].finished
-    assert len(outputs[-1].outputs[0].token_ids) == 4
+    assert (len(outputs[-1].outputs[0].token_ids), outputs[-1].outputs[0].finish_reason) == (4, "error")
     assert free[-1].error is None
     assert len(free[-1].outputs[0].token_ids) == 30
 

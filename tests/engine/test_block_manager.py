@@ -11,10 +11,6 @@ from engine.block_manager import BlockManager
 BLOCK = 4
 
 
-def manager(num_blocks: int = 8, max_seqs: int = 8, max_blocks: int = 8) -> BlockManager:
-    return BlockManager(num_blocks, BLOCK, max_seqs=max_seqs, max_blocks=max_blocks)
-
-
 class Blocks(RuleBasedStateMachine):
     """Any order of allocating, growing and freeing: nothing leaks, and no written block is shared."""
 
@@ -22,7 +18,7 @@ class Blocks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = manager(num_blocks=12, max_seqs=64, max_blocks=12)
+        self.blocks = BlockManager(12, BLOCK, max_seqs=64, max_blocks=12)
         self.lengths: dict[int, int] = {}
         self.next_id = 0
 

@@ -24,15 +24,6 @@ def texts(tiny_tokenizer: PreTrainedTokenizerFast) -> TokenTexts:
     return TokenTexts(Vocabulary.from_tokenizer(tiny_tokenizer, padded_vocab_size=640), tiny_tokenizer)
 
 
-def feed_one_by_one(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
-    shown = []
-    for count in range(1, len(ids) + 1):
-        detokenizer.feed(ids, count)
-        shown.append(detokenizer.visible(False))
-    detokenizer.flush()
-    return shown
-
-
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(st.integers(6, 599), max_size=40), cuts=st.sets(st.integers(0, 40)))
 def test_any_tokens_in_any_pieces_are_what_the_tokenizer_decodes(
@@ -57,7 +48,10 @@ def test_special_tokens_are_left_out_or_spelled(texts: TokenTexts, tiny_tokenize
 def test_what_may_begin_a_stop_string_is_held_back(texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     detokenizer = Detokenizer(texts, SamplingParams(stop=["END", "!"]))
     ids = [token for letter in "some ENough" for token in tiny_tokenizer.encode(letter)]
-    shown = feed_one_by_one(detokenizer, ids)
+    shown = []
+    for count in range(1, len(ids) + 1):
+        detokenizer.feed(ids, count)
+        shown.append(detokenizer.visible(False))
     assert shown[5] == "some"
     assert shown[-1] == "some ENou"
     assert detokenizer.visible(True) == "some ENough"

@@ -15,7 +15,7 @@ from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from guided.errors import InternalError
-from tests.engine.conftest import MakeEngine, Run
+from tests.engine.conftest import MakeEngine, run
 
 
 def requests() -> dict[str, tuple[Any, SamplingParams]]:
@@ -34,7 +34,7 @@ def requests() -> dict[str, tuple[Any, SamplingParams]]:
 @pytest.mark.parametrize("step", [0, 1, 6])
 @pytest.mark.parametrize("where", ["execute", "compute_logits"])
 def test_out_of_memory_fails_the_newest_group_only(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, run: Run, where: str, step: int
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, where: str, step: int
 ) -> None:
     expected = run(make_engine(), requests())
     engine = make_engine(block_size=4)

@@ -10,7 +10,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import sequence_seed
 from guided.errors import InvalidRequest
-from tests.engine.conftest import MakeEngine, Run
+from tests.engine.conftest import MakeEngine, finish, run
 
 PROMPT = "The quick brown fox"
 
@@ -20,62 +20,62 @@ def greedy(**params: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, **params)
 
 
-def one(make_engine: MakeEngine, run: Run, params: SamplingParams, prompt: Any = PROMPT) -> RequestOutput:
+def one(make_engine: MakeEngine, params: SamplingParams, prompt: Any = PROMPT) -> RequestOutput:
     return run(make_engine(), {"r": (prompt, params)})["r"]
 
 
-def test_it_ends_at_max_tokens_or_at_the_context(make_engine: MakeEngine, run: Run) -> None:
-    output = one(make_engine, run, greedy(ignore_eos=True))
+def test_it_ends_at_max_tokens_or_at_the_context(make_engine: MakeEngine) -> None:
+    output = one(make_engine, greedy(ignore_eos=True))
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 30
-    rest = one(make_engine, run, greedy(max_tokens=None, ignore_eos=True))
+    rest = one(make_engine, greedy(max_tokens=None, ignore_eos=True))
     assert len(rest.outputs[0].token_ids) == 128 - len(rest.prompt_token_ids)
     assert rest.outputs[0].token_ids[:30] == output.outputs[0].token_ids
 
 
-def test_a_stop_token_ends_it_and_is_no_text(make_engine: MakeEngine, run: Run) -> None:
-    free = one(make_engine, run, greedy(ignore_eos=True)).outputs[0]
+def test_a_stop_token_ends_it_and_is_no_text(make_engine: MakeEngine) -> None:
+    free = one(make_engine, greedy(ignore_eos=True)).outputs[0]
     stop = free.token_ids[7]
     assert stop not in free.token_ids[:7]
-    stopped = one(make_engine, run, greedy(stop_token_ids=[stop])).outputs[0]
+    stopped = one(make_engine, greedy(stop_token_ids=[stop])).outputs[0]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert stopped.token_ids == free.token_ids[:8]
-    kept = one(make_engine, run, greedy(stop_token_ids=[stop], include_stop_str_in_output=True)).outputs[0]
+    kept = one(make_engine, greedy(stop_token_ids=[stop], include_stop_str_in_output=True)).outputs[0]
     assert kept.text.startswith(stopped.text)
     assert len(kept.text) > len(stopped.text)
 
 
-def test_the_model_s_own_stop_token_has_no_stop_reason(make_engine: MakeEngine, run: Run) -> None:
+def test_the_model_s_own_stop_token_has_no_stop_reason(make_engine: MakeEngine) -> None:
     eos = make_engine().model.vocabulary.stop_token_ids[0]
-    output = one(make_engine, run, greedy(logit_bias={eos: 100})).outputs[0]
+    output = one(make_engine, greedy(logit_bias={eos: 100})).outputs[0]
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
     assert (output.text, output.token_ids) == ("", [eos])
     spelled = greedy(logit_bias={eos: 100}, include_stop_str_in_output=True, skip_special_tokens=False)
-    assert one(make_engine, run, spelled).outputs[0].text == "<|end|>"
+    assert one(make_engine, spelled).outputs[0].text == "<|end|>"
 
 
-def test_min_tokens_and_ignore_eos(make_engine: MakeEngine, run: Run) -> None:
+def test_min_tokens_and_ignore_eos(make_engine: MakeEngine) -> None:
     eos = make_engine().model.vocabulary.stop_token_ids[0]
-    held = one(make_engine, run, greedy(logit_bias={eos: 100}, min_tokens=5)).outputs[0]
+    held = one(make_engine, greedy(logit_bias={eos: 100}, min_tokens=5)).outputs[0]
     assert (held.finish_reason, len(held.token_ids)) == ("stop", 6)
-    never = one(make_engine, run, greedy(logit_bias={eos: 100}, ignore_eos=True)).outputs[0]
+    never = one(make_engine, greedy(logit_bias={eos: 100}, ignore_eos=True)).outputs[0]
     assert (never.finish_reason, never.token_ids) == ("length", [eos] * 30)
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings(make_engine: MakeEngine, run: Run, include: bool) -> None:
-    free = one(make_engine, run, greedy()).outputs[0]
+def test_stop_strings(make_engine: MakeEngine, include: bool) -> None:
+    free = one(make_engine, greedy()).outputs[0]
     stop = free.text[9:11]
     at = free.text.index(stop)
-    output = one(make_engine, run, greedy(stop=[stop, "never there"], include_stop_str_in_output=include)).outputs[0]
+    output = one(make_engine, greedy(stop=[stop, "never there"], include_stop_str_in_output=include)).outputs[0]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
     assert output.text == free.text[: at + len(stop) * include]
     assert free.token_ids[: len(output.token_ids)] == output.token_ids
-    later = one(make_engine, run, greedy(stop=stop, min_tokens=25)).outputs[0]
+    later = one(make_engine, greedy(stop=stop, min_tokens=25)).outputs[0]
     assert len(later.token_ids) > 25
 
 
-def test_a_seed_repeats_in_any_batch_and_with_any_id(make_engine: MakeEngine, run: Run) -> None:
+def test_a_seed_repeats_in_any_batch_and_with_any_id(make_engine: MakeEngine) -> None:
     mine = SamplingParams(seed=42, temperature=1.2, top_p=0.95, max_tokens=40, n=2, ignore_eos=True)
     others = {f"other {index}": (PROMPT[index:], SamplingParams(max_tokens=40, ignore_eos=True)) for index in range(5)}
     alone = run(make_engine(), {"mine": (PROMPT, mine)})["mine"]
@@ -86,7 +86,7 @@ def test_a_seed_repeats_in_any_batch_and_with_any_id(make_engine: MakeEngine, ru
     assert len(set(seeds)) == 4
 
 
-def test_a_prompt_too_long_is_ignored_and_says_why(make_engine: MakeEngine, run: Run) -> None:
+def test_a_prompt_too_long_is_ignored_and_says_why(make_engine: MakeEngine) -> None:
     engine = make_engine()
     found = run(engine, {"long": ([5] * 128, greedy(max_tokens=1, n=2)), "short": ([5] * 127, greedy(max_tokens=1))})
     assert found["long"].finished
@@ -120,7 +120,7 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert not engine.has_unfinished
 
 
-def test_abort_in_every_state(make_engine: MakeEngine, finish: Run) -> None:
+def test_abort_in_every_state(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_seqs=2)
     for name in ("running", "stays", "waiting"):
         engine.add_request(name, PROMPT, greedy(ignore_eos=True))
@@ -137,15 +137,6 @@ def test_abort_in_every_state(make_engine: MakeEngine, finish: Run) -> None:
     assert len(found["running"].outputs[0].token_ids) == 5
     engine.add_request("running", PROMPT, greedy())  # the id is free again
     assert finish(engine)["running"].finished
-
-
-def test_a_request_that_does_not_stream_is_reported_at_the_end(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.add_request("r", PROMPT, greedy(), stream=False)
-    outputs = []
-    while engine.has_unfinished:
-        outputs += engine.step()
-    assert [output.finished for output in outputs] == [True]
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused(make_engine: MakeEngine) -> None:

@@ -12,7 +12,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from tests.engine.conftest import MakeEngine, Run
+from tests.engine.conftest import MakeEngine, run
 
 PROMPT = "12 23 12 23 12"
 REGEX = "[0-9]{30,60}[a-f]{4,9}"
@@ -72,14 +72,12 @@ def logprobs(found: dict[str, RequestOutput]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: LoadedModel) -> dict[str, RequestOutput]:
-    from tests.engine.conftest import run
-
     return run(LLMEngine(tiny_model, pool=FaultyPool(tiny_model.vocabulary)), requests())
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_outputs_are_the_same(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, expected: dict[str, RequestOutput], name: str
+    make_engine: MakeEngine, tiny_model: LoadedModel, expected: dict[str, RequestOutput], name: str
 ) -> None:
     pool, generator = FaultyPool(tiny_model.vocabulary, forced_tokens="forced" in name), random.Random(name)
     if late := "late" in name:
@@ -98,16 +96,14 @@ def test_outputs_are_the_same(
     assert len(pool.freed) >= len(set(pool.opened)), "the matchers of drafts are freed with their sequence"
 
 
-def test_prefixes_of_a_first_run_change_nothing(
-    make_engine: MakeEngine, run: Run, expected: dict[str, RequestOutput]
-) -> None:
+def test_prefixes_of_a_first_run_change_nothing(make_engine: MakeEngine, expected: dict[str, RequestOutput]) -> None:
     engine = make_engine(block_size=4)
     for _ in range(2):
         assert said(run(engine, requests())) == said(expected)
     assert engine.blocks.tokens_found > engine.blocks.tokens_looked_up // 3
 
 
-def test_forced_tokens_save_steps(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
+def test_forced_tokens_save_steps(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
     steps = []
     for forced in (False, True):
         engine = make_engine(FaultyPool(tiny_model.vocabulary, forced))

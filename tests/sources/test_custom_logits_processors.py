@@ -28,7 +28,7 @@ from engine.outputs import RequestOutput
 from engine.server.app import create_app
 from engine.server.options import ServerSettings
 from guided.errors import InvalidRequest
-from tests.engine.conftest import MakeEngine, Run, new_sequence
+from tests.engine.conftest import MakeEngine, new_sequence, run
 
 source = pytest.mark.source
 PROMPT = [5, 6, 7]
@@ -72,7 +72,7 @@ def tokens(output: RequestOutput) -> list[int]:
 @source("It transforms the rows of the requests that use it; all other rows are unmodified.")
 @source("The example masks all tokens but target_token; it is off for requests without target_token.")
 @source("Custom arguments: SamplingParams.extra_args.")
-def test_the_example(make_engine: MakeEngine, run: Run) -> None:
+def test_the_example(make_engine: MakeEngine) -> None:
     free = {"free": (PROMPT, target(None, temperature=0.0))}
     expected = tokens(run(make_engine(), free)["free"])
     requests = {"67": (PROMPT, target(67)), **free, "68": (PROMPT, target(68, 2))}
@@ -103,7 +103,7 @@ def test_constructor(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
 
 @source("is_argmax_invariant() is evaluated once at startup.")
 @source("If it is True, apply is skipped in steps in which all requests use greedy sampling.")
-def test_argmax_invariance(make_engine: MakeEngine, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argmax_invariance(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     for is_invariant, temperature, calls in [(False, 0.0, 6), (True, 0.0, 0), (True, 1.0, 6)]:
         asked = mock.Mock(return_value=is_invariant)
         monkeypatch.setattr(Recorder, "is_argmax_invariant", asked)
@@ -115,9 +115,7 @@ def test_argmax_invariance(make_engine: MakeEngine, run: Run, monkeypatch: pytes
 @source("Each step calls update_state() and apply().")
 @source("batch_update may be None: the batch has not changed.")
 @source("A processor may use the output_token_ids list that it has retained since the request was added.")
-def test_the_calls_of_a_step_and_the_retained_output(
-    make_engine: MakeEngine, run: Run, tiny_model: LoadedModel
-) -> None:
+def test_the_calls_of_a_step_and_the_retained_output(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
     events: list[Any] = []
 
     class Retaining(Recorder):
@@ -169,7 +167,7 @@ def test_added_replace_finished_and_the_batch_is_condensed(
     "All requests in the persistent batch are running requests.",
     differs="A request is in the batch only in steps that sample it: not while its prompt is computed in chunks.",
 )
-def test_the_batch_has_the_rows_that_are_sampled(make_engine: MakeEngine, run: Run) -> None:
+def test_the_batch_has_the_rows_that_are_sampled(make_engine: MakeEngine) -> None:
     engine = make_engine(logits_processors=(Recorder,), max_num_batched_tokens=16, max_num_seqs=2, block_size=8)
     run(engine, {"long": ([5] * 40, target(None, 1))})
     assert [update and update.batch_size for update in Recorder.updates] == [None, None, 1]
@@ -181,7 +179,7 @@ def test_the_batch_has_the_rows_that_are_sampled(make_engine: MakeEngine, run: R
 @source("AdapterLogitsProcessor wraps a request-level processor.")
 @source("new_req_logits_processor may return None: the processor is not applied to this request.")
 @source("The base class keeps a sparse state, and discards that of finished requests.")
-def test_wrapped_example(make_engine: MakeEngine, run: Run) -> None:
+def test_wrapped_example(make_engine: MakeEngine) -> None:
     sizes: list[int] = []
 
     class Wrapped(WrappedPerReqLogitsProcessor):
@@ -260,7 +258,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     "vLLM always loads all processors of the group.",
     differs="--no-logits-processor-plugins turns that off, and our own entry, which is for vLLM, is left out.",
 )
-def test_entry_points(install: Callable[..., None], make_engine: MakeEngine, run: Run) -> None:
+def test_entry_points(install: Callable[..., None], make_engine: MakeEngine) -> None:
     install("second = sample_processors:MyBias", f"first = {FQCN}")
     engine = make_engine(logits_processors=("sample_processors:MyMinP",))
     names = [kind.__name__ for kind in engine.sampler.processors.classes]

@@ -14,7 +14,7 @@ from sample_processors import DummyLogitsProcessor
 
 from engine.logits_processors import BatchUpdate, LogitsProcessor, SamplingParams, VllmConfig
 from engine.outputs import RequestOutput
-from tests.engine.conftest import MakeEngine, Run
+from tests.engine.conftest import MakeEngine, run
 
 source = pytest.mark.source
 Requests = dict[str, tuple[Any, SamplingParams]]
@@ -91,7 +91,7 @@ def tokens(found: dict[str, RequestOutput]) -> dict[str, list[int]]:
     "The BatchUpdate data structure is no longer necessary.",
     differs="Both models run: a class that defines add_request is of the RFC's model, any other gets BatchUpdates.",
 )
-def test_both_models_run_together(make_engine: MakeEngine, run: Run) -> None:
+def test_both_models_run_together(make_engine: MakeEngine) -> None:
     seen: list[Any] = []
 
     class Current(DummyLogitsProcessor):
@@ -107,7 +107,7 @@ def test_both_models_run_together(make_engine: MakeEngine, run: Run) -> None:
 @source("Adding and removing requests is separated from update_state.")
 @source("add_request adds information about a new request, or changes nothing.")
 @source("remove_request removes the information, if such information is present.")
-def test_add_request_and_remove_request(make_engine: MakeEngine, run: Run) -> None:
+def test_add_request_and_remove_request(make_engine: MakeEngine) -> None:
     free = {"free": ([8, 9], target(None, 3))}
     expected = tokens(run(make_engine(), free))
     requests = {"67": (PROMPT, target(67, 1)), **free, "68": (PROMPT, target(68, 2))}
@@ -125,7 +125,7 @@ def test_add_request_and_remove_request(make_engine: MakeEngine, run: Run) -> No
 @source("The rows of the logits are mapped to requests by the current stepwise ordering: index_mapping.")
 @source("index_mapping None: the ordering is unchanged from the previous step.")
 @source("Each step applies a new order on-the-fly; the persistent batch is not reordered.")
-def test_index_mapping(make_engine: MakeEngine, run: Run) -> None:
+def test_index_mapping(make_engine: MakeEngine) -> None:
     lengths = [2, 4, 1, 4]
     requests = {f"{n}": (PROMPT, target(100 + n, length)) for n, length in enumerate(lengths)}
     engine = make_engine(logits_processors=(TargetToken,))
@@ -141,7 +141,7 @@ def test_index_mapping(make_engine: MakeEngine, run: Run) -> None:
     "index_mapping has the size of the persistent batch.",
     differs="It has one entry for each row of the logits: a sequence that is not sampled in a step has none.",
 )
-def test_index_mapping_has_one_entry_per_row(make_engine: MakeEngine, run: Run) -> None:
+def test_index_mapping_has_one_entry_per_row(make_engine: MakeEngine) -> None:
     engine = make_engine(logits_processors=(TargetToken,), max_num_seqs=4, max_num_batched_tokens=32)
     run(engine, {"short": (PROMPT, target(67, 3)), "long": ([5] * 40, target(68, 1))})
     assert [call[0] for call in calls("update_state")] == [[0], [1, 0], [0]]
@@ -150,7 +150,7 @@ def test_index_mapping_has_one_entry_per_row(make_engine: MakeEngine, run: Run) 
 @source("token_ids: a row per persistent index, with the request's prompt ids and output ids concatenated.")
 @source("seq_lens: for each persistent index, the total length (prompt and output tokens).")
 @source("With index_mapping None, a processor may still use the updated token_ids and seq_lens.")
-def test_token_ids_and_seq_lens(make_engine: MakeEngine, run: Run) -> None:
+def test_token_ids_and_seq_lens(make_engine: MakeEngine) -> None:
     run(make_engine(logits_processors=(TargetToken,)), {"67": ([8, 9], target(67, 3)), "68": (PROMPT, target(68, 3))})
     for step, (mapping, token_ids, seq_lens) in enumerate(calls("update_state")):
         assert (mapping is None) == (step > 0)

@@ -9,7 +9,7 @@ import pytest
 from engine.batch import Batch, Chunk
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
-from tests.engine.conftest import MakeEngine, Run
+from tests.engine.conftest import MakeEngine, run
 from tests.sources.step_views import SamplingMetadata, SamplingType, seq_group_metadata_list
 
 source = pytest.mark.source
@@ -29,7 +29,7 @@ def batch(make_engine: MakeEngine) -> Batch:
 
 
 @source("prompt_logprobs outputs the probabilities of all prompt tokens but the first")
-def test_prompt_logprobs(make_engine: MakeEngine, run: Run) -> None:
+def test_prompt_logprobs(make_engine: MakeEngine) -> None:
     params = SamplingParams(prompt_logprobs=2, max_tokens=2)
     prompt = [11, 12, 13, 14]
     scored = run(make_engine(), {"r": (prompt, params)})["r"].prompt_logprobs
@@ -79,7 +79,7 @@ def test_the_rows_of_the_figure(batch: Batch) -> None:
 
 @source("rows 7 to 10 are dropped, so that the last layer need not compute them")
 def test_the_head_computes_no_row_that_is_dropped(
-    make_engine: MakeEngine, run: Run, tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
     head = tiny_model.head.forward
@@ -90,7 +90,7 @@ def test_the_head_computes_no_row_that_is_dropped(
 
 @source("_apply_top_k_top_p sorts the logits and restores their order")
 @pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}])
-def test_top_k_and_top_p(make_engine: MakeEngine, run: Run, fields: dict[str, Any]) -> None:
+def test_top_k_and_top_p(make_engine: MakeEngine, fields: dict[str, Any]) -> None:
     greedy = run(make_engine(), {"r": ("So?", SamplingParams(temperature=0.0, max_tokens=9))})["r"]
     random = run(make_engine(), {"r": ("So?", SamplingParams(temperature=1.0, max_tokens=9, **fields))})["r"]
     assert random.outputs[0].token_ids == greedy.outputs[0].token_ids

@@ -262,7 +262,7 @@ class RevisedPoisonable(RevisedBias):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         self._raise("apply", self.rows)
-        return super().apply(logits)
+        return logits
 
     def _raise(self, where: str, indices: list[int]) -> None:
         if any(_extra(self.params[index], "poison") == where for index in indices):

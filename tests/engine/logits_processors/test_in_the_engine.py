@@ -1,4 +1,4 @@
-"""Custom processors in a running engine: their order, their rows, and the rest of the batch when one raises."""
+"""Custom processors: what is not loaded, the same tokens as the engine's own, and the batch when one raises."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import sample_processors as sample
 import torch
 from faulty_pool import FaultyPool
 
-from engine.logits_processors import BatchUpdate
+from engine import LLM, AsyncLLM
+from engine.config import EngineConfig
+from engine.logits_processors import BatchUpdate, LogitsProcessor
+from engine.logits_processors.loading import load_classes
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from tests.engine.conftest import MakeEngine, Run
+from guided.pools.inline import InlinePool
+from tests.engine.conftest import MakeEngine, run
 
 PROMPT = "Zwölf Boxkämpfer"
 REGEX = "[0-9]{30,60}[a-f]{4,9}"
@@ -27,7 +31,7 @@ def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
     return {name: [list(one.token_ids) for one in output.outputs] for name, output in found.items()}
 
 
-def test_a_processor_sees_prompt_and_output(make_engine: MakeEngine, run: Run) -> None:
+def test_a_processor_sees_prompt_and_output(make_engine: MakeEngine) -> None:
     echo = SamplingParams(max_tokens=30, extra_args={"echo": True})
     engine = make_engine(logits_processors=(sample.EchoLogitsProcessor,), **TIGHT)
     found = tokens(run(engine, {f"{n}": ([n, 20 + n, 30 + n], echo) for n in range(10, 17)}))
@@ -57,7 +61,7 @@ def requests(bias: str, min_p: str) -> dict[str, tuple[Any, SamplingParams]]:
 @pytest.mark.parametrize("model", [(sample.MyBias, sample.MyMinP), (sample.RevisedBias, sample.RevisedMinP)])
 @pytest.mark.parametrize(("config", "late"), [({}, False), (TIGHT, True)])
 def test_custom_bias_and_min_p_equal_the_engines_own(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, model: Any, config: dict[str, Any], late: bool
+    make_engine: MakeEngine, tiny_model: LoadedModel, model: Any, config: dict[str, Any], late: bool
 ) -> None:
     """Before the penalties and after the mask, preempted or not, and with late rows: the same tokens."""
     expected = run(make_engine(), requests("logit_bias", "min_p"))
@@ -71,21 +75,14 @@ def test_custom_bias_and_min_p_equal_the_engines_own(
     assert (engine.stats.late_rows > 20) == late
 
 
-def test_a_late_row_stays_in_the_batch(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
-    """A processor of V1's model is told once of each sequence, and sees the output grow by one token at a time."""
-    seen: dict[int, list[int]] = {}
+def test_a_late_row_stays_in_the_batch(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
+    """A processor of V1's model is told once of each sequence."""
     added: list[list[int]] = []
 
     class Stateful(sample.DummyLogitsProcessor):
         def update_state(self, batch_update: BatchUpdate | None) -> None:
             super().update_state(batch_update)
             added.extend(output for *_, output in (batch_update.added if batch_update else ()))
-
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            for output in added:
-                lengths = seen.setdefault(id(output), [])
-                lengths += [len(output)] if lengths[-1:] != [len(output)] else []
-            return super().apply(logits)
 
     pool, generator = FaultyPool(tiny_model.vocabulary), random.Random(1)
     pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 1, 4])
@@ -96,35 +93,6 @@ def test_a_late_row_stays_in_the_batch(make_engine: MakeEngine, tiny_model: Load
     assert tokens(run(engine, wanted)) == {str(token): [[token] * 20] * 2 for token in digits}
     assert engine.stats.late_rows > 20
     assert len(added) == 20
-    assert all(lengths[:20] == list(range(20)) for lengths in seen.values())
-
-
-def test_the_order_in_which_logits_are_changed(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
-    eos = next(iter(tiny_model.vocabulary.stop_token_ids))
-    seen: list[torch.Tensor] = []
-
-    def logits_of(is_after: bool, **params: Any) -> torch.Tensor:
-        class Looking(sample.DummyLogitsProcessor):
-            def is_argmax_invariant(self) -> bool:
-                return is_after
-
-            def apply(self, logits: torch.Tensor) -> torch.Tensor:
-                seen.append(logits.clone())
-                return logits
-
-        run(make_engine(logits_processors=(Looking,)), {"r": ([5, 6, 7], SamplingParams(max_tokens=1, **params))})
-        return seen.pop()[0]
-
-    raw = logits_of(False)
-    assert torch.equal(logits_of(False, repetition_penalty=2.0, regex="[0-9]"), raw), "not penalised, not masked"
-    biased = logits_of(False, logit_bias={9: 3.0}, min_tokens=1)
-    assert biased[9] == raw[9] + 3.0
-    assert biased[eos] == pytest.approx(-1e30)
-    after = logits_of(True, repetition_penalty=2.0, temperature=0.5, regex="[0-9]", min_p=0.5)
-    allowed = after.isfinite()
-    assert 0 < allowed.sum() < 12, "masked, and min_p is over"
-    assert 5 not in allowed.nonzero()
-    assert torch.allclose(after[allowed], raw[allowed] / 0.5)
 
 
 # -- what raises
@@ -141,12 +109,12 @@ def poisoned(where: str, **params: Any) -> SamplingParams:
     + [(sample.RevisedPoisonable, where) for where in ("add_request", "update_state", "apply")],
 )
 def test_a_processor_that_raises_fails_one_request(
-    make_engine: MakeEngine, run: Run, processor: type[sample.Poisonable], where: str
+    make_engine: MakeEngine, processor: type[sample.Poisonable], where: str
 ) -> None:
-    """Although it has spoilt all logits by then. The engine goes on, with a processor that was made anew."""
-    others = {name: each for name, each in requests("logit_bias", "min_p").items() if name != "seeded"}
-    expected = run(make_engine(), others)
-    engine = make_engine(logits_processors=(processor,))
+    """Although it has spoilt all logits by then. It is made anew, and the other processors run once in that step."""
+    expected = run(make_engine(), requests("logit_bias", "min_p"))
+    others = requests("my bias", "my min_p")
+    engine = make_engine(logits_processors=(sample.MyBias, processor, sample.MyMinP))
     engine.add_request("early", PROMPT, SamplingParams(max_tokens=40, seed=2))
     engine.step()
     found = run(engine, {**others, "poison": (PROMPT, poisoned(where, n=2, seed=1))})
@@ -158,17 +126,7 @@ def test_a_processor_that_raises_fails_one_request(
     assert engine.stats.failures == {"logits_processor_failed": 1}
 
 
-def test_a_second_processor_runs_once_if_the_first_raises(make_engine: MakeEngine, run: Run) -> None:
-    others = requests("logit_bias", "min_p")
-    expected = run(make_engine(), others)
-    for order in ([sample.MyBias, sample.Poisonable], [sample.Poisonable, sample.MyBias]):
-        engine = make_engine(logits_processors=tuple(order))
-        found = run(engine, {**requests("my bias", "min_p"), "poison": (PROMPT, poisoned("apply"))})
-        assert found.pop("poison").error is not None
-        assert tokens(found) == tokens(expected)
-
-
-def test_a_processor_that_cannot_be_made_again_fails_all(make_engine: MakeEngine, run: Run) -> None:
+def test_a_processor_that_cannot_be_made_again_fails_all(make_engine: MakeEngine) -> None:
     class Once(sample.Poisonable):
         made = 0
 
@@ -184,12 +142,8 @@ def test_a_processor_that_cannot_be_made_again_fails_all(make_engine: MakeEngine
     assert isinstance(later["c"].error, LogitsProcessorFailed), "never without it"
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_what_forbids_all_tokens_is_an_error_of_that_request(make_engine: MakeEngine, run: Run, late: bool) -> None:
+def test_what_forbids_all_tokens_is_an_error_of_that_request(make_engine: MakeEngine) -> None:
     class Nothing(sample.MyBias):
-        def is_argmax_invariant(self) -> bool:
-            return late
-
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             logits[list(self.values)] = float("-inf")
             return logits
@@ -201,10 +155,46 @@ def test_what_forbids_all_tokens_is_an_error_of_that_request(make_engine: MakeEn
     assert found["some"].error is None
 
 
-# -- admission, and ways in
+# -- loading and admission
 
 
 def test_validate_params_refuses(make_engine: MakeEngine) -> None:
     engine = make_engine(logits_processors=(sample.BadValidator,))
     with pytest.raises(LogitsProcessorFailed, match="BadValidator"):
         engine.add_request("r", PROMPT, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("sample_processors", "sample_processors can't be loaded: .*give it as module:Class"),
+        ("sample_processors:", "module:Class"),
+        ("no_such_module:It", "no_such_module:It can't be loaded: ModuleNotFoundError"),
+        ("sample_processors:Nobody", "sample_processors:Nobody can't be loaded: AttributeError"),
+        ("sample_processors:logger", "is not a subclass of engine.logits_processors.LogitsProcessor"),
+        ("sample_processors:SamplingParams", "is not a subclass"),
+        (dict, "is not a subclass"),
+    ],
+)
+def test_what_is_no_processor_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_classes(EngineConfig(logits_processors=(given,)))
+
+
+@pytest.mark.parametrize("method", ["apply", "remove_request"])
+def test_a_missing_method_is_refused(method: str) -> None:
+    methods = {name: value for name, value in vars(sample.RevisedBias).items() if name != method}
+    processor = type("Incomplete", (LogitsProcessor,), methods)
+    with pytest.raises(ValueError, match=f"Incomplete needs the method {method}"):
+        load_classes(EngineConfig(logits_processors=(processor,)))
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_one_that_cant_be_made_stops_the_start(
+    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    shut: list[InlinePool] = []
+    monkeypatch.setattr(InlinePool, "shutdown", lambda pool: shut.append(pool))
+    with pytest.raises(ValueError, match=r"CantBeMade can't be made: OSError\('no such file'\)"):
+        kind(tiny_model, "inline", logits_processors=[sample.CantBeMade])
+    assert len(shut) == 1, "its pool is shut down"
