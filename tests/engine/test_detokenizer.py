@@ -26,7 +26,9 @@ def texts(tiny_tokenizer: PreTrainedTokenizerFast) -> TokenTexts:
 
 # Token 193 is the byte 255, which is in no text: it has no bytes (`Vocabulary.from_tokenizer`).
 @settings(max_examples=60, deadline=None)
-@given(ids=st.lists(st.integers(6, 599).filter(lambda token: token != 193), max_size=40), cuts=st.sets(st.integers(0, 40)))
+@given(
+    ids=st.lists(st.integers(6, 599).filter(lambda token: token != 193), max_size=40), cuts=st.sets(st.integers(0, 40))
+)
 def test_any_tokens_in_any_pieces_are_what_the_tokenizer_decodes(
     texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast, ids: list[int], cuts: set[int]
 ) -> None:
