@@ -13,10 +13,10 @@ from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher, guard
-from guided.backends.output_rules import NumberLimit, token_limit
 from guided.backends.schema_lowering import TIERS
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.output_rules import NumberLimit, token_limit
 from guided.schema.validation import Validator
 from guided.structural_tag import Content, contents
 from guided.tags.content_reader import ContentReader, Reading
