@@ -228,6 +228,7 @@ class WorkerConnection:
 
     def receive(self) -> list[SequenceState]:
         """Read the answers that have arrived. Returns the sequences that the worker failed, with their errors."""
+        self.channel.push()  # if all rows are late, no step sends the rest of a large frame
         failed = []
         while (frame := self.channel.receive()) is not None:
             try:

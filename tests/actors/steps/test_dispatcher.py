@@ -51,6 +51,12 @@ def test_a_backend_that_holds_the_lock_has_an_actor_of_its_own(cluster: Cluster)
     assert cluster.where(8) == 1
 
 
+def test_a_large_frame_arrives_while_all_rows_are_late(cluster: Cluster) -> None:
+    cluster.open(1)
+    assert cluster.step((1, "a" * 2_000_000), deadline=0.0) == ["late"]
+    until(lambda: cluster.dispatcher.decided() == [1])
+
+
 def test_an_actor_that_comes_up_ends_the_wait_of_a_step(cluster: Cluster) -> None:
     cluster.end(0)
     cluster.end(1)
