@@ -109,6 +109,12 @@ class _Lowering(FewKeywords):
         return expanded
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
+        large: list[str] = []
+        json.loads(json.dumps(values), parse_int=lambda text: large.append(text) if len(text) > 18 else None)
+        if large:  # the library writes 10**30 as 1e+30, which is another number
+            refusal = self.refusal(schema, keyword, f" with an integer as large as {bounded(large[0], 40)}")
+            refusal.keyword = ""  # not left out: jsonschema-rs compares such numbers as floats
+            raise refusal
         return {"enum": values}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:

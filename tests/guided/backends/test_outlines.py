@@ -80,3 +80,9 @@ def test_regexes_match_as_a_whole(backend: OutlinesBackend, pattern: str, valid:
 def test_a_regex_that_the_empty_text_matches_is_refused(backend: OutlinesBackend) -> None:
     with pytest.raises(UnsupportedConstraint, match="empty"):
         backend.compile(Constraint.regex("a*"))
+
+
+def test_large_integers_are_refused(backend: OutlinesBackend) -> None:
+    with pytest.raises(UnsupportedConstraint, match="as large as 1000000"):
+        backend.compile(Constraint.json_schema({"items": {"enum": [1, 10**30]}}))
+    backend.compile(Constraint.json_schema({"const": "1000000000000000000000000000000"}))
