@@ -204,8 +204,10 @@ def _is_answered(client: TestClient, body: dict[str, Any]) -> bool:
     assert answer.headers["x-request-id"]
     if answer.status_code != 200:
         assert answer.status_code in (400, 500), answer.text
-        assert answer.headers["x-should-retry"] == "false"
-        _check_error(answer.json()["error"], answer.status_code)
+        error = answer.json()["error"]
+        if error["code"] != "constraint_not_met":  # another sample may meet it
+            assert answer.headers["x-should-retry"] == "false"
+        _check_error(error, answer.status_code)
         return False
     if not body.get("stream"):
         for choice in answer.json()["choices"]:
