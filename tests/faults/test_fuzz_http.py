@@ -38,7 +38,7 @@ from guided.limits import CompileLimits
 
 EXAMPLES = max(1, settings.default.max_examples // 5)
 SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-INTERNAL = {"backend_error", "dead_end", "token_rejected", "mask_timeout"}
+INTERNAL = {"backend_error", "constraint_not_met", "dead_end", "token_rejected", "mask_timeout"}
 """Our errors that a grammar may cause. `internal_error` is not one of them."""
 
 
