@@ -70,7 +70,7 @@ class _TextAnswer(ChoicesAnswer):
         super().__init__(context, job, guided)
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(job.num_choices)]
         self._lengths = [0] * job.num_choices
-        """By choice: characters of the tokens whose log-probabilities were built."""
+        """By choice: number of characters of the tokens that have their log-probabilities."""
 
     def message(self, index: int, text: str) -> dict[str, Any]:
         return {"text": self._echoed(index) + text}
