@@ -9,6 +9,7 @@ from ray_clusters import run
 
 LOSS = """
 import sys
+from contextlib import suppress
 import psutil
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, gone, until
@@ -21,8 +22,9 @@ for name in "raylet", "gcs_server":
     lost, pids = driven.open("length=1000", number=4), driven.pids
     driven.go_on(lost)
     for process in psutil.Process().children(recursive=True):
-        if process.name() == name:
-            process.kill()
+        with suppress(psutil.NoSuchProcess):  # a process may end beside this loop
+            if process.name() == name:
+                process.kill()
     if name == "gcs_server":
         driven.go_on(lost)  # steps do not use Ray
     until(lambda: pool.status().trouble is not None, 120)
@@ -36,8 +38,9 @@ for name in "raylet", "gcs_server":
     driven.close()
 assert "ray" not in sys.modules, "Ray would end this process"
 pool.shutdown()
-left = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
-assert not left, left
+with suppress(psutil.NoSuchProcess):
+    left = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    assert not left, left
 print("done", flush=True)
 """
 
