@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray._private import node, ray_constants, services, utils
@@ -25,7 +26,7 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.mask_actor import ANSWERS, MaskActor, forward
+from actors.mask_actor import ANSWERS, Lines, MaskActor, forward
 from actors.processes import RETRY_SECONDS, TICK_SECONDS
 from actors.protocol import SegmentName, attach, connect
 from guided.errors import PoolUnavailable, bounded
@@ -142,8 +143,14 @@ class Session:
         actor, table = self._actor, attach(segment)
         if table is None:
             raise PoolUnavailable("the memory of the engine's process cannot be mapped")
-        collect = actor.collect.options(concurrency_group=ANSWERS)
-        forward(connect(path), table, actor.deliver.remote, lambda: ray.get(collect.remote()))
+        collect = actor.collect.options(concurrency_group=ANSWERS).remote
+        calls = deque([collect()])
+
+        def lines() -> Lines:
+            calls.append(collect())  # the actor goes on while lines are on their way
+            return cast(Lines, ray.get(calls.popleft()))
+
+        forward(connect(path), table, actor.deliver.remote, lines)
 
 
 def _described(error: Exception) -> PoolUnavailable:

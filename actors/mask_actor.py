@@ -114,7 +114,7 @@ class Lines(NamedTuple):
     """`[n]`."""
     columns: dict[str, NDArray[Any]]
     """`[n, ...]`: what the worker has written, but for the masks. `ready` is the last."""
-    changed: NDArray[np.intp]
+    changed: NDArray[np.int32]
     """`[m]`: positions of the words that differ from those sent before, in the flattened masks `[n, words]`."""
     mask: NDArray[np.int32]
     """`[m]`: the words there."""
@@ -155,16 +155,18 @@ class RemoteSteps:
         """Wait for changed lines. Those that are ready wait a few milliseconds for the others of their step."""
         table, failures = self._table, list[bytes]()
         self._news.wait()
-        deadline, has_waited = time.monotonic() + _REPORT_SECONDS, False
+        deadline, has_news = time.monotonic() + _REPORT_SECONDS, False
         while True:
             self._news.clear()
             table.mark["wake"] = 1  # the server sends a message when it has nothing left to fill
-            changed = table.ready != self._sent_ready
             is_complete = bool(((self._failed == table.target) | (table.ready == table.target)).all())
-            if is_complete or (has_waited and changed.any()) or time.monotonic() > deadline:
+            changed = table.ready != self._sent_ready  # after `is_complete`: rows are filled meanwhile
+            if changed.any() and not has_news:
+                deadline, has_news = time.monotonic() + _TOGETHER_SECONDS, True
+            left = deadline - time.monotonic()
+            if is_complete or left <= 0:
                 break
-            has_waited = bool(changed.any())
-            failures += self._failures(_TOGETHER_SECONDS)
+            failures += self._failures(min(left, _TOGETHER_SECONDS))
         if not is_complete:
             self._news.set()
         return self._lines(np.flatnonzero(changed), failures)
@@ -186,7 +188,7 @@ class RemoteSteps:
         ready = table.ready[slots]  # before the others: a line that is filled again meanwhile has the older version
         columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced")}
         masks = table.mask[slots]
-        words = np.flatnonzero(masks != self._sent_mask[slots])
+        words = np.flatnonzero(masks != self._sent_mask[slots]).astype(np.int32)
         self._sent_ready[slots], self._sent_mask[slots] = ready, masks
         mark = table.mark.copy()
         mark["since"] = time.monotonic() - mark["since"]

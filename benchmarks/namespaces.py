@@ -151,7 +151,7 @@ def measure(
     network: Network, python: str, third: subprocess.Popen[bytes], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return the figures by delay, and those of the run in which the third node disappears."""
-    pool = {"address": _HEAD, "placement": "guided_mask", "actor_cpus": 0, "compile_cpus": 0, "max_replays": 1}
+    pool = {"address": _HEAD, "placement": "guided_mask", "actor_cpus": 0, "max_replays": 1}
     given = {"actors": 2, "compile_seconds": 10.0, "pool": {**pool, "pool_wait": 120.0}}
     tokens = Tokens.tekken()
     drawn = documents(tokens, options.schemas, max_schema=MAX_SCHEMA["llguidance"])
