@@ -26,6 +26,7 @@ from guided.errors import (
     InvalidConstraint,
     InvalidRequest,
 )
+from guided.tools.custom import Parser
 from guided.tools.parser import OutputParser
 
 logger = logging.getLogger("guided.server")
@@ -43,8 +44,13 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     context: ServerContext,
+    parser: Callable[[], Parser] | None = None,
 ) -> SamplingParams:
-    """Build and check the parameters. A null field takes the model's default, else OpenAI's."""
+    """Build and check the parameters. A null field takes the model's default, else OpenAI's.
+
+    Args:
+        parser: `SamplingParams.parser`.
+    """
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
     if request.vllm_xargs and not context.engine.engine.sampler.processors.classes:
@@ -62,6 +68,7 @@ def sampling_params(
         constraint=wanted.constraint,
         backend=wanted.backend,
         extra_args=request.vllm_xargs,
+        parser=parser,
     )
 
 
@@ -75,12 +82,14 @@ class OutputForm:
     """What the answer calls the constraint, if the request's own is only a part of it."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
-    parser: Callable[[], OutputParser] = OutputParser
+    parser: Callable[[], Parser] = OutputParser
     """Makes the parser of a choice's output."""
     shows_special_tokens: bool = False
     """The parser reads special tokens."""
     id_length: int = 29
     """Number of characters of a call's id."""
+    not_enforced: Sequence[str] = ()
+    """Fields of the request with schemas that are not enforced at all."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,9 @@ class Job:
     groups: Sequence[SequenceGroup] = ()
     """One per prompt. `admitted` sets them."""
     form: OutputForm = field(default_factory=OutputForm)
+    relax: Callable[[InvalidConstraint], Job] | None = None
+    """Builds the job again with any object as the arguments of the function that the error is about. Raises the error if
+    it is about something else, or the function is strict."""
 
     @property
     def log_ids(self) -> dict[str, str]:
@@ -159,7 +171,7 @@ def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str,
 def _not_enforced(pointer: str, places: Mapping[str, tuple[str, str]]) -> str:
     """Translate a pointer into a constraint to one into the request's field, after the field's name if it is a tool."""
     name, inner = _field_at(pointer, places) or ("", pointer)
-    return (name if name.startswith("tools[") else "") + inner
+    return (name if "[" in name else "") + inner
 
 
 Outputs = AsyncIterator[tuple[int, RequestOutput]]
@@ -189,7 +201,7 @@ def _guided_info(job: Job, first: RequestOutput) -> GuidedInfo | None:
     constraint, backend = job.params.constraint, first.backend
     if constraint is None or backend is None:
         return None
-    unknown = [_not_enforced(each, job.form.places) for each in constraint.not_enforced]
+    unknown = [*job.form.not_enforced, *(_not_enforced(each, job.form.places) for each in constraint.not_enforced)]
     at_end = [_not_enforced(each, job.form.places) for each in first.checked] or None
     return GuidedInfo(kind=job.form.kind or constraint.kind, backend=backend, not_enforced=unknown, checked=at_end)
 

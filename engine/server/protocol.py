@@ -13,14 +13,15 @@ from functools import cache, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from guided.errors import InvalidRequest, bounded
 
 REFUSED = {
     "tools": "functions are called in chats: use /v1/chat/completions or /v1/responses",
     "tool_choice": "functions are called in chats",
-    "functions": "this former field is not supported: use tools",
-    "function_call": "this former field is not supported: use tools, tool_choice and tool_calls",
+    "functions": "this former name of tools is known in /v1/chat/completions only",
+    "function_call": "this former name of tool_choice is known in /v1/chat/completions only",
     "modalities": "the only modality is text",
     "audio": "audio is not supported",
     "suffix": "the models served here don't fill in the middle",
@@ -40,7 +41,7 @@ _NEUTRAL: tuple[Any, ...] = (None, [], "", False, "none", "auto", ["text"])
 
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "prediction"),
+    *("prompt_cache_retention", "prediction", "verbosity"),
 )
 """Known fields that can't change the answer. They are accepted with `--strict-fields` too."""
 
@@ -272,48 +273,123 @@ class CalledFunction(Body):
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
+class CalledCustom(Body):
+    name: str
+    input: str = ""
+
+
 class ToolCall(Body):
-    """A function call in an assistant's message."""
+    """A call in an assistant's message."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction = Field(default=None, description="Of a custom tool: made from `custom`.")
+    custom: CalledCustom | None = None
     index: int | None = None
+
+    @model_validator(mode="after")
+    def _as_function(self) -> Self:
+        _check_given(self)
+        if self.custom is not None:
+            self.function = CalledFunction(name=self.custom.name, arguments={"input": self.custom.input})
+        return self
+
+
+
+def _check_given(owner: ToolCall | Tool) -> None:
+    """Check that a tool or a call has the field that its type names."""
+    if getattr(owner, owner.type) is None:
+        raise PydanticCustomError("missing", "the type {kind} needs a field {kind}", {"kind": owner.type})
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[TextPart] | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = Field(default=None, description="The former form of a tool call.")
     reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`."""
-        message = self.model_dump(exclude_none=True, exclude={"tool_calls"}) | {"content": joined(self.content)}
-        if self.role == "developer":
-            message["role"] = "system"
-        if self.tool_calls:
+        """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
+        former one for `tool`."""
+        message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
+        message |= {"content": joined(self.content), "role": _ROLES.get(self.role, self.role)}
+        calls = self.tool_calls or [ToolCall(function=called) for called in (self.function_call,) if called is not None]
+        if calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": call.function.for_template()}
-                for call in self.tool_calls
+                {"id": call.id, "type": "function", "function": call.function.for_template()} for call in calls
             ]
         return message
 
 
+_ROLES = {"developer": "system", "function": "tool"}
+ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")]
+
+
 class FunctionDefinition(Body):
-    name: str = Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(default=None, description="false: the arguments are any object.")
+    strict: bool | None = Field(default=None, description="true: refuse a schema that can't be enforced.")
+
+
+class InputFormat(Body):
+    """What a custom tool takes: any text, or that of a grammar."""
+
+    tolerant = False
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_grammar(cls, data: Any) -> Any:
+        """Chats have the fields of the grammar in `grammar`, responses beside `type`."""
+        if isinstance(data, dict) and isinstance(grammar := data.get("grammar"), dict):
+            return {**{name: value for name, value in data.items() if name != "grammar"}, **grammar}
+        return data
+
+
+class CustomDefinition(Body):
+    """A tool whose input is a text."""
+
+    name: ToolName
+    description: str | None = None
+    format: InputFormat | None = Field(default=None, description="Default: any text.")
+
+    @property
+    def lark(self) -> str | None:
+        """The Lark grammar of the input, if it has one."""
+        has_grammar = self.format is not None and self.format.type == "grammar" and self.format.syntax == "lark"
+        return self.format.definition if has_grammar else None
+
+    def as_function(self) -> FunctionDefinition:
+        """Return the function with the input as its only argument, as the model is told of it."""
+        text: dict[str, Any] = {"type": "string"}
+        if self.lark is not None:
+            text["description"] = f"Text in this Lark grammar:\n{self.lark}"
+        elif self.format is not None and self.format.type == "grammar":
+            text["pattern"] = f"^(?:{self.format.definition})$"
+        parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        closed = {**parameters, "additionalProperties": False}
+        return FunctionDefinition(name=self.name, description=self.description, parameters=closed, strict=True)
 
 
 class Tool(Body):
-    """A function that the model may call."""
+    """A function or a custom tool that the model may call."""
 
-    type: Literal["function"]
-    function: FunctionDefinition
+    type: Literal["function", "custom"]
+    function: FunctionDefinition = Field(default=None, description="Of a custom tool: made from `custom`.")
+    custom: CustomDefinition | None = None
+
+    @model_validator(mode="after")
+    def _as_function(self) -> Self:
+        _check_given(self)
+        if self.custom is not None:
+            self.function = self.custom.as_function()
+        return self
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates."""
@@ -342,10 +418,26 @@ class ChatRequest(TurnRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Many[Tool] | None = None
+    functions: Many[FunctionDefinition] | None = Field(default=None, description="The former name of `tools`.")
+    function_call: str | dict[str, Any] | None = Field(default=None, description="The former name of `tool_choice`.")
     reasoning: Literal["free", "constrained"] | None = Field(
         default=None, description="Where the constraint starts: after the thinking phase (free), or at the first token."
     )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
+
+    @model_validator(mode="after")
+    def _take_functions(self) -> Self:
+        """Read the former fields as tools and a choice among them. Their answer has one call."""
+        functions, choice = self.functions or [], self.function_call
+        if not functions and choice is None:
+            return self
+        if self.tools:
+            name = "functions" if functions else "function_call"
+            raise InvalidRequest(f"tools do not go with {name}, a former field: use tool_choice", param=name)
+        self.tools = [Tool(type="function", function=each) for each in functions]
+        self.tool_choice = {"type": "function", **choice} if isinstance(choice, dict) else choice
+        self.parallel_tool_calls = False
+        return self
 
 
 class CompletionRequest(GenerationRequest):
@@ -415,7 +507,9 @@ class GuidedInfo(BaseModel):
 
     kind: str | None = None
     backend: str | None = None
-    not_enforced: list[str] = Field(default=[], description="JSON pointers of unknown formats and misspelt keywords.")
+    not_enforced: list[str] = Field(
+        default=[], description="JSON pointers of unknown formats and misspelt keywords; functions that are not enforced."
+    )
     checked: list[str] | None = None
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     masks: MaskTimes | None = None
