@@ -124,7 +124,7 @@ class SamplingParams:
     constraint: Constraint | None = field(default=None, repr=False)
     """Normally None: it is built from the fields above. Instead of them, a ready `Constraint` can be given."""
     parser: Callable[[], Any] | None = field(default=None, repr=False)
-    """Makes the parser (`guided.tools.parser`) that finds the free text of an output. `stop` applies only to this text."""
+    """Makes the parser (`guided.tools.parser`) that finds the free text of an output, to which `stop` applies."""
 
     def __new__(cls, *values: Any, **fields: Any) -> SamplingParams:
         refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__)

@@ -52,10 +52,11 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     for index, tool in enumerate(body.tools or ()):
+        name, schema = f"tools[{index}].function.name", parameters_field(index)
         if body.functions:
-            names[parameters_field(index)] = f"functions[{index}].parameters"
+            names |= {name: f"functions[{index}].name", schema: f"functions[{index}].parameters"}
         elif tool.custom is not None:
-            names[parameters_field(index)] = f"tools[{index}].custom.format"
+            names |= {name: f"tools[{index}].custom.name", schema: f"tools[{index}].custom.format"}
     job = build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, names)
     return _FunctionsAnswer if body.functions else _ChatAnswer, job
 
@@ -143,9 +144,7 @@ def build_job(
     return with_relaxed(frozenset())
 
 
-def _parser_for_stops(
-    body: ChatRequest, wanted: RequestedConstraint, form: OutputForm
-) -> Callable[[], Parser] | None:
+def _parser_for_stops(body: ChatRequest, wanted: RequestedConstraint, form: OutputForm) -> Callable[[], Parser] | None:
     """Return the parser that finds the free text of an output, where `stop` applies. None: all of it is."""
     if form.parser is OutputParser:
         return None
@@ -159,7 +158,11 @@ def _respelled(
 ) -> OutputForm:
     """Return the form of an output with the request's names of fields, and a parser that knows its custom tools."""
     places = {place: (names.get(field, field), pointer) for place, (field, pointer) in form.places.items()}
-    custom = {tool.function.name: tool.custom.lark is not None for tool in body.tools or () if tool.custom is not None}
+    custom = {
+        tool.function.name: tool.custom.grammar("lark") is not None
+        for tool in body.tools or ()
+        if tool.custom is not None
+    }
     parser = partial(CustomCalls, form.parser, custom) if custom else form.parser
     named = [names.get(field, field) for field in not_enforced]
     return replace(form, places=places, parser=parser, not_enforced=named)

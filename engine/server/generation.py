@@ -115,8 +115,8 @@ class Job:
     """One per prompt. `admitted` sets them."""
     form: OutputForm = field(default_factory=OutputForm)
     relax: Callable[[InvalidConstraint], Job] | None = None
-    """Builds the job again with any object as the arguments of the function that the error is about. Raises the error if
-    it is about something else, or the function is strict."""
+    """Builds the job again with any object as the arguments of the function that the error is about. Raises the error
+    if it is about something else, or the function is strict."""
 
     @property
     def log_ids(self) -> dict[str, str]:

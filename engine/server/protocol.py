@@ -273,6 +273,10 @@ class CalledFunction(Body):
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
+_MADE: Any = None
+"""Default of a field that a validator sets."""
+
+
 class CalledCustom(Body):
     name: str
     input: str = ""
@@ -283,7 +287,7 @@ class ToolCall(Body):
 
     id: str | None = None
     type: Literal["function", "custom"] = "function"
-    function: CalledFunction = Field(default=None, description="Of a custom tool: made from `custom`.")
+    function: CalledFunction = Field(default=_MADE, description="Of a custom tool: made from `custom`.")
     custom: CalledCustom | None = None
     index: int | None = None
 
@@ -293,7 +297,6 @@ class ToolCall(Body):
         if self.custom is not None:
             self.function = CalledFunction(name=self.custom.name, arguments={"input": self.custom.input})
         return self
-
 
 
 def _check_given(owner: ToolCall | Tool) -> None:
@@ -359,19 +362,18 @@ class CustomDefinition(Body):
     description: str | None = None
     format: InputFormat | None = Field(default=None, description="Default: any text.")
 
-    @property
-    def lark(self) -> str | None:
-        """The Lark grammar of the input, if it has one."""
-        has_grammar = self.format is not None and self.format.type == "grammar" and self.format.syntax == "lark"
-        return self.format.definition if has_grammar else None
+    def grammar(self, syntax: Literal["lark", "regex"]) -> str | None:
+        """Return the grammar of the input, if it has one in this syntax."""
+        form = self.format
+        return form.definition if form is not None and form.type == "grammar" and form.syntax == syntax else None
 
     def as_function(self) -> FunctionDefinition:
         """Return the function with the input as its only argument, as the model is told of it."""
         text: dict[str, Any] = {"type": "string"}
-        if self.lark is not None:
-            text["description"] = f"Text in this Lark grammar:\n{self.lark}"
-        elif self.format is not None and self.format.type == "grammar":
-            text["pattern"] = f"^(?:{self.format.definition})$"
+        if (lark := self.grammar("lark")) is not None:
+            text["description"] = f"Text in this Lark grammar:\n{lark}"
+        elif (pattern := self.grammar("regex")) is not None:
+            text["pattern"] = f"^(?:{pattern})$"
         parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         closed = {**parameters, "additionalProperties": False}
         return FunctionDefinition(name=self.name, description=self.description, parameters=closed, strict=True)
@@ -381,7 +383,7 @@ class Tool(Body):
     """A function or a custom tool that the model may call."""
 
     type: Literal["function", "custom"]
-    function: FunctionDefinition = Field(default=None, description="Of a custom tool: made from `custom`.")
+    function: FunctionDefinition = Field(default=_MADE, description="Of a custom tool: made from `custom`.")
     custom: CustomDefinition | None = None
 
     @model_validator(mode="after")
@@ -508,7 +510,8 @@ class GuidedInfo(BaseModel):
     kind: str | None = None
     backend: str | None = None
     not_enforced: list[str] = Field(
-        default=[], description="JSON pointers of unknown formats and misspelt keywords; functions that are not enforced."
+        default=[],
+        description="JSON pointers of unknown formats and misspelt keywords; functions that are not enforced.",
     )
     checked: list[str] | None = None
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""

@@ -70,12 +70,7 @@ class InputItem(Body):
     """A message, a call, its output, or thoughts. Items of an answer can be sent back as they are."""
 
     type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "reasoning",
+        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
     ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Many[InputPart] | None = None

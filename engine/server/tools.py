@@ -57,7 +57,8 @@ def requested_calls(
         parameters = None if is_relaxed else _parameters(tool, field, limits, strict=strict)
         if parameters is None:
             not_enforced.append(field)
-        text = None if tool.custom is None or tool.custom.lark is None else _text_format(tool.custom.lark, tool_format)
+        lark = None if tool.custom is None else tool.custom.grammar("lark")
+        text = None if lark is None else _text_format(lark, tool_format)
         functions.append(Function(tool.function.name, parameters or {"type": "object"}, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
     answer = None if constraint is None else as_format(constraint)
@@ -115,7 +116,7 @@ def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[
     allowed = choice.get("allowed_tools", choice) if choice.get("type") == "allowed_tools" else None
     try:
         mode = "named" if allowed is None else allowed["mode"]
-        tools = [choice] if allowed is None else allowed["tools"]
+        tools: Any = [choice] if allowed is None else allowed["tools"]
         names = [each.get(each.get("type"), each)["name"] for each in tools]
     except (AttributeError, KeyError, TypeError):
         names = []

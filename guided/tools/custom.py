@@ -30,7 +30,7 @@ class CustomCalls:
         tools: name of a custom tool -> whether its input is written as it is.
     """
 
-    def __init__(self, make_parser: Callable[[], OutputParser], tools: Mapping[str, bool]) -> None:
+    def __init__(self, make_parser: Callable[[], Parser], tools: Mapping[str, bool]) -> None:
         self._parser = make_parser()
         self._tools = tools
         self._is_raw: bool | None = None
@@ -72,3 +72,6 @@ def _input_of(arguments: str) -> str:
     except ValueError:
         begun = _BEGUN.match(arguments)
         return "" if begun is None else str(json.loads(f'"{begun["text"]}"', strict=False))
+
+
+Parser = OutputParser | CustomCalls

@@ -178,7 +178,9 @@ def test_odd_schemas_are_not_enforced_and_named(hermes: TestClient, stream: bool
 @pytest.mark.parametrize("index", range(len(ODD)))
 def test_a_strict_function_needs_a_schema_that_can_be_enforced(hermes: TestClient, index: int) -> None:
     function = {**ODD[index]["function"], "strict": True}
-    assert refusal(hermes, tools=[{"type": "function", "function": function}])["param"] == "tools[0].function.parameters"
+    assert (
+        refusal(hermes, tools=[{"type": "function", "function": function}])["param"] == "tools[0].function.parameters"
+    )
     assert refusal(hermes, tools=[ODD[index]], strict_schema=True)["param"] == "tools[0].function.parameters"
 
 
@@ -200,7 +202,10 @@ def test_a_stop_string_ends_text_and_no_call(hermes: TestClient) -> None:
 
 
 def custom(name: str, form: Any = None) -> dict[str, Any]:
-    return {"type": "custom", "custom": {"name": name, "description": f"does {name}", **({"format": form} if form else {})}}
+    return {
+        "type": "custom",
+        "custom": {"name": name, "description": f"does {name}", **({"format": form} if form else {})},
+    }
 
 
 SUM = 'start: term ("+" term)+\nterm: NUMBER | "(" start ")"\nNUMBER: /[1-9][0-9]?/\n'
@@ -358,8 +363,9 @@ def test_calls_in_other_forms_are_the_same_conversation() -> None:
     written = {"tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": 'a"b'}}]}
     answer = {"role": "tool", "tool_call_id": "c"}
     assert rendered(written, answer) == rendered(call(json.dumps({"input": 'a"b'})), answer)
-    old, [former, answered] = call('{"a": 1}'), rendered(
-        {"function_call": {"name": "f", "arguments": '{"a": 1}'}}, {"role": "function", "name": "f"}
+    old, [former, answered] = (
+        call('{"a": 1}'),
+        rendered({"function_call": {"name": "f", "arguments": '{"a": 1}'}}, {"role": "function", "name": "f"}),
     )
     assert former["tool_calls"][0]["function"] == rendered(old, answer)[0]["tool_calls"][0]["function"]
     assert answered == {"role": "tool", "name": "f", "content": "3"}
@@ -376,7 +382,12 @@ def test_calls_in_other_forms_are_the_same_conversation() -> None:
         ({"functions": [{"name": "f"}]}, "functions", "former field", None),
         ({"tools": [*TOOLS, tool("roll_dice")]}, "tools[2].function.name", "tools[0]", None),
         ({"tools": [tool("no spaces")]}, "tools[0].function.name", "match pattern", None),
-        ({"tools": [*TOOLS, tool("f", WRONG, strict=True)]}, "tools[2].function.parameters", "strin", "/properties/a/type"),
+        (
+            {"tools": [*TOOLS, tool("f", WRONG, strict=True)]},
+            "tools[2].function.parameters",
+            "strin",
+            "/properties/a/type",
+        ),
         ({"tools": [tool("f", {"type": "array"}, strict=True)]}, "tools[0].function.parameters", "object", None),
         ({"tool_choice": "required", "backend": "outlines"}, "backend", "structural_tag", None),
     ],
