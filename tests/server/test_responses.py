@@ -166,7 +166,7 @@ CODE = {"type": "grammar", "syntax": "regex", "definition": '"[A-Z]{2}\n"'}
 @pytest.mark.parametrize(("form", "expected"), [(SUM, r"1(\+[1-9]){1,3}"), (CODE, '"[A-Z]{2}\n"')])
 def test_a_custom_tool(hermes: TestClient, form: dict[str, Any], expected: str) -> None:
     custom = {"type": "custom", "name": "write", "description": "Write it.", "format": form}
-    asked = {"tools": [TOOL, custom], "tool_choice": {"type": "custom", "name": "write"}}
+    asked = {"tools": [TOOL, custom], "tool_choice": {"type": "custom", "name": "write"}, "seed": 3}
     [call] = create(hermes, **asked)["output"]
     assert ResponseCustomToolCall.model_validate(call).name == "write"
     assert re.fullmatch(expected, call["input"])
