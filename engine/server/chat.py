@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -14,17 +14,16 @@ from pydantic import BaseModel, Field
 
 from engine.outputs import CompletionOutput
 from engine.server.answers import Answer, ChoicesAnswer, finite, ranked
-from engine.server.constraints import RequestedConstraint, requested_constraint
+from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, OutputForm, Outputs, sampling_params
+from engine.server.custom_calls import CustomCalls
+from engine.server.generation import Job, Outputs, sampling_params
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
-from engine.server.tools import output_form, parameters_field, requested_calls, tool_to_relax
-from guided.errors import InvalidRequest
-from guided.request import refuse_stops
-from guided.tools.custom import CustomCalls, Parser
-from guided.tools.parser import OutputParser, Piece
+from engine.server.tools import MAX_RELAXED, field_to_relax, output_form, parameters_field, requested_calls
+from guided.errors import InvalidConstraint, InvalidRequest
+from guided.tools.parser import Piece
 
 
 class _CheckRoute(GenerationRoute):
@@ -55,7 +54,7 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
         name, schema = f"tools[{index}].function.name", parameters_field(index)
         if body.functions:
             names |= {name: f"functions[{index}].name", schema: f"functions[{index}].parameters"}
-        elif tool.custom is not None:
+        elif tool.type == "custom":
             names |= {name: f"tools[{index}].custom.name", schema: f"tools[{index}].custom.format"}
     job = build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, names)
     return _FunctionsAnswer if body.functions else _ChatAnswer, job
@@ -116,19 +115,24 @@ def build_job(
     )
     rest = body.model_copy(update={"messages": []})
 
-    def with_relaxed(relaxed: frozenset[int]) -> Job:
+    def with_relaxed(relaxed: frozenset[str]) -> Job:
         calls, not_enforced = requested_calls(rest, context, wanted.constraint, relaxed)
         form = output_form(rest, context, wanted, calls, prompt)
-        params = sampling_params(
-            rest,
-            replace(wanted, constraint=form.constraint),
-            max_tokens=limit,
-            logprobs=logprobs,
-            context=context,
-            parser=_parser_for_stops(rest, wanted, form),
+        params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
+
+        def relax(error: InvalidConstraint) -> Job:
+            field = field_to_relax(rest, error, names)
+            if field is None or field in relaxed or len(relaxed) >= MAX_RELAXED:
+                raise error
+            return with_relaxed(relaxed | {field})
+
+        custom = {tool.function.name: tool.lark is not None for tool in rest.tools or () if tool.type == "custom"}
+        form = replace(
+            form,
+            places={place: (names.get(field, field), pointer) for place, (field, pointer) in form.places.items()},
+            parser=partial(CustomCalls, form.parser, custom) if custom else form.parser,
+            not_enforced=[names.get(field, field) for field in not_enforced],
         )
-        if form.shows_special_tokens:
-            params = replace(params, skip_special_tokens=False, spaces_between_special_tokens=False)
         return Job(
             request_id,
             http_id,
@@ -137,35 +141,11 @@ def build_job(
             wanted.param or (None if calls is None else "tools"),
             rest.stream,
             include_usage=rest.wants_usage,
-            form=_respelled(form, rest, names, not_enforced),
-            relax=lambda error: with_relaxed(relaxed | {tool_to_relax(rest, error, names, relaxed)}),
+            form=form,
+            relax=relax,
         ).admitted(context)
 
     return with_relaxed(frozenset())
-
-
-def _parser_for_stops(body: ChatRequest, wanted: RequestedConstraint, form: OutputForm) -> Callable[[], Parser] | None:
-    """Return the parser that finds the free text of an output, where `stop` applies. None: all of it is."""
-    if form.parser is OutputParser:
-        return None
-    if wanted.constraint is not None:
-        refuse_stops(wanted.constraint, body.stop, None)
-    return form.parser
-
-
-def _respelled(
-    form: OutputForm, body: ChatRequest, names: Mapping[str, str], not_enforced: Sequence[str]
-) -> OutputForm:
-    """Return the form of an output with the request's names of fields, and a parser that knows its custom tools."""
-    places = {place: (names.get(field, field), pointer) for place, (field, pointer) in form.places.items()}
-    custom = {
-        tool.function.name: tool.custom.grammar("lark") is not None
-        for tool in body.tools or ()
-        if tool.custom is not None
-    }
-    parser = partial(CustomCalls, form.parser, custom) if custom else form.parser
-    named = [names.get(field, field) for field in not_enforced]
-    return replace(form, places=places, parser=parser, not_enforced=named)
 
 
 class _ChatAnswer(ChoicesAnswer):

@@ -15,6 +15,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
+from engine.server.custom_calls import Parser
 from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.protocol import GenerationRequest, GuidedInfo
 from guided.constraint import KINDS, Constraint
@@ -26,7 +27,7 @@ from guided.errors import (
     InvalidConstraint,
     InvalidRequest,
 )
-from guided.tools.custom import Parser
+from guided.request import refuse_stops
 from guided.tools.parser import OutputParser
 
 logger = logging.getLogger("guided.server")
@@ -40,19 +41,17 @@ _SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationR
 def sampling_params(
     request: GenerationRequest,
     wanted: RequestedConstraint,
+    form: OutputForm,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     context: ServerContext,
-    parser: Callable[[], Parser] | None = None,
 ) -> SamplingParams:
-    """Build and check the parameters. A null field takes the model's default, else OpenAI's.
-
-    Args:
-        parser: `SamplingParams.parser`.
-    """
+    """Build and check the parameters. A null field takes the model's default, else OpenAI's."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
+    if form.shows_special_tokens:
+        given |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
     if request.vllm_xargs and not context.engine.engine.sampler.processors.classes:
         raise InvalidRequest(
             "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
@@ -61,14 +60,16 @@ def sampling_params(
     if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
         name = "use_beam_search" if request.use_beam_search else "best_of"
         raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
+    if wanted.constraint is not None:
+        refuse_stops(wanted.constraint, request.stop, None)
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,
         logprobs=logprobs,
-        constraint=wanted.constraint,
+        constraint=form.constraint,
         backend=wanted.backend,
         extra_args=request.vllm_xargs,
-        parser=parser,
+        parser=None if form.parser is OutputParser else form.parser,
     )
 
 

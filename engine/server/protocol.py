@@ -13,7 +13,6 @@ from functools import cache, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from guided.errors import InvalidRequest, bounded
 
@@ -263,46 +262,33 @@ def joined(content: str | list[Any] | None) -> str:
 class CalledFunction(Body):
     name: str
     arguments: str | dict[str, Any] = ""
+    input: str | None = Field(default=None, description="Of a custom tool, instead of arguments.")
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates: the arguments are an object there."""
-        arguments: Any = self.arguments
+        arguments: Any = self.arguments if self.input is None else {"input": self.input}
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
-_MADE: Any = None
-"""Default of a field that a validator sets."""
-
-
-class CalledCustom(Body):
-    name: str
-    input: str = ""
+def _custom_as_function(data: Any) -> Any:
+    """Return a tool or a call of type `custom` with its field `custom` as `function`."""
+    if isinstance(data, dict) and data.get("type") == "custom" and "custom" in data:
+        return {**{name: value for name, value in data.items() if name != "custom"}, "function": data["custom"]}
+    return data
 
 
 class ToolCall(Body):
-    """A call in an assistant's message."""
+    """A call of a function or of a custom tool in an assistant's message."""
 
     id: str | None = None
     type: Literal["function", "custom"] = "function"
-    function: CalledFunction = Field(default=_MADE, description="Of a custom tool: made from `custom`.")
-    custom: CalledCustom | None = None
+    function: CalledFunction
     index: int | None = None
 
-    @model_validator(mode="after")
-    def _as_function(self) -> Self:
-        _check_given(self)
-        if self.custom is not None:
-            self.function = CalledFunction(name=self.custom.name, arguments={"input": self.custom.input})
-        return self
-
-
-def _check_given(owner: ToolCall | Tool) -> None:
-    """Check that a tool or a call has the field that its type names."""
-    if getattr(owner, owner.type) is None:
-        raise PydanticCustomError("missing", "the type {kind} needs a field {kind}", {"kind": owner.type})
+    _take_custom = model_validator(mode="before")(_custom_as_function)
 
 
 class Message(Body):
@@ -328,14 +314,6 @@ class Message(Body):
 
 
 _ROLES = {"developer": "system", "function": "tool"}
-ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")]
-
-
-class FunctionDefinition(Body):
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(default=None, description="true: refuse a schema that can't be enforced.")
 
 
 class InputFormat(Body):
@@ -354,48 +332,50 @@ class InputFormat(Body):
             return {**{name: value for name, value in data.items() if name != "grammar"}, **grammar}
         return data
 
+    def input_schema(self) -> dict[str, Any]:
+        """Return the schema of the text, as the model is told of it."""
+        if self.type == "text":
+            return {"type": "string"}
+        if self.syntax == "regex":
+            return {"type": "string", "pattern": f"^(?:{self.definition})$"}
+        return {"type": "string", "description": f"Text in this Lark grammar:\n{self.definition}"}
 
-class CustomDefinition(Body):
-    """A tool whose input is a text."""
 
-    name: ToolName
+class FunctionDefinition(Body):
+    name: str = Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
-    format: InputFormat | None = Field(default=None, description="Default: any text.")
-
-    def grammar(self, syntax: Literal["lark", "regex"]) -> str | None:
-        """Return the grammar of the input, if it has one in this syntax."""
-        form = self.format
-        return form.definition if form is not None and form.type == "grammar" and form.syntax == syntax else None
-
-    def as_function(self) -> FunctionDefinition:
-        """Return the function with the input as its only argument, as the model is told of it."""
-        text: dict[str, Any] = {"type": "string"}
-        if (lark := self.grammar("lark")) is not None:
-            text["description"] = f"Text in this Lark grammar:\n{lark}"
-        elif (pattern := self.grammar("regex")) is not None:
-            text["pattern"] = f"^(?:{pattern})$"
-        parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        closed = {**parameters, "additionalProperties": False}
-        return FunctionDefinition(name=self.name, description=self.description, parameters=closed, strict=True)
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(default=None, description="true: refuse a schema that can't be enforced.")
+    format: InputFormat | None = Field(default=None, description="Of a custom tool's input. Default: any text.")
 
 
 class Tool(Body):
     """A function or a custom tool that the model may call."""
 
     type: Literal["function", "custom"]
-    function: FunctionDefinition = Field(default=_MADE, description="Of a custom tool: made from `custom`.")
-    custom: CustomDefinition | None = None
+    function: FunctionDefinition
+
+    _take_custom = model_validator(mode="before")(_custom_as_function)
 
     @model_validator(mode="after")
-    def _as_function(self) -> Self:
-        _check_given(self)
-        if self.custom is not None:
-            self.function = self.custom.as_function()
+    def _describe_input(self) -> Self:
+        """Give a custom tool the parameters of a function with its input as the only argument."""
+        if self.type == "custom":
+            text = (self.function.format or InputFormat(type="text")).input_schema()
+            schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+            self.function.parameters, self.function.strict = {**schema, "additionalProperties": False}, True
         return self
+
+    @property
+    def lark(self) -> str | None:
+        """The Lark grammar of a custom tool's input, if it has one."""
+        form = self.function.format if self.type == "custom" else None
+        return form.definition if form is not None and (form.type, form.syntax) == ("grammar", "lark") else None
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+        described = self.function.model_dump(exclude_none=True, exclude={"strict", "format"})
+        return {"type": "function", "function": described}
 
 
 class TurnRequest(GenerationRequest):

@@ -22,13 +22,10 @@ from engine.server.generation import Job
 from engine.server.protocol import (
     CHAT_EXAMPLE,
     Body,
-    CalledCustom,
     CalledFunction,
     ChatRequest,
-    CustomDefinition,
     FunctionDefinition,
     GuidedInfo,
-    InputFormat,
     Many,
     Message,
     ResponseFormat,
@@ -121,7 +118,6 @@ class FunctionTool(FunctionDefinition):
     """A function or a custom tool that the model may call."""
 
     type: Literal["function", "custom"]
-    format: InputFormat | None = Field(default=None, description="Of a custom tool. Default: any text.")
 
 
 class ResponsesRequest(TurnRequest):
@@ -199,18 +195,13 @@ def _turn(items: Sequence[InputItem]) -> Message:
 
 
 def _call(item: InputItem) -> ToolCall:
-    name = item.name or ""
-    if item.type == "custom_tool_call":
-        return ToolCall(id=item.call_id, type="custom", custom=CalledCustom(name=name, input=item.input or ""))
-    return ToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments or ""))
+    called = CalledFunction(name=item.name or "", arguments=item.arguments or "", input=item.input)
+    return ToolCall(id=item.call_id, function=called)
 
 
 def _chat_tool(tool: FunctionTool) -> Tool:
-    if tool.type == "custom":
-        custom = CustomDefinition(name=tool.name, description=tool.description, format=tool.format)
-        return Tool(type="custom", custom=custom)
     given = {name: getattr(tool, name) for name in FunctionDefinition.model_fields}
-    return Tool(type="function", function=FunctionDefinition.model_construct(**given))
+    return Tool(type=tool.type, function=FunctionDefinition.model_construct(**given))
 
 
 CHAT_FIELDS = {**dict.fromkeys(("messages", "prompt"), "input"), "max_tokens": "max_output_tokens"}

@@ -25,13 +25,13 @@ MAX_RELAXED = 8
 
 
 def requested_calls(
-    body: ChatRequest, context: ServerContext, constraint: Constraint | None, relaxed: Collection[int] = ()
+    body: ChatRequest, context: ServerContext, constraint: Constraint | None, relaxed: Collection[str] = ()
 ) -> tuple[Calls | None, list[str]]:
     """Return the calls that the answer may have, or None; and the fields with schemas that are not enforced.
 
     Args:
         constraint: on an answer without calls.
-        relaxed: indices of the tools with any object as arguments.
+        relaxed: fields of schemas that are not enforced: the arguments are any object.
     """
     tools = body.tools or []
     _check_names(tools)
@@ -52,13 +52,12 @@ def requested_calls(
         if tool.function.name not in names:
             continue
         field = parameters_field(index)
-        is_relaxed = index in relaxed or (is_off and tool.function.strict is False)
+        is_relaxed = field in relaxed or (is_off and tool.function.strict is False)
         strict = tool.function.strict is True or body.strict_schema is True
         parameters = None if is_relaxed else _parameters(tool, field, limits, strict=strict)
         if parameters is None:
             not_enforced.append(field)
-        lark = None if tool.custom is None else tool.custom.grammar("lark")
-        text = None if lark is None else _text_format(lark, tool_format)
+        text = None if tool.lark is None else _text_format(tool.lark, tool_format)
         functions.append(Function(tool.function.name, parameters or {"type": "object"}, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
     answer = None if constraint is None else as_format(constraint)
@@ -70,22 +69,14 @@ def parameters_field(index: int) -> str:
     return f"tools[{index}].function.parameters"
 
 
-def tool_to_relax(
-    body: ChatRequest, error: InvalidConstraint, names: Mapping[str, str], relaxed: Collection[int]
-) -> int:
-    """Return the index of the tool with a schema that can't be enforced, as `error` says, and need not be. Raises the
-    error if it is about something else.
-
-    Args:
-        names: fields of a chat -> their names in the request.
-        relaxed: indices of the tools with any object as arguments.
-    """
+def field_to_relax(body: ChatRequest, error: InvalidConstraint, names: Mapping[str, str]) -> str | None:
+    """Return the schema of arguments that can't be enforced, as `error` says, and need not be. None: it is about
+    something else. `names`: fields of a chat -> their names in the request."""
     for index, tool in enumerate(body.tools or ()):
-        field = parameters_field(index)
-        is_meant = error.param == names.get(field, field) and index not in relaxed and len(relaxed) < MAX_RELAXED
-        if is_meant and tool.function.strict is not True and not body.strict_schema:
-            return index
-    raise error
+        field, strict = parameters_field(index), tool.function.strict is True or body.strict_schema is True
+        if error.param == names.get(field, field):
+            return None if strict else field
+    return None
 
 
 def _text_format(lark: str, tool_format: ToolFormat) -> dict[str, Any]:

@@ -1,24 +1,18 @@
 """Calls of custom tools: OpenAI's tools whose input is a text, not JSON.
 
 The model is told of a function whose only argument is the input. If the input is any text, or matches a regex, the
-model writes the JSON of this argument. Text in a Lark grammar is written as it is: its lexemes have no JSON.
+model writes the JSON of this argument. Text in a Lark grammar is written as it is: its lexemes know no JSON.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
-from guided.tools.parser import OutputParser, Piece
+from pydantic_core import from_json
 
-_HEX = "[0-9a-fA-F]"
-_CHARACTER = (
-    rf'[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB]){_HEX}{{4}}|\\u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}'
-)
-_BEGUN = re.compile(rf'\s*\{{\s*"input"\s*:\s*"(?P<text>(?:{_CHARACTER})*+)')
-"""The beginning of the JSON of an input, up to the last complete character."""
+from guided.tools.parser import OutputParser, Piece
 
 
 class CustomCalls:
@@ -60,18 +54,11 @@ class CustomCalls:
         if self._is_raw:
             return replace(piece, kind="input")
         self._arguments += piece.text
-        before, self._input = self._input, _input_of(self._arguments)
-        new = self._input[len(before) :]
+        before = len(self._input)
+        with suppress(ValueError):  # a lone surrogate
+            self._input = from_json(self._arguments, allow_partial="trailing-strings").get("input", "")
+        new = self._input[before:]
         return replace(piece, kind="input", text=new) if new else None
-
-
-def _input_of(arguments: str) -> str:
-    """Return the input in the JSON of a call's arguments, or what is known of it while they grow."""
-    try:
-        return str(json.loads(arguments)["input"])
-    except ValueError:
-        begun = _BEGUN.match(arguments)
-        return "" if begun is None else str(json.loads(f'"{begun["text"]}"', strict=False))
 
 
 Parser = OutputParser | CustomCalls
