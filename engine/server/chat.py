@@ -21,7 +21,7 @@ from engine.server.generation import Job, Outputs, sampling_params
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
-from engine.server.tools import MAX_RELAXED, field_to_relax, output_form, parameters_field, requested_calls
+from engine.server.tools import MAX_TRIES, fields_to_relax, output_form, parameters_field, requested_calls
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 
@@ -97,7 +97,8 @@ def build_job(
         request_id, http_id: those of `Job`.
         names: fields of a chat -> their names in the request.
     """
-    wanted = requested_constraint(body, context.settings.backend, context.engine.engine.config.limits)
+    limits = context.engine.engine.config.limits
+    wanted = requested_constraint(body, context.settings.backend, limits)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
     logprobs = body.top_logprobs or 0 if body.logprobs else None
@@ -115,17 +116,19 @@ def build_job(
     )
     rest = body.model_copy(update={"messages": []})
 
-    def with_relaxed(relaxed: frozenset[str]) -> Job:
-        calls, not_enforced = requested_calls(rest, context, wanted.constraint, relaxed)
-        form = output_form(rest, context, wanted, calls, prompt)
-        params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
-
+    def with_relaxed(relaxed: frozenset[str], tries: int) -> Job:
         def relax(error: InvalidConstraint) -> Job:
-            field = field_to_relax(rest, error, names)
-            if field is None or field in relaxed or len(relaxed) >= MAX_RELAXED:
+            found = fields_to_relax(rest, error, names, limits) - relaxed
+            if not found or tries == MAX_TRIES:
                 raise error
-            return with_relaxed(relaxed | {field})
+            return with_relaxed(relaxed | found, tries + 1)
 
+        try:
+            calls, not_enforced = requested_calls(rest, context, wanted.constraint, relaxed)
+            form = output_form(rest, context, wanted, calls, prompt)
+        except InvalidConstraint as error:
+            return relax(error)
+        params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
         custom = {tool.function.name: tool.lark is not None for tool in rest.tools or () if tool.type == "custom"}
         form = replace(
             form,
@@ -145,7 +148,7 @@ def build_job(
             relax=relax,
         ).admitted(context)
 
-    return with_relaxed(frozenset())
+    return with_relaxed(frozenset(), 0)
 
 
 class _ChatAnswer(ChoicesAnswer):

@@ -20,8 +20,8 @@ from guided.tools.formats import Calls, Function, ReasoningFormat, ToolFormat, a
 from guided.tools.parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
-MAX_RELAXED = 8
-"""Maximum number of functions of a request that are found not to be enforceable when they are compiled."""
+MAX_TRIES = 8
+"""Number of times that a job is built again because the arguments of a function can't be enforced."""
 
 
 def requested_calls(
@@ -45,20 +45,17 @@ def requested_calls(
             " or ask for the call's JSON with json_schema",
             param="tools",
         )
-    limits = context.engine.engine.config.limits
     is_off = context.settings.tool_strict == "off"
     functions, not_enforced = [], []
     for index, tool in enumerate(tools):
         if tool.function.name not in names:
             continue
         field = parameters_field(index)
-        is_relaxed = field in relaxed or (is_off and tool.function.strict is False)
-        strict = tool.function.strict is True or body.strict_schema is True
-        parameters = None if is_relaxed else _parameters(tool, field, limits, strict=strict)
-        if parameters is None:
+        if is_relaxed := field in relaxed or (is_off and tool.function.strict is False):
             not_enforced.append(field)
+        parameters = {"type": "object"} if is_relaxed else _parameters(tool, field)
         text = None if tool.lark is None else _text_format(tool.lark, tool_format)
-        functions.append(Function(tool.function.name, parameters or {"type": "object"}, text))
+        functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
     answer = None if constraint is None else as_format(constraint)
     return Calls(tool_format, functions, mode != "auto", parallel, answer), not_enforced
@@ -69,14 +66,26 @@ def parameters_field(index: int) -> str:
     return f"tools[{index}].function.parameters"
 
 
-def field_to_relax(body: ChatRequest, error: InvalidConstraint, names: Mapping[str, str]) -> str | None:
-    """Return the schema of arguments that can't be enforced, as `error` says, and need not be. None: it is about
-    something else. `names`: fields of a chat -> their names in the request."""
-    for index, tool in enumerate(body.tools or ()):
-        field, strict = parameters_field(index), tool.function.strict is True or body.strict_schema is True
-        if error.param == names.get(field, field):
-            return None if strict else field
-    return None
+def fields_to_relax(
+    body: ChatRequest, error: InvalidConstraint, names: Mapping[str, str], limits: Limits
+) -> frozenset[str]:
+    """Return the fields of all schemas of arguments that can't be enforced and need not be, if `error` is about one.
+
+    Args:
+        names: fields of a chat -> their names in the request.
+    """
+    tools = {} if body.strict_schema else {parameters_field(index): tool for index, tool in enumerate(body.tools or ())}
+    lenient = {field: tool for field, tool in tools.items() if tool.function.strict is not True}
+    meant = {field for field in lenient if error.param in (field, names.get(field))}
+    return frozenset(meant.union(field for field in lenient if meant and not _is_valid(lenient[field], field, limits)))
+
+
+def _is_valid(tool: Tool, field: str, limits: Limits) -> bool:
+    try:
+        Constraint.json_schema(_parameters(tool, field), limits=limits)
+    except InvalidConstraint:
+        return False
+    return True
 
 
 def _text_format(lark: str, tool_format: ToolFormat) -> dict[str, Any]:
@@ -124,22 +133,15 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(f"tool_choice: {message}", param="tool_choice")
 
 
-def _parameters(tool: Tool, field: str, limits: Limits, *, strict: bool) -> dict[str, Any] | None:
-    """Return the schema of a function's arguments, which are an object. None: it can't be enforced, and `strict` does
-    not demand it."""
+def _parameters(tool: Tool, field: str) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object."""
     schema = tool.function.parameters
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    try:
-        if schema.get("type", "object") != "object":
-            message = "the parameters of a function are an object: their schema has another type"
-            raise InvalidConstraint(message, param=field)
-        if not strict:
-            Constraint.json_schema(schema, limits=limits, param=field)
-    except InvalidConstraint:
-        if strict:
-            raise
-        return None
+    if schema.get("type", "object") != "object":
+        raise InvalidConstraint(
+            "the parameters of a function are an object: their schema has another type", param=field
+        )
     return {**schema, "type": "object"}
 
 
