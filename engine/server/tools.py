@@ -54,7 +54,7 @@ def requested_calls(
         if is_relaxed := field in relaxed or (is_off and tool.function.strict is False):
             not_enforced.append(field)
         parameters = {"type": "object"} if is_relaxed else _parameters(tool, field)
-        text = None if tool.lark is None else _text_format(tool.lark, tool_format)
+        text = None if tool.lark is None else _text_format(tool.lark, field, tool_format)
         functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
     answer = None if constraint is None else as_format(constraint)
@@ -88,10 +88,12 @@ def _is_valid(tool: Tool, field: str, limits: Limits) -> bool:
     return True
 
 
-def _text_format(lark: str, tool_format: ToolFormat) -> dict[str, Any]:
+def _text_format(lark: str, field: str, tool_format: ToolFormat) -> dict[str, Any]:
     if tool_format.separator is not None:
-        message = "the model's format of calls has JSON as input, which a Lark grammar can't describe: use a regex"
-        raise InvalidRequest(message, param="tools")
+        message = (
+            "in this model's format of calls, text follows an input, and could be a part of it: use a regex, not Lark"
+        )
+        raise InvalidRequest(message, param=field)
     return {"type": "grammar", "grammar": lark}
 
 

@@ -238,6 +238,12 @@ def test_a_custom_tool_gets_a_text(hermes: TestClient, form: Any, expected: str)
     assert "".join(delta["custom"]["input"] for delta in deltas) == text
 
 
+def test_lark_is_refused_where_text_follows_it(client_with: Callable[..., TestClient]) -> None:
+    error = refusal(client_with(tool_format="mistral"), tools=[*TOOLS, custom("calc", LARK)])
+    assert error["param"] == "tools[2].custom.format"
+    assert "use a regex" in error["message"]
+
+
 def test_functions_stand_beside_custom_tools(hermes: TestClient) -> None:
     """A text in Lark is the end of the output, so there is one call."""
     for seed in range(4):
