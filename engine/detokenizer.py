@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 import copy
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.sampling_params import SamplingParams
+from guided.tools.parser import Piece
 from guided.vocabulary import Vocabulary
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
@@ -41,6 +43,8 @@ class Detokenizer:
 
     The end of the text is held back while it may be the beginning of a stop string. With a constraint, an incomplete
     character at the end is left out instead: the constraint may not allow U+FFFD.
+
+    With `SamplingParams.parser`, stop strings are searched in the free text that it finds.
     """
 
     def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
@@ -50,6 +54,7 @@ class Detokenizer:
         self._stop, self._include_stop = tuple(params.stop), params.include_stop_str_in_output
         self._whole_characters = params.constraint is not None
         self._held_back = 0 if self._include_stop else max([0, *(len(text) - 1 for text in self._stop)])
+        self._make_parser = params.parser
         self._begin()
 
     def _begin(self) -> None:
@@ -57,6 +62,9 @@ class Detokenizer:
         self._done = 0
         self.text = ""
         """The text so far, including held-back text."""
+        self._parser = self._make_parser() if self._make_parser is not None and self._stop else None
+        self._free = ""
+        """The free text that the parser has found, with NUL instead of what stands between its parts."""
 
     def feed(self, token_ids: Sequence[int], count: int) -> None:
         """Add the first `count` of `token_ids`. Those added before are skipped."""
@@ -83,15 +91,34 @@ class Detokenizer:
         """Add new tokens, and cut the text at the first stop string that ends in them, after the first `min_tokens`.
         Returns the string, or None."""
         self.feed(token_ids, min(min_tokens, len(token_ids)))
-        before = len(self.text)
+        before = len(self._searched())
         self.feed(token_ids, len(token_ids))
+        searched = self._searched()
         begins = ((text, max(0, before - len(text) + 1)) for text in self._stop)
-        found = [(at, text) for text, begin in begins if (at := self.text.find(text, begin)) >= 0]
+        found = [(at, text) for text, begin in begins if (at := searched.find(text, begin)) >= 0]
         if not found or len(token_ids) <= min_tokens:
             return None
         at, stop = min(found, key=lambda hit: hit[0] + len(hit[1]))
-        self.text = self.text[: at + len(stop) if self._include_stop else at]
+        end = at + len(stop) if self._parser is None else self._end_of(searched[: at + len(stop)])
+        self.text = self.text[: end if self._include_stop else end - len(stop)]
         return stop
+
+    def _searched(self) -> str:
+        """Return the text in which stop strings are searched."""
+        if self._parser is None:
+            return self.text
+        self._free = _with_pieces(self._free, self._parser.feed(self.text, finished=False))
+        return self._free
+
+    def _end_of(self, free: str) -> int:
+        """Return the number of characters of the output after which its free text first begins with `free`."""
+
+        def has_it(length: int) -> bool:
+            assert self._make_parser is not None
+            pieces = self._make_parser().feed(self.text[:length], finished=True)
+            return _with_pieces("", pieces).startswith(free)
+
+        return bisect_left(range(len(self.text)), True, key=has_it)
 
     def completes_stop(self, token_ids: Sequence[int], min_tokens: int) -> bool:
         """Return whether a text of these tokens alone has a stop string. This object does not change."""
@@ -106,3 +133,13 @@ class Detokenizer:
     def visible(self, finished: bool) -> str:
         """Return the text that will not change any more."""
         return self.text if finished or not self._held_back else self.text[: -self._held_back]
+
+
+def _with_pieces(free: str, pieces: Iterable[Piece]) -> str:
+    """Add the text of `pieces`, and NUL for others: no stop string goes beyond these."""
+    for piece in pieces:
+        if piece.kind == "text":
+            free += piece.text
+        elif not free.endswith("\0"):
+            free += "\0"
+    return free

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class SamplingParams:
         seed: makes the request repeatable. None: derived from the engine's seed and the request id.
         max_tokens: None: the rest of the context.
         min_tokens: suppress stop tokens before this many tokens (unless nothing else is legal).
-        stop: strings that end the output.
+        stop: strings that end the output. With `parser`, those in its free text.
         stop_token_ids: tokens that end the output, besides the model's own stop tokens.
         include_stop_str_in_output: keep the stop string, or the stop token's text.
         ignore_eos: go on after the model's stop tokens. Without effect with a constraint: it ends with such a token.
@@ -123,6 +123,8 @@ class SamplingParams:
     early_stopping: bool | str = False
     constraint: Constraint | None = field(default=None, repr=False)
     """Normally None: it is built from the fields above. Instead of them, a ready `Constraint` can be given."""
+    parser: Callable[[], Any] | None = field(default=None, repr=False)
+    """Makes the parser (`guided.tools.parser`) that finds the free text of an output, to which `stop` applies."""
 
     def __new__(cls, *values: Any, **fields: Any) -> SamplingParams:
         refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__)
@@ -237,7 +239,8 @@ class SamplingParams:
                 raise InvalidRequest("complete requires a constraint", param="complete")
             return
         candidates(self.constraint.kind, self.backend)
-        refuse_stops(self.constraint, stop=self.stop, stop_token_ids=self.stop_token_ids)
+        stop = self.stop if self.parser is None else ()
+        refuse_stops(self.constraint, stop=stop, stop_token_ids=self.stop_token_ids)
 
 
 _RANGES: dict[str, tuple[type, Range]] = {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,12 +16,13 @@ from engine.outputs import CompletionOutput
 from engine.server.answers import Answer, ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
+from engine.server.custom_calls import CustomCalls
 from engine.server.generation import Job, Outputs, sampling_params
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
-from engine.server.tools import output_form, requested_calls
-from guided.errors import InvalidRequest
+from engine.server.tools import MAX_TRIES, fields_to_relax, output_form, parameters_field, requested_calls
+from guided.errors import InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 
 
@@ -46,7 +50,14 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
     names |= {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return _ChatAnswer, build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id)
+    for index, tool in enumerate(body.tools or ()):
+        name, schema = f"tools[{index}].function.name", parameters_field(index)
+        if body.functions:
+            names |= {name: f"functions[{index}].name", schema: f"functions[{index}].parameters"}
+        elif tool.type == "custom":
+            names |= {name: f"tools[{index}].custom.name", schema: f"tools[{index}].custom.format"}
+    job = build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, names)
+    return _FunctionsAnswer if body.functions else _ChatAnswer, job
 
 
 class CheckedRequest(BaseModel):
@@ -62,20 +73,37 @@ def check_request(body: ChatRequest, request: Request, context: Context) -> Prep
     """Take a chat request through admission and compilation only. A request that is refused gets its error."""
     body.stream, body.stream_options = False, None
     answer, job = create_chat_completion(body, request, context)
+    return answer, _at_admission(job)
+
+
+def _at_admission(job: Job) -> Job:
+    """Return a job with an output at the admission."""
     for group in job.groups:
-        group.stream = True  # the first output comes at the admission
-    return answer, job
+        group.stream = True
+    again = job.relax
+    return job if again is None else replace(job, relax=lambda error: _at_admission(again(error)))
 
 
-def build_job(body: ChatRequest, context: ServerContext, request_id: str, http_id: str) -> Job:
-    """Build the work of a chat. The last arguments are `request_id` and `http_id` of `Job`."""
-    wanted = requested_constraint(body, context.settings.backend, context.engine.engine.config.limits)
+def build_job(
+    body: ChatRequest,
+    context: ServerContext,
+    request_id: str,
+    http_id: str,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Job:
+    """Build the work of a chat.
+
+    Args:
+        request_id, http_id: those of `Job`.
+        names: fields of a chat -> their names in the request.
+    """
+    limits = context.engine.engine.config.limits
+    wanted = requested_constraint(body, context.settings.backend, limits)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     context.check_size(body, 1, limit, logprobs)
-    calls = requested_calls(body, context.tool_format, wanted.constraint)
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = encode_chat(
         context.engine.tokenizer,
@@ -83,26 +111,44 @@ def build_job(body: ChatRequest, context: ServerContext, request_id: str, http_i
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables={**effort, **(body.chat_template_kwargs or {})},
-        tools=body.tools or () if calls is not None else (),
+        tools=() if body.tool_choice == "none" else body.tools or (),
         max_characters=context.max_characters,
     )
-    form = output_form(body, context, wanted, calls, prompt)
-    params = sampling_params(
-        body, replace(wanted, constraint=form.constraint), max_tokens=limit, logprobs=logprobs, context=context
-    )
-    if form.shows_special_tokens:
-        params = replace(params, skip_special_tokens=False, spaces_between_special_tokens=False)
-    job = Job(
-        request_id,
-        http_id,
-        [prompt],
-        params,
-        wanted.param or (None if calls is None else "tools"),
-        body.stream,
-        include_usage=body.wants_usage,
-        form=form,
-    )
-    return job.admitted(context)
+    rest = body.model_copy(update={"messages": []})
+
+    def with_relaxed(relaxed: frozenset[str], tries: int) -> Job:
+        def relax(error: InvalidConstraint) -> Job:
+            found = fields_to_relax(rest, error, names, limits) - relaxed
+            if not found or tries == MAX_TRIES:
+                raise error
+            return with_relaxed(relaxed | found, tries + 1)
+
+        try:
+            calls, not_enforced = requested_calls(rest, context, wanted.constraint, relaxed)
+            form = output_form(rest, context, wanted, calls, prompt)
+        except InvalidConstraint as error:
+            return relax(error)
+        params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
+        custom = {tool.function.name: tool.lark is not None for tool in rest.tools or () if tool.type == "custom"}
+        form = replace(
+            form,
+            places={place: (names.get(field, field), pointer) for place, (field, pointer) in form.places.items()},
+            parser=partial(CustomCalls, form.parser, custom) if custom else form.parser,
+            not_enforced=[names.get(field, field) for field in not_enforced],
+        )
+        return Job(
+            request_id,
+            http_id,
+            [prompt],
+            params,
+            wanted.param or (None if calls is None else "tools"),
+            rest.stream,
+            include_usage=rest.wants_usage,
+            form=form,
+            relax=relax,
+        ).admitted(context)
+
+    return with_relaxed(frozenset(), 0)
 
 
 class _ChatAnswer(ChoicesAnswer):
@@ -117,34 +163,35 @@ class _ChatAnswer(ChoicesAnswer):
         calls: list[dict[str, Any]] = []
         texts = {"text": "", "reasoning": ""}
         for piece in self._parsers[index].feed(text, finished=True):
-            if piece.kind == "call":
-                calls.append(self._call(piece.text))
-            elif piece.kind == "arguments":
-                calls[piece.index]["function"]["arguments"] += piece.text
-            else:
+            if piece.kind in _CALLS:
+                calls.append(self._call(piece))
+            elif piece.kind in texts:
                 texts[piece.kind] += piece.text
+            else:
+                calls[piece.index][_OWNERS[piece.kind]][piece.kind] += piece.text
         message = {"role": "assistant", "content": texts["text"] or (None if calls else ""), "refusal": None}
         others = {"reasoning_content": texts["reasoning"], "tool_calls": calls}
         return {"message": message | {name: value for name, value in others.items() if value}}
 
-    def _call(self, name: str) -> dict[str, Any]:
-        return {"id": self.job.new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
+    def _call(self, piece: Piece) -> dict[str, Any]:
+        kind, field = _CALLS[piece.kind]
+        return {"id": self.job.new_call_id(), "type": kind, kind: {"name": piece.text, field: ""}}
 
     def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
         pieces = self._parsers[index].feed(output.text, output.finish_reason is not None)
-        return [self._delta(piece) for piece in pieces]
+        return [{"delta": self.delta(piece)} for piece in pieces]
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        """Build the delta of a chunk for a piece of the output."""
         match piece.kind:
-            case "call":
-                delta: dict[str, Any] = {"tool_calls": [{"index": piece.index, **self._call(piece.text)}]}
-            case "arguments":
-                delta = {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+            case "text":
+                return {"content": piece.text}
             case "reasoning":
-                delta = {"reasoning_content": piece.text}
-            case _:
-                delta = {"content": piece.text}
-        return {"delta": delta}
+                return {"reasoning_content": piece.text}
+            case "call" | "custom":
+                return {"tool_calls": [{"index": piece.index, **self._call(piece)}]}
+            case field:
+                return {"tool_calls": [{"index": piece.index, _OWNERS[field]: {field: piece.text}}]}
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
         parser = self._parsers[index]
@@ -172,3 +219,27 @@ class _ChatAnswer(ChoicesAnswer):
         """Describe a token. Its `bytes` may be only a part of a character."""
         texts = self.context.texts
         return {"token": texts.of(token), "logprob": finite(logprob), "bytes": list(texts.bytes_of(token))}
+
+
+_CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
+"""Kind of the piece that begins a call -> type of the call, and the field of its text, which is the kind of the pieces
+that follow."""
+_OWNERS = {field: kind for kind, field in _CALLS.values()}
+
+
+class _FunctionsAnswer(_ChatAnswer):
+    """The answer to a request with `functions`, the former name of tools: a message has one `function_call`."""
+
+    def message(self, index: int, text: str) -> dict[str, Any]:
+        message = super().message(index, text)["message"]
+        for call in message.pop("tool_calls", []):
+            message["function_call"] = call["function"]
+        return {"message": message}
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        delta = super().delta(piece)
+        return {"function_call": delta["tool_calls"][0]["function"]} if "tool_calls" in delta else delta
+
+    def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
+        reason = super().finish_reason(index, output)
+        return "function_call" if reason == "tool_calls" else reason

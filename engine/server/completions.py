@@ -14,7 +14,7 @@ from engine.outputs import CompletionOutput
 from engine.server.answers import ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, sampling_params
+from engine.server.generation import Job, OutputForm, sampling_params
 from engine.server.prompts import encode
 from engine.server.protocol import CompletionRequest, GuidedInfo
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
@@ -53,7 +53,8 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     prompts = [tokenized(number, prompt) for number, prompt in enumerate(given)]
     if body.max_tokens is None and max_tokens is not None:
         max_tokens = max(1, min(max_tokens, context.engine.max_model_len - max(map(len, prompts))))
-    params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
+    form = OutputForm(wanted.constraint)
+    params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
         f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, include_usage=body.wants_usage
     ).admitted(context)

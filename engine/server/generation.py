@@ -15,6 +15,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
+from engine.server.custom_calls import Parser
 from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.protocol import GenerationRequest, GuidedInfo
 from guided.constraint import KINDS, Constraint
@@ -26,6 +27,7 @@ from guided.errors import (
     InvalidConstraint,
     InvalidRequest,
 )
+from guided.request import refuse_stops
 from guided.tools.parser import OutputParser
 
 logger = logging.getLogger("guided.server")
@@ -39,6 +41,7 @@ _SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationR
 def sampling_params(
     request: GenerationRequest,
     wanted: RequestedConstraint,
+    form: OutputForm,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -47,6 +50,8 @@ def sampling_params(
     """Build and check the parameters. A null field takes the model's default, else OpenAI's."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
+    if form.shows_special_tokens:
+        given |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
     if request.vllm_xargs and not context.engine.engine.sampler.processors.classes:
         raise InvalidRequest(
             "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
@@ -55,13 +60,16 @@ def sampling_params(
     if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
         name = "use_beam_search" if request.use_beam_search else "best_of"
         raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
+    if wanted.constraint is not None:
+        refuse_stops(wanted.constraint, request.stop, None)
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,
         logprobs=logprobs,
-        constraint=wanted.constraint,
+        constraint=form.constraint,
         backend=wanted.backend,
         extra_args=request.vllm_xargs,
+        parser=None if form.parser is OutputParser else form.parser,
     )
 
 
@@ -75,12 +83,14 @@ class OutputForm:
     """What the answer calls the constraint, if the request's own is only a part of it."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
-    parser: Callable[[], OutputParser] = OutputParser
+    parser: Callable[[], Parser] = OutputParser
     """Makes the parser of a choice's output."""
     shows_special_tokens: bool = False
     """The parser reads special tokens."""
     id_length: int = 29
     """Number of characters of a call's id."""
+    not_enforced: Sequence[str] = ()
+    """Fields of the request with schemas that are not enforced at all."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,9 @@ class Job:
     groups: Sequence[SequenceGroup] = ()
     """One per prompt. `admitted` sets them."""
     form: OutputForm = field(default_factory=OutputForm)
+    relax: Callable[[InvalidConstraint], Job] | None = None
+    """Builds the job again with any object as the arguments of the function that the error is about. Raises the error
+    if it is about something else, or the function is strict."""
 
     @property
     def log_ids(self) -> dict[str, str]:
@@ -159,7 +172,7 @@ def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str,
 def _not_enforced(pointer: str, places: Mapping[str, tuple[str, str]]) -> str:
     """Translate a pointer into a constraint to one into the request's field, after the field's name if it is a tool."""
     name, inner = _field_at(pointer, places) or ("", pointer)
-    return (name if name.startswith("tools[") else "") + inner
+    return (name if "[" in name else "") + inner
 
 
 Outputs = AsyncIterator[tuple[int, RequestOutput]]
@@ -189,7 +202,7 @@ def _guided_info(job: Job, first: RequestOutput) -> GuidedInfo | None:
     constraint, backend = job.params.constraint, first.backend
     if constraint is None or backend is None:
         return None
-    unknown = [_not_enforced(each, job.form.places) for each in constraint.not_enforced]
+    unknown = [*job.form.not_enforced, *(_not_enforced(each, job.form.places) for each in constraint.not_enforced)]
     at_end = [_not_enforced(each, job.form.places) for each in first.checked] or None
     return GuidedInfo(kind=job.form.kind or constraint.kind, backend=backend, not_enforced=unknown, checked=at_end)
 

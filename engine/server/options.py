@@ -45,6 +45,7 @@ class ServerSettings:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tool_format: str = AUTO
     reasoning_format: str = AUTO
+    tool_strict: Literal["on", "off"] = "on"
     strict_fields: bool = False
     allowed_origins: tuple[str, ...] = ()
 
@@ -217,6 +218,7 @@ OPTIONS = (
         Option("load.chat_template", "File with a Jinja template for chats. Default: the tokenizer's."),
         Option("server.tool_format", f"How the model writes calls: auto, none, {', '.join(TOOL_FORMATS)}."),
         Option("server.reasoning_format", f"How it writes thoughts: auto, none, {', '.join(REASONING_FORMATS)}."),
+        Option("server.tool_strict", "off: the arguments of functions with strict: false are any object, as in vLLM."),
     ),
     *_panel(
         "Engine",

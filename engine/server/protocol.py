@@ -19,8 +19,8 @@ from guided.errors import InvalidRequest, bounded
 REFUSED = {
     "tools": "functions are called in chats: use /v1/chat/completions or /v1/responses",
     "tool_choice": "functions are called in chats",
-    "functions": "this former field is not supported: use tools",
-    "function_call": "this former field is not supported: use tools, tool_choice and tool_calls",
+    "functions": "this former name of tools is known in /v1/chat/completions only",
+    "function_call": "this former name of tool_choice is known in /v1/chat/completions only",
     "modalities": "the only modality is text",
     "audio": "audio is not supported",
     "suffix": "the models served here don't fill in the middle",
@@ -40,7 +40,7 @@ _NEUTRAL: tuple[Any, ...] = (None, [], "", False, "none", "auto", ["text"])
 
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "prediction"),
+    *("prompt_cache_retention", "prediction", "verbosity"),
 )
 """Known fields that can't change the answer. They are accepted with `--strict-fields` too."""
 
@@ -262,62 +262,120 @@ def joined(content: str | list[Any] | None) -> str:
 class CalledFunction(Body):
     name: str
     arguments: str | dict[str, Any] = ""
+    input: str | None = Field(default=None, description="Of a custom tool, instead of arguments.")
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates: the arguments are an object there."""
-        arguments: Any = self.arguments
+        arguments: Any = self.arguments if self.input is None else {"input": self.input}
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
+def _custom_as_function(data: Any) -> Any:
+    """Return a tool or a call of type `custom` with its field `custom` as `function`."""
+    if isinstance(data, dict) and data.get("type") == "custom" and "custom" in data:
+        return {**{name: value for name, value in data.items() if name != "custom"}, "function": data["custom"]}
+    return data
+
+
 class ToolCall(Body):
-    """A function call in an assistant's message."""
+    """A call of a function or of a custom tool in an assistant's message."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
     function: CalledFunction
     index: int | None = None
 
+    _take_custom = model_validator(mode="before")(_custom_as_function)
+
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[TextPart] | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = Field(default=None, description="The former form of a tool call.")
     reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`."""
-        message = self.model_dump(exclude_none=True, exclude={"tool_calls"}) | {"content": joined(self.content)}
-        if self.role == "developer":
-            message["role"] = "system"
-        if self.tool_calls:
+        """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
+        former one for `tool`."""
+        message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
+        message |= {"content": joined(self.content), "role": _ROLES.get(self.role, self.role)}
+        calls = self.tool_calls or [ToolCall(function=called) for called in (self.function_call,) if called is not None]
+        if calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": call.function.for_template()}
-                for call in self.tool_calls
+                {"id": call.id, "type": "function", "function": call.function.for_template()} for call in calls
             ]
         return message
+
+
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+class InputFormat(Body):
+    """What a custom tool takes: any text, or that of a grammar."""
+
+    tolerant = False
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_grammar(cls, data: Any) -> Any:
+        """Chats have the fields of the grammar in `grammar`, responses beside `type`."""
+        if isinstance(data, dict) and isinstance(grammar := data.get("grammar"), dict):
+            return {**{name: value for name, value in data.items() if name != "grammar"}, **grammar}
+        return data
+
+    def input_schema(self) -> dict[str, Any]:
+        """Return the schema of the text, as the model is told of it."""
+        if self.type == "text":
+            return {"type": "string"}
+        if self.syntax == "regex":
+            return {"type": "string", "pattern": f"^(?:{self.definition})$"}
+        return {"type": "string", "description": f"Text in this Lark grammar:\n{self.definition}"}
 
 
 class FunctionDefinition(Body):
     name: str = Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(default=None, description="false: the arguments are any object.")
+    strict: bool | None = Field(default=None, description="true: refuse a schema that can't be enforced.")
+    format: InputFormat | None = Field(default=None, description="Of a custom tool's input. Default: any text.")
 
 
 class Tool(Body):
-    """A function that the model may call."""
+    """A function or a custom tool that the model may call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     function: FunctionDefinition
+
+    _take_custom = model_validator(mode="before")(_custom_as_function)
+
+    @model_validator(mode="after")
+    def _describe_input(self) -> Self:
+        """Give a custom tool the parameters of a function with its input as the only argument."""
+        if self.type == "custom":
+            text = (self.function.format or InputFormat(type="text")).input_schema()
+            schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+            self.function.parameters, self.function.strict = {**schema, "additionalProperties": False}, True
+        return self
+
+    @property
+    def lark(self) -> str | None:
+        """The Lark grammar of a custom tool's input, if it has one."""
+        form = self.function.format if self.type == "custom" else None
+        return form.definition if form is not None and (form.type, form.syntax) == ("grammar", "lark") else None
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+        described = self.function.model_dump(exclude_none=True, exclude={"strict", "format"})
+        return {"type": "function", "function": described}
 
 
 class TurnRequest(GenerationRequest):
@@ -342,10 +400,26 @@ class ChatRequest(TurnRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Many[Tool] | None = None
+    functions: Many[FunctionDefinition] | None = Field(default=None, description="The former name of `tools`.")
+    function_call: str | dict[str, Any] | None = Field(default=None, description="The former name of `tool_choice`.")
     reasoning: Literal["free", "constrained"] | None = Field(
         default=None, description="Where the constraint starts: after the thinking phase (free), or at the first token."
     )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
+
+    @model_validator(mode="after")
+    def _take_functions(self) -> Self:
+        """Read the former fields as tools and a choice among them. Their answer has one call."""
+        functions, choice = self.functions or [], self.function_call
+        if not functions and choice is None:
+            return self
+        if self.tools:
+            name = "functions" if functions else "function_call"
+            raise InvalidRequest(f"tools do not go with {name}, a former field: use tool_choice", param=name)
+        self.tools = [Tool(type="function", function=each) for each in functions]
+        self.tool_choice = {"type": "function", **choice} if isinstance(choice, dict) else choice
+        self.parallel_tool_calls = False
+        return self
 
 
 class CompletionRequest(GenerationRequest):
@@ -415,7 +489,10 @@ class GuidedInfo(BaseModel):
 
     kind: str | None = None
     backend: str | None = None
-    not_enforced: list[str] = Field(default=[], description="JSON pointers of unknown formats and misspelt keywords.")
+    not_enforced: list[str] = Field(
+        default=[],
+        description="JSON pointers of unknown formats and misspelt keywords; functions that are not enforced.",
+    )
     checked: list[str] | None = None
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     masks: MaskTimes | None = None

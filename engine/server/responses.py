@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import count, groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -36,6 +35,7 @@ from engine.server.protocol import (
     joined,
 )
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
+from engine.server.tools import parameters_field
 from guided.errors import GuidedError, InvalidRequest, error_body
 from guided.tools.parser import Piece
 
@@ -56,20 +56,25 @@ _REQUIRED = {
     "message": ("role", "content"),
     "function_call": ("name", "arguments", "call_id"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("name", "input", "call_id"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
 """Types of input items, and the fields that each must have."""
 
 
 class InputItem(Body):
-    """A message, a function call, its output, or thoughts. Items of an answer can be sent back as they are."""
+    """A message, a call, its output, or thoughts. Items of an answer can be sent back as they are."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+    ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Many[InputPart] | None = None
     summary: Many[InputPart] | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     call_id: str | None = None
     output: str | Many[InputPart] | None = None
     # Accepted, without effect.
@@ -79,7 +84,9 @@ class InputItem(Body):
     @property
     def is_of_model(self) -> bool:
         """The model wrote it."""
-        return self.type in ("function_call", "reasoning") or (self.type == "message" and self.role == "assistant")
+        if self.type == "message":
+            return self.role == "assistant"
+        return self.type in ("function_call", "custom_tool_call", "reasoning")
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
@@ -108,9 +115,9 @@ class ReasoningConfig(Body):
 
 
 class FunctionTool(FunctionDefinition):
-    """A function that the model may call."""
+    """A function or a custom tool that the model may call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
 
 
 class ResponsesRequest(TurnRequest):
@@ -178,11 +185,7 @@ def _turn(items: Sequence[InputItem]) -> Message:
     """Return the assistant's message that has all these items."""
     texts = [joined(item.content) for item in items if item.type == "message"]
     thoughts = [joined(item.content or item.summary) for item in items if item.type == "reasoning"]
-    calls = [
-        ToolCall(id=item.call_id, function=CalledFunction(name=item.name or "", arguments=item.arguments or ""))
-        for item in items
-        if item.type == "function_call"
-    ]
+    calls = [_call(item) for item in items if item.type in ("function_call", "custom_tool_call")]
     return Message.model_construct(
         role="assistant",
         content="\n".join(filter(None, texts)) if texts else None,
@@ -191,9 +194,14 @@ def _turn(items: Sequence[InputItem]) -> Message:
     )
 
 
+def _call(item: InputItem) -> ToolCall:
+    called = CalledFunction(name=item.name or "", arguments=item.arguments or "", input=item.input)
+    return ToolCall(id=item.call_id, function=called)
+
+
 def _chat_tool(tool: FunctionTool) -> Tool:
     given = {name: getattr(tool, name) for name in FunctionDefinition.model_fields}
-    return Tool(type="function", function=FunctionDefinition.model_construct(**given))
+    return Tool(type=tool.type, function=FunctionDefinition.model_construct(**given))
 
 
 CHAT_FIELDS = {**dict.fromkeys(("messages", "prompt"), "input"), "max_tokens": "max_output_tokens"}
@@ -208,12 +216,11 @@ def create_response(body: ResponsesRequest, request: Request, context: Context) 
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
     names = request.state.field_names
     names |= CHAT_FIELDS
-    for index in range(len(body.tools or ())):
-        for name in ("name", "parameters"):
-            names[f"tools[{index}].function.{name}"] = f"tools[{index}].{name}"
-    job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
-    places = {place: (names.get(field, field), pointer) for place, (field, pointer) in job.form.places.items()}
-    return partial(_ResponseAnswer, _settings(body, job)), replace(job, form=replace(job.form, places=places))
+    for index, tool in enumerate(body.tools or ()):
+        names[f"tools[{index}].function.name"] = f"tools[{index}].name"
+        names[parameters_field(index)] = f"tools[{index}].{'format' if tool.type == 'custom' else 'parameters'}"
+    job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id, names)
+    return partial(_ResponseAnswer, _settings(body, job)), job
 
 
 def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
@@ -326,20 +333,17 @@ class _Kind(NamedTuple):
     events: str
     """First part of the names of the events about its text."""
     part: dict[str, Any] | None = None
-    """Constant fields of its only content part. None: the text is a field of the item."""
-
-    @property
-    def field(self) -> str:
-        """Field of the text, in the item or its part, and in the event that ends it."""
-        return "arguments" if self.part is None else "text"
+    """Constant fields of its only content part. None: the item is a call, and the text is a field of it."""
+    field: str = "text"
+    """Field of the text, in the item or its part, and in the event that ends it."""
 
 
-_CALL = _Kind({"type": "function_call"}, "fc", "response.function_call_arguments")
 _TEXT, _THOUGHT = {"type": "output_text", "annotations": []}, {"type": "reasoning_text"}
 _KINDS = {
     "text": _Kind({"type": "message", "role": "assistant"}, "msg", "response.output_text", _TEXT),
     "reasoning": _Kind({"type": "reasoning", "summary": []}, "rs", "response.reasoning_text", _THOUGHT),
-    "call": _CALL,
+    "call": _Kind({"type": "function_call"}, "fc", "response.function_call_arguments", field="arguments"),
+    "custom": _Kind({"type": "custom_tool_call"}, "ctc", "response.custom_tool_call_input", field="input"),
 }
 """By the kind of the piece that begins the item."""
 
@@ -356,20 +360,20 @@ class _OutputItems:
     def add(self, pieces: Iterable[Piece]) -> Iterator[dict[str, Any]]:
         """Add new pieces, and yield the events."""
         for piece in pieces:
-            if piece.kind == "call":
+            kind = _KINDS.get(piece.kind, self._open)  # the text of a call belongs to the open item
+            assert kind is not None
+            begins_call = piece.kind in _KINDS and kind.part is None
+            if begins_call or kind is not self._open:
                 yield from self.close()
-                yield from self._begin(_CALL, {"call_id": self._new_call_id(), "name": piece.text})
-                continue
-            kind = _KINDS.get(piece.kind, _CALL)
-            if kind is not self._open:
-                yield from self.close()
-                yield from self._begin(kind)
-            self._text += piece.text
-            yield self._event(f"{kind.events}.delta", delta=piece.text, logprobs=[])
+                fields = {"call_id": self._new_call_id(), "name": piece.text} if begins_call else {}
+                yield from self._begin(kind, fields)
+            if not begins_call:
+                self._text += piece.text
+                yield self._event(f"{kind.events}.delta", delta=piece.text, logprobs=[])
 
-    def _begin(self, kind: _Kind, fields: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    def _begin(self, kind: _Kind, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self._open, self._text = kind, ""
-        item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **kind.item, **(fields or {}), "status": "in_progress"}
+        item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **kind.item, **fields, "status": "in_progress"}
         self.items.append({**item, **({"content": []} if kind.part is not None else {kind.field: ""})})
         yield self._event("response.output_item.added", item=self.items[-1])
         if kind.part is not None:
@@ -393,4 +397,5 @@ class _OutputItems:
         data = {"type": event, "output_index": len(self.items) - 1, **fields}
         if "item" in fields:
             return data
-        return {**data, "item_id": self.items[-1]["id"], **({} if self._open is _CALL else {"content_index": 0})}
+        is_call = self._open is not None and self._open.part is None
+        return {**data, "item_id": self.items[-1]["id"], **({} if is_call else {"content_index": 0})}

@@ -30,7 +30,7 @@ from engine.server.context import ServerContext
 from engine.server.errors import BodyTooComplex, InvalidJson, RequestTimeout, shape_error
 from engine.server.generation import Job, Outputs, cancel, report, running
 from engine.server.protocol import GuidedInfo
-from guided.errors import GuidedError, InternalError, InvalidRequest
+from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
 from guided.json_text import JsonError, JsonTooLarge, loads
 
 logger = logging.getLogger("guided.server")
@@ -127,8 +127,14 @@ class GenerationRoute(BodyRoute):
         """Run the job. Raises its error if it was refused, or failed before the first byte of the answer."""
         make_answer, job = answer
         async with AsyncExitStack() as stack:
-            work = running(context, job)
-            guided, outputs = await _unless_gone(request, stack.enter_async_context(work))
+            while True:
+                try:
+                    guided, outputs = await _unless_gone(request, stack.enter_async_context(running(context, job)))
+                    break
+                except InvalidConstraint as error:
+                    if job.relax is None:
+                        raise
+                    job = await context.in_thread(job.relax, error)
             if ignored := request.state.ignored:
                 guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
             writer = make_answer(context, job, guided)

@@ -1,9 +1,9 @@
-"""Function calls and thinking of a chat: which calls its answer may have, what is enforced on the whole output, and the
-parser that reads it."""
+"""Calls and thinking of a chat: which calls its answer may have, what is enforced on the whole output, and the parser
+that reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -14,34 +14,87 @@ from engine.server.protocol import ChatRequest, Tool
 from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
+from guided.limits import Limits
 from guided.schema.keywords import escape
 from guided.tools.formats import Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
 from guided.tools.parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
+MAX_TRIES = 8
+"""Number of times that a job is built again because the arguments of a function can't be enforced."""
 
 
-def requested_calls(body: ChatRequest, tool_format: ToolFormat | None, constraint: Constraint | None) -> Calls | None:
-    """Return the calls that the answer may have, or None. `constraint` is that on an answer without calls."""
+def requested_calls(
+    body: ChatRequest, context: ServerContext, constraint: Constraint | None, relaxed: Collection[str] = ()
+) -> tuple[Calls | None, list[str]]:
+    """Return the calls that the answer may have, or None; and the fields with schemas that are not enforced.
+
+    Args:
+        constraint: on an answer without calls.
+        relaxed: fields of schemas that are not enforced: the arguments are any object.
+    """
     tools = body.tools or []
     _check_names(tools)
     mode, names = _choice(body.tool_choice, [tool.function.name for tool in tools])
     if not tools or mode == "none":
-        return None
+        return None, []
+    tool_format = context.tool_format
     if tool_format is None:
         raise InvalidRequest(
             "the model's chat template has none of the known formats of function calls: choose one with --tool-format,"
             " or ask for the call's JSON with json_schema",
             param="tools",
         )
-    functions = [
-        Function(tool.function.name, _parameters(tool, f"tools[{index}].function.parameters"))
-        for index, tool in enumerate(tools)
-        if tool.function.name in names
-    ]
+    is_off = context.settings.tool_strict == "off"
+    functions, not_enforced = [], []
+    for index, tool in enumerate(tools):
+        if tool.function.name not in names:
+            continue
+        field = parameters_field(index)
+        if is_relaxed := field in relaxed or (is_off and tool.function.strict is False):
+            not_enforced.append(field)
+        parameters = {"type": "object"} if is_relaxed else _parameters(tool, field)
+        text = None if tool.lark is None else _text_format(tool.lark, field, tool_format)
+        functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
     answer = None if constraint is None else as_format(constraint)
-    return Calls(tool_format, functions, mode != "auto", parallel, answer)
+    return Calls(tool_format, functions, mode != "auto", parallel, answer), not_enforced
+
+
+def parameters_field(index: int) -> str:
+    """Return the path of the schema of a tool's arguments in a chat."""
+    return f"tools[{index}].function.parameters"
+
+
+def fields_to_relax(
+    body: ChatRequest, error: InvalidConstraint, names: Mapping[str, str], limits: Limits
+) -> frozenset[str]:
+    """Return the fields of all schemas of arguments that can't be enforced and need not be, if `error` is about one.
+
+    Args:
+        names: fields of a chat -> their names in the request.
+    """
+    tools = {} if body.strict_schema else {parameters_field(index): tool for index, tool in enumerate(body.tools or ())}
+    lenient = {field: tool for field, tool in tools.items() if tool.function.strict is not True}
+    meant = {field for field in lenient if error.param in (field, names.get(field))}
+    return frozenset(meant.union(field for field in lenient if meant and not _is_valid(lenient[field], field, limits)))
+
+
+def _is_valid(tool: Tool, field: str, limits: Limits) -> bool:
+    try:
+        Constraint.json_schema(_parameters(tool, field), limits=limits)
+    except InvalidConstraint:
+        return False
+    return True
+
+
+def _text_format(lark: str, field: str, tool_format: ToolFormat) -> dict[str, Any]:
+    if tool_format.separator is not None:
+        message = (
+            "in this model's format of calls, text follows an input, and could be a part of it: use a regex, not Lark"
+        )
+        raise InvalidRequest(message, param=field)
+    return {"type": "grammar", "grammar": lark}
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
@@ -65,11 +118,12 @@ def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[
     allowed = choice.get("allowed_tools", choice) if choice.get("type") == "allowed_tools" else None
     try:
         mode = "named" if allowed is None else allowed["mode"]
-        names = [each.get("function", each)["name"] for each in ([choice] if allowed is None else allowed["tools"])]
+        tools: Any = [choice] if allowed is None else allowed["tools"]
+        names = [each.get(each.get("type"), each)["name"] for each in tools]
     except (AttributeError, KeyError, TypeError):
         names = []
     if not names or mode not in ("named", "auto", "required"):
-        raise _invalid("it has the type function and a name, or the type allowed_tools, a mode and a list of tools")
+        raise _invalid("its type is function or custom, with a name; or allowed_tools, with a mode and a list of tools")
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         shown = ", ".join(known[:10]) or "none"
@@ -81,15 +135,15 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(f"tool_choice: {message}", param="tool_choice")
 
 
-def _parameters(tool: Tool, param: str) -> dict[str, Any]:
+def _parameters(tool: Tool, field: str) -> dict[str, Any]:
     """Return the schema of a function's arguments, which are an object."""
     schema = tool.function.parameters
-    if tool.function.strict is False:
-        return {"type": "object"}
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
-        raise InvalidRequest("the parameters of a function are an object: their schema has another type", param=param)
+        raise InvalidConstraint(
+            "the parameters of a function are an object: their schema has another type", param=field
+        )
     return {**schema, "type": "object"}
 
 
@@ -109,7 +163,8 @@ def output_form(
     parser = partial(OutputParser, reasoning, thinking=thinking == "open")
     if calls is not None:
         names = [function.name for function in calls.functions]
-        parser = partial(parser, tools=calls.format, names=names, anywhere=calls.anywhere(reasoning))
+        raw = [function.name for function in calls.functions if function.text]
+        parser = partial(parser, tools=calls.format, names=names, anywhere=calls.anywhere(reasoning), raw=raw)
     texts = f"{reasoning}{calls and calls.format}"
     special = any(name in texts for name in context.engine.model.vocabulary.special_names)
     if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
@@ -138,7 +193,7 @@ def _combined(
     if calls is not None:
         numbers = {tool.function.name: index for index, tool in enumerate(body.tools or ())}
         for function in calls.functions:
-            owners[id(function.parameters)] = f"tools[{numbers[function.name]}].function.parameters", ""
+            owners[id(function.text or function.parameters)] = parameters_field(numbers[function.name]), ""
     if answer is not None and given is not None:
         owners[id(answer.get("json_schema", answer))] = (
             wanted.param or given.kind,

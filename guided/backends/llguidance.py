@@ -105,6 +105,7 @@ class LLGuidanceBackend(Backend):
     def _inner(self, content: Constraint) -> tuple[dict[str, Any], list[str]]:
         """Return a content of a structural tag as an entry of llguidance's list of grammars; see `_source`."""
         if content.kind == "grammar":
+            self._grammar(content, self._source(content)[0], frozenset())  # its errors point to this content
             return {"lark_grammar": check_lark(content.source)}, []
         source, checked = self._source(content)
         return json.loads(source)["grammars"][0], checked

@@ -149,6 +149,9 @@ class Function:
 
     name: str
     parameters: dict[str, Any]
+    text: dict[str, Any] | None = None
+    """The format (of a structural tag) of an input that is no JSON. It follows the text before a call's arguments, and
+    is the end of the output: what follows it could be a part of it."""
 
 
 @dataclass(frozen=True)
@@ -170,13 +173,13 @@ class Calls:
 def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, Any]:
     """Return the format (of a structural tag) of an answer with function calls."""
     form = calls.format
-    once = not (calls.parallel and form.parallel)
+    once = not (calls.parallel and form.parallel) or any(function.text for function in calls.functions)
     tags = [
         {
             "type": "tag",
             "begin": form.begin(function.name),
-            "content": {"type": "json_schema", "json_schema": function.parameters},
-            "end": form.call[1],
+            "content": function.text or {"type": "json_schema", "json_schema": function.parameters},
+            "end": "" if function.text else form.call[1],
         }
         for function in calls.functions
     ]

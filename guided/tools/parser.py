@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,6 +36,7 @@ class OutputParser:
         thinking: the prompt ends within a thinking phase.
         names: the functions that may be called.
         anywhere: calls may stand anywhere in free text. False: only at the beginning of the answer.
+        raw: functions with an input that is no JSON (`Function.text`).
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class OutputParser:
         tools: ToolFormat | None = None,
         names: Sequence[str] = (),
         anywhere: bool = True,
+        raw: Collection[str] = (),
     ) -> None:
         self._output = ""
         self._position = 0
         self._finished = False
         self._anywhere = anywhere
+        self._raw = raw
         self._begins = {} if tools is None else {tools.begin(name): name for name in names}
         self._steps = self._read(reasoning, thinking, tools)
         self.num_calls = 0
@@ -79,10 +82,7 @@ class OutputParser:
             yield from self._take(reasoning.answer)
         if tools is not None:
             yield from self._text_and_calls(tools)
-        while True:
-            text, self._position = self._output[self._position :], len(self._output)
-            yield from [Piece("text", text)] if text else []
-            yield None
+        yield from self._rest("text")
 
     def _text_and_calls(self, tools: ToolFormat) -> _Steps[None]:
         """Read up to the end, or up to something else than a call where one must be. What follows it is text."""
@@ -129,13 +129,23 @@ class OutputParser:
                 return False
             yield None
         self._position += len(begin)
-        self.complete = False
+        name = self._begins[begin]
         self.num_calls += 1
-        yield Piece("call", self._begins[begin], self.num_calls - 1)
+        yield Piece("call", name, self.num_calls - 1)
+        if name in self._raw:
+            yield from self._rest("arguments", self.num_calls - 1)
+        self.complete = False
         yield from self._arguments()
         yield from self._take(tools.call[1], end=True)
         self.complete = True
         return True
+
+    def _rest(self, kind: str, index: int = 0) -> _Steps[None]:
+        """Read all that follows."""
+        while True:
+            text, self._position = self._output[self._position :], len(self._output)
+            yield from [Piece(kind, text, index)] if text else []
+            yield None
 
     def _arguments(self) -> _Steps[None]:
         """Read a JSON object."""

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.sampling_params import SamplingParams
+from guided.tools.parser import Piece
 from guided.vocabulary import Vocabulary
 
 FREE = SamplingParams()
@@ -82,3 +83,45 @@ def test_a_constraints_text_ends_with_a_whole_character(
             one.flush()
         assert constrained.text == ("a🦖" if count == len(ids) else "a")
         assert free.text == ("a" if count == 1 else "a🦖" if count == len(ids) else "a\ufffd")
+
+
+class Brackets:
+    """A parser of outputs in which brackets enclose calls."""
+
+    def __init__(self) -> None:
+        self._position, self._kind = 0, "text"
+
+    def feed(self, text: str, finished: bool) -> list[Piece]:
+        pieces = []
+        for character in text[self._position :]:
+            kind = {"[": "arguments", "]": "text"}.get(character)
+            self._kind = kind or self._kind
+            pieces += [Piece(self._kind, character)] if kind is None else []
+        self._position = len(text)
+        return pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "include", "expected"),
+    [
+        ("a[b END]c END d", False, "a[b END]c "),
+        ("a[b END]c END d", True, "a[b END]c END"),
+        ("END[a]", False, ""),
+        ("a[b END]c", False, None),
+        ("a EN[b]D", False, None),  # not across a call
+    ],
+)
+def test_stop_strings_end_only_the_free_text(
+    texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast, text: str, include: bool, expected: str | None
+) -> None:
+    params = SamplingParams(stop="END", include_stop_str_in_output=include, parser=Brackets)
+    detokenizer = Detokenizer(texts, params)
+    ids = [token for letter in text for token in tiny_tokenizer.encode(letter, add_special_tokens=False)]
+    found = [detokenizer.find_stop(ids[:count], 0) for count in range(1, len(ids) + 1)]
+    if expected is None:
+        assert not any(found)
+    else:
+        end = found.index("END") + 1
+        again = Detokenizer(texts, params)
+        assert [again.find_stop(ids[:count], 0) for count in range(1, end + 1)][-1] == "END"
+        assert again.visible(True) == expected

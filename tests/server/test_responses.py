@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
 import openai
 import pytest
 from openai.lib._tools import ResponsesPydanticFunctionTool
-from openai.types.responses import Response, ResponseFunctionToolCall, ResponseStreamEvent
+from openai.types.responses import Response, ResponseCustomToolCall, ResponseFunctionToolCall, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
@@ -158,6 +159,38 @@ def _text(item: dict[str, Any]) -> Any:
     return item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
 
 
+SUM = {"type": "grammar", "syntax": "lark", "definition": 'start: "1" ("+" /[1-9]/){1,3}'}
+CODE = {"type": "grammar", "syntax": "regex", "definition": '"[A-Z]{2}\n"'}
+
+
+@pytest.mark.parametrize(("form", "expected"), [(SUM, r"1(\+[1-9]){1,3}"), (CODE, '"[A-Z]{2}\n"')])
+def test_a_custom_tool(hermes: TestClient, form: dict[str, Any], expected: str) -> None:
+    custom = {"type": "custom", "name": "write", "description": "Write it.", "format": form}
+    asked = {"tools": [TOOL, custom], "tool_choice": {"type": "custom", "name": "write"}, "seed": 3}
+    [call] = create(hermes, **asked)["output"]
+    assert ResponseCustomToolCall.model_validate(call).name == "write"
+    assert re.fullmatch(expected, call["input"])
+    events = events_of(hermes, **asked)
+    deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    [done] = [event for event in events if event["type"] == "response.custom_tool_call_input.done"]
+    assert "".join(deltas) == done["input"] == call["input"]
+    # The call and its output are sent back. A chat has the same prompt.
+    output = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "done"}
+    items = [{"role": "user", "content": "hi"}, call, output]
+    response = create(hermes, input=items, tools=[custom], max_output_tokens=2)
+    grammar = {name: form[name] for name in ("syntax", "definition")}
+    chat_form = {"type": "grammar", "grammar": grammar}
+    chat_tool = {"type": "custom", "custom": {"name": "write", "description": "Write it.", "format": chat_form}}
+    made = {"id": call["call_id"], "type": "custom", "custom": {"name": "write", "input": call["input"]}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": call["call_id"], "content": "done"},
+    ]
+    chat = hermes.post("/v1/chat/completions", json={"messages": messages, "tools": [chat_tool], "max_tokens": 2})
+    assert response["usage"]["input_tokens"] == chat.json()["usage"]["prompt_tokens"]
+
+
 def test_formats(hermes: TestClient) -> None:
     text = create(hermes, text=FORMAT)["output"][0]["content"][0]["text"]
     Light.model_validate_json(text)
@@ -216,6 +249,10 @@ def test_an_empty_answer_is_a_message(hermes: TestClient) -> None:
         ({"text": FORMAT, "regex": "a"}, "text.format", "regex"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name", "unique"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters", "are an object"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {**CODE, "definition": "["}}]}, "tools[0].format", ""),
+        ({"tools": [{"type": "custom", "name": "f", "format": {**SUM, "definition": "x"}}]}, "tools[0].format", ""),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]}, "tools[0].format", "is empty"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "Light"),
     ],
 )

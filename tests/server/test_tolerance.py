@@ -15,12 +15,14 @@ PROMPT: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
 
 
 def test_what_has_no_effect_is_named(client: TestClient) -> None:
-    answer = client.post(CHAT, json={**USER, "user": "u", "regex": "[ab]{2}", "ünknown": 1, "refusal": None, "z": []})
+    answer = client.post(
+        CHAT, json={**USER, "user": "u", "verbosity": "low", "regex": "[ab]{2}", "ünknown": 1, "refusal": None, "z": []}
+    )
     assert answer.json()["guided"] == {
         "kind": "regex",
         "backend": "llguidance",
         "not_enforced": [],
-        "ignored": ["user", "ünknown", "annotated"],
+        "ignored": ["user", "verbosity", "ünknown", "annotated"],
     }
     streamed = client.post(CHAT, json={**USER, "stream": True, "ünknown": 1})
     assert '"guided":{"not_enforced":[],"ignored":["ünknown","annotated"]}' in streamed.text.split("\n\n")[0]

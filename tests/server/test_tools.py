@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from openai.types.chat import ChatCompletion
 from serving import sse
 from starlette.testclient import TestClient
 
@@ -128,16 +129,184 @@ def test_streams_are_the_answer_in_pieces(hermes: TestClient) -> None:
     assert reasons <= {None, "tool_calls", "length"}
 
 
-def test_without_strict_the_arguments_are_any_object(hermes: TestClient) -> None:
-    one = {"tool_choice": "required", "parallel_tool_calls": False}
-    [choice] = ask(hermes, tools=[tool("f", DICE, strict=False)], temperature=0, **one)["choices"]
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
-    [choice] = ask(hermes, tools=[tool("f")], **one)["choices"]  # no parameters: no arguments
+ONE: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+
+
+@pytest.mark.parametrize("strict", [{"strict": False}, {"strict": True}, {}])
+def test_arguments_are_enforced_with_any_strict(hermes: TestClient, strict: dict[str, Any]) -> None:
+    body = ask(hermes, tools=[tool("roll_dice", DICE, **strict)], **ONE)
+    assert len(calls_of(body["choices"][0]["message"])) == 1
+    assert body["guided"]["not_enforced"] == []
+
+
+def test_a_function_without_parameters_has_no_arguments(hermes: TestClient) -> None:
+    [choice] = ask(hermes, tools=[tool("f")], **ONE)["choices"]
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {}
 
 
+def test_tool_strict_off_is_vllms_meaning_of_strict(client_with: Callable[..., TestClient]) -> None:
+    client = client_with(tool_format="hermes", tool_strict="off")
+    loose = tool("f", {"type": "object", "minProperties": 1, "required": ["x"]}, strict=False)
+    body = ask(client, tools=[*TOOLS, loose], tool_choice={"type": "function", "name": "f"}, temperature=0)
+    assert body["guided"]["not_enforced"] == ["tools[2].function.parameters"]
+    assert "checked" not in body["guided"]
+
+
+ODD = [
+    tool("remote", {"$ref": "https://example.org/schema"}),
+    tool("draft3", {"type": "object", "properties": {"a": {"type": "any", "required": True}}}, strict=False),
+    tool("array", {"type": "array"}),
+    tool("pattern", {"type": "object", "properties": {"a": {"type": "string", "pattern": "[a"}}}),
+]
+"""Functions with schemas that can't be enforced. The last one is found when it is compiled."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_odd_schemas_are_not_enforced_and_named(hermes: TestClient, stream: bool) -> None:
+    tools = [*TOOLS, *ODD, tool("get_time", CITY)]
+    answer = hermes.post(CHAT, json={**USER, "tools": tools, "max_tokens": 3, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    guided = sse(answer.text)[0]["guided"] if stream else answer.json()["guided"]
+    assert guided["not_enforced"] == [f"tools[{index}].function.parameters" for index in range(2, 6)]
+    checked = hermes.post("/v1/check", json={**USER, "tools": tools}).json()
+    assert checked["guided"]["not_enforced"] == guided["not_enforced"]
+    # The others are enforced.
+    [choice] = ask(hermes, tools=tools, tool_choice={"type": "function", "name": "roll_dice"})["choices"]
+    assert len(calls_of(choice["message"])) == 1
+
+
+@pytest.mark.parametrize("index", range(len(ODD)))
+def test_a_strict_function_needs_a_schema_that_can_be_enforced(hermes: TestClient, index: int) -> None:
+    function = {**ODD[index]["function"], "strict": True}
+    assert (
+        refusal(hermes, tools=[{"type": "function", "function": function}])["param"] == "tools[0].function.parameters"
+    )
+    assert refusal(hermes, tools=[ODD[index]], strict_schema=True)["param"] == "tools[0].function.parameters"
+
+
+def test_a_stop_string_ends_text_and_no_call(hermes: TestClient) -> None:
+    text = ask(hermes, max_tokens=30)["choices"][0]["message"]["content"]
+    stop = text[5:8]
+    asked = {**USER, "tools": TOOLS, "max_tokens": 30, "stop": [stop]}
+    [choice] = hermes.post(CHAT, json=asked).json()["choices"]
+    assert choice["message"]["content"] == text[: text.index(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    events = sse(hermes.post(CHAT, json={**asked, "stream": True}).text)[:-1]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == choice["message"]["content"]
+    [call] = calls_of(ask(hermes, **ONE)["choices"][0]["message"])
+    [choice] = ask(hermes, **ONE, stop=['"', "}", "\n", "tool_call"])["choices"]
+    assert calls_of(choice["message"]) == [call]
+    assert choice["finish_reason"] == "tool_calls"
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["abc"]}}}
+    assert refusal(hermes, response_format=form, stop="b")["message"].startswith("stop could cut the json_schema")
+
+
+def custom(name: str, form: Any = None) -> dict[str, Any]:
+    return {
+        "type": "custom",
+        "custom": {"name": name, "description": f"does {name}", **({"format": form} if form else {})},
+    }
+
+
+SUM = 'start: term ("+" term)+\nterm: NUMBER | "(" start ")"\nNUMBER: /[1-9][0-9]?/\n'
+LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": SUM}}
+CODE = {"type": "grammar", "grammar": {"syntax": "regex", "definition": r"[A-Z]{2}\n\"[0-9]{3}\""}}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"), [(LARK, r"[1-9(][0-9+()]*"), (CODE, r'[A-Z]{2}\n"[0-9]{3}"'), (None, r"(?s).*")]
+)
+def test_a_custom_tool_gets_a_text(hermes: TestClient, form: Any, expected: str) -> None:
+    fields = {
+        "tools": [*TOOLS, custom("calc", form)],
+        "tool_choice": {"type": "custom", "custom": {"name": "calc"}},
+        "max_tokens": 100,
+        "complete": True,
+    }
+    body = ask(hermes, **fields)
+    [choice] = body["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert (call["type"], call["custom"]["name"], choice["finish_reason"]) == ("custom", "calc", "tool_calls")
+    text = call["custom"]["input"]
+    assert re.fullmatch(expected, text)
+    if form is LARK:
+        assert eval(text) > 1
+    ChatCompletion.model_validate(body)
+    events = sse(hermes.post(CHAT, json={**USER, **fields, "stream": True}).text)[:-1]
+    deltas = [delta for event in events for delta in event["choices"][0]["delta"].get("tool_calls", [])]
+    assert [delta["custom"]["name"] for delta in deltas if "id" in delta] == ["calc"]
+    assert "".join(delta["custom"]["input"] for delta in deltas) == text
+
+
+def test_lark_is_refused_where_text_follows_it(client_with: Callable[..., TestClient]) -> None:
+    error = refusal(client_with(tool_format="mistral"), tools=[*TOOLS, custom("calc", LARK)])
+    assert error["param"] == "tools[2].custom.format"
+    assert "use a regex" in error["message"]
+
+
+def test_functions_stand_beside_custom_tools(hermes: TestClient) -> None:
+    """A text in Lark is the end of the output, so there is one call."""
+    for seed in range(4):
+        [choice] = ask(hermes, tools=[*TOOLS, custom("calc", LARK)], tool_choice="required", seed=seed)["choices"]
+        [call] = choice["message"]["tool_calls"]
+        if call["type"] == "custom":
+            assert eval(call["custom"]["input"]) > 1
+        else:
+            calls_of(choice["message"])
+
+
+def test_the_grammar_of_codex_is_accepted(hermes: TestClient) -> None:
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": APPLY_PATCH}}
+    answer = hermes.post("/v1/check", json={**USER, "tools": [*TOOLS, custom("apply_patch", form)]})
+    assert answer.status_code == 200, answer.text
+
+
+APPLY_PATCH = """\
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+
+
+def test_the_former_fields_of_functions(hermes: TestClient) -> None:
+    functions = [each["function"] for each in TOOLS]
+    fields: dict[str, Any] = {"functions": functions, "function_call": {"name": "get_weather"}}
+    asked = {**USER, **fields}
+    body = hermes.post(CHAT, json=asked).json()
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "function_call"
+    assert "tool_calls" not in choice["message"]
+    call = choice["message"]["function_call"]
+    jsonschema.validate(json.loads(call["arguments"]), CITY)
+    assert call["name"] == "get_weather"
+    ChatCompletion.model_validate(body)
+    events = sse(hermes.post(CHAT, json={**asked, "stream": True}).text)[:-1]
+    deltas = [event["choices"][0]["delta"].get("function_call", {}) for event in events]
+    assert [delta["name"] for delta in deltas if "name" in delta] == ["get_weather"]
+    assert "".join(delta.get("arguments", "") for delta in deltas) == call["arguments"]
+    wrong = {**functions[0], "parameters": WRONG, "strict": True}
+    error = hermes.post(CHAT, json={**USER, "functions": [wrong]}).json()["error"]
+    assert (error["param"], error["pointer"]) == ("functions[0].parameters", "/properties/a/type")
+
+
 def test_keywords_that_masks_do_not_enforce_are_named(hermes: TestClient) -> None:
-    fields = {"tool_choice": "required", "parallel_tool_calls": False}
+    fields = ONE
     properties = {"a": {"type": "array", "uniqueItems": True}, "b": {"type": "string", "format": "color"}}
     guided = ask(hermes, tools=[*TOOLS, tool("f", {"properties": properties})], max_tokens=2, **fields)["guided"]
     assert guided["checked"] == ["tools[2].function.parameters/properties/a/uniqueItems"]
@@ -186,6 +355,28 @@ def test_a_conversation_with_calls() -> None:
     assert ids.count(tokenizer.eos_token_id) == 4  # the system's text and three messages
 
 
+def test_calls_in_other_forms_are_the_same_conversation() -> None:
+    from engine.server.protocol import ChatRequest
+
+    def rendered(called: dict[str, Any], answered: dict[str, Any]) -> list[dict[str, Any]]:
+        messages = [{"role": "user", "content": "go"}, {"role": "assistant", **called}, {"content": "3", **answered}]
+        return [each.for_template() for each in ChatRequest.model_validate({"messages": messages}).messages[1:]]
+
+    def call(arguments: str) -> dict[str, Any]:
+        function = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"tool_calls": [function]}
+
+    written = {"tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": 'a"b'}}]}
+    answer = {"role": "tool", "tool_call_id": "c"}
+    assert rendered(written, answer) == rendered(call(json.dumps({"input": 'a"b'})), answer)
+    old, [former, answered] = (
+        call('{"a": 1}'),
+        rendered({"function_call": {"name": "f", "arguments": '{"a": 1}'}}, {"role": "function", "name": "f"}),
+    )
+    assert former["tool_calls"][0]["function"] == rendered(old, answer)[0]["tool_calls"][0]["function"]
+    assert answered == {"role": "tool", "name": "f", "content": "3"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says", "pointer"),
     [
@@ -194,11 +385,16 @@ def test_a_conversation_with_calls() -> None:
         ({"tool_choice": {"type": "custom"}}, "tool_choice", "allowed_tools", None),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "of tools", None),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools", None),
-        ({"functions": [{"name": "f"}]}, "functions", "use tools", None),
+        ({"functions": [{"name": "f"}]}, "functions", "former field", None),
         ({"tools": [*TOOLS, tool("roll_dice")]}, "tools[2].function.name", "tools[0]", None),
         ({"tools": [tool("no spaces")]}, "tools[0].function.name", "match pattern", None),
-        ({"tools": [*TOOLS, tool("f", WRONG)]}, "tools[2].function.parameters", "strin", "/properties/a/type"),
-        ({"tools": [tool("f", {"type": "array"})]}, "tools[0].function.parameters", "object", None),
+        (
+            {"tools": [*TOOLS, tool("f", WRONG, strict=True)]},
+            "tools[2].function.parameters",
+            "strin",
+            "/properties/a/type",
+        ),
+        ({"tools": [tool("f", {"type": "array"}, strict=True)]}, "tools[0].function.parameters", "object", None),
         ({"tool_choice": "required", "backend": "outlines"}, "backend", "structural_tag", None),
     ],
 )
