@@ -86,12 +86,11 @@ _ANTHROPIC_TYPES = {
 
 
 def message_error(error: GuidedError) -> dict[str, Any]:
-    """Return an error as Anthropic's API does, with our fields. The message names the field: clients show only that."""
-    fields = error_body(error)["error"]
-    if error.param is not None and error.param not in error.message:
-        fields["message"] = f"{error.param}: {fields['message']}"
-    fields["type"] = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": fields}
+    """Return an error as Anthropic's API does. The message names the field at fault, because clients show only that."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    text = str(error) if error.message.startswith(error.param or "") else f"{error.param}: {error}"
+    details = {"error_code": error.code, "param": error.param, "pointer": error.pointer}
+    return {"type": "error", "error": {"type": kind, "message": text, "details": details}}
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -164,6 +164,7 @@ class MessagesRequest(GenerationRequest):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(default=None, description="The former place of `output_config.format`.")
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    thread: dict[str, Any] | None = Field(default=None, description="Refused: send all messages of the conversation.")
     # One output: a chat can have more.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
@@ -208,6 +209,10 @@ tokenization = APIRouter(tags=["tokenization"], route_class=BodyRoute)
 @router.post(MESSAGES_PATH, response_model=None, responses=RESPONSES)
 def create_message(body: MessagesRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat in the shape of Anthropic's API. The server stores nothing."""
+    if body.thread is not None:
+        error = InvalidRequest("the server stores no conversations: send all messages, without thread", param="thread")
+        error.code = "thread_unsupported_request"  # Anthropic's client then does so
+        raise error
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
     for index in range(len(body.tools or ())):

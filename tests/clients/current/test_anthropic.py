@@ -43,7 +43,9 @@ def test_streamed_tools(client: anthropic.Anthropic, asked: dict[str, Any], shar
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_agent_loop(client: anthropic.Anthropic, asked: dict[str, Any], shared: dict[str, Any], stream: bool) -> None:
+def test_an_agent_loop(
+    client: anthropic.Anthropic, asked: dict[str, Any], shared: dict[str, Any], stream: bool
+) -> None:
     """The tool's results go back to the model, until the limit: `tool_choice` demands a call in each turn."""
     stored = []
 
