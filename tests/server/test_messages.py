@@ -265,7 +265,11 @@ def test_what_has_no_effect(client_with: Make) -> None:
         ({"n": 2}, "n", "should be 1"),
         ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools", "web_search has no input_schema"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name", "unique"),
-        ({"tools": [{**TOOL, "input_schema": {"type": "strin"}}]}, "tools[0].input_schema", "tools[0].input_schema: "),
+        (
+            {"tools": [{**TOOL, "strict": True, "input_schema": {"type": "strin"}}]},
+            "tools[0].input_schema",
+            "[0].input_schema: ",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice", "light"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", ""),
         (
