@@ -27,9 +27,9 @@ from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
 
 DESCRIPTION = """
-A server with guided decoding, for clients of OpenAI and Anthropic. Add one of `json_schema`, `json_object`, `regex`, `choice`,
-`grammar` and `structural_tag` to a request (or OpenAI's `response_format`, vLLM's `structured_outputs`, the older
-`guided_*` names), and the output satisfies it. Chats may offer `tools`. `guided` in the answer names the backend.
+A server with guided decoding, for clients of OpenAI and Anthropic. Add one of `json_schema`, `json_object`, `regex`,
+`choice`, `grammar` and `structural_tag` to a request (or OpenAI's `response_format`, vLLM's `structured_outputs`, the
+older `guided_*` names), and the output satisfies it. Chats may offer `tools`. `guided` in the answer names the backend.
 """
 
 
