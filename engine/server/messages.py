@@ -202,8 +202,22 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
-router = APIRouter(tags=["generation"], route_class=GenerationRoute)
-tokenization = APIRouter(tags=["tokenization"], route_class=BodyRoute)
+class MessageErrorDetail(BaseModel):
+    type: str
+    message: str
+    details: dict[str, str | None] = Field(description="`error_code`, `param` and `pointer`.")
+
+
+class MessageError(BaseModel):
+    """The body of every error, and the payload of the event that ends a stream."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessageError} for status in ("4XX", "5XX")}
+router = APIRouter(tags=["generation"], route_class=GenerationRoute, responses=_ERRORS)
+tokenization = APIRouter(tags=["tokenization"], route_class=BodyRoute, responses=_ERRORS)
 
 
 @router.post(MESSAGES_PATH, response_model=None, responses=RESPONSES)
