@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from engine.async_llm import AsyncLLM
-from engine.server import chat, completions, health, metrics, models, responses
+from engine.server import chat, completions, health, messages, metrics, models, responses
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.health import ReadinessCheck
@@ -27,9 +27,9 @@ from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
 
 DESCRIPTION = """
-An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `json_object`, `regex`, `choice`,
-`grammar` and `structural_tag` to a request (or OpenAI's `response_format`, vLLM's `structured_outputs`, the older
-`guided_*` names), and the output satisfies it. Chats may offer `tools`. `guided` in the answer names the backend.
+A server with guided decoding, for clients of OpenAI and Anthropic. Add one of `json_schema`, `json_object`, `regex`,
+`choice`, `grammar` and `structural_tag` to a request (or OpenAI's `response_format`, vLLM's `structured_outputs`, the
+older `guided_*` names), and the output satisfies it. Chats may offer `tools`. `guided` in the answer names the backend.
 """
 
 
@@ -85,9 +85,10 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     # A page in a browser can give its own name the address of this server (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts or ["*"], www_redirect=False)
     install_handlers(app)
-    for routes in (chat, responses, completions, models, health, metrics):
+    for routes in (chat, responses, messages, completions, models, health, metrics):
         app.include_router(routes.router)
     app.include_router(chat.checks)
     app.get("/", include_in_schema=False)(playground)
     app.include_router(models.tokenization)
+    app.include_router(messages.tokenization)
     return app

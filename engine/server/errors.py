@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, plus `pointer`.
 
-`pointer` is an RFC 6901 JSON pointer into the schema, else null. OpenAI's clients obey the header `x-should-retry`: it
-says whether the same request would probably succeed (`GuidedError.retryable`).
+`pointer` is an RFC 6901 JSON pointer into the schema, else null. OpenAI's and Anthropic's clients obey the header
+`x-should-retry`: it says whether the same request would probably succeed (`GuidedError.retryable`).
 """
 
 from __future__ import annotations
@@ -72,6 +72,27 @@ class ShuttingDown(InternalError):
     retryable = True
 
 
+MESSAGES_PATH = "/v1/messages"
+"""Errors of the paths that begin with it have the shape of Anthropic's."""
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""By status. Others are an `invalid_request_error` or an `api_error`."""
+
+
+def message_error(error: GuidedError) -> dict[str, Any]:
+    """Return an error as Anthropic's API does. The message names the field at fault, because clients show only that."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    text = str(error) if error.message.startswith(error.param or "") else f"{error.param}: {error}"
+    details = {"error_code": error.code, "param": error.param, "pointer": error.pointer}
+    return {"type": "error", "error": {"type": kind, "message": text, "details": details}}
+
+
 def install_handlers(app: FastAPI) -> None:
     """Answer every error of the application in this shape."""
     app.add_exception_handler(GuidedError, _on_guided_error)
@@ -84,7 +105,8 @@ def refuse(context: ServerContext, scope: Scope, error: GuidedError, **headers: 
     context.metrics.failed(error.code, error.status)
     if error.status < 500 and not isinstance(error, CompileTimeout):  # those are logged where they happen
         _log(scope, error)
-    return JSONResponse(error_body(error), error.status, error_headers(error) | headers)
+    body = message_error(error) if scope["path"].startswith(MESSAGES_PATH) else error_body(error)
+    return JSONResponse(body, error.status, error_headers(error) | headers)
 
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
@@ -113,6 +135,8 @@ def _log(scope: Scope, error: GuidedError) -> None:
 def _hint(request: Request) -> str:
     """Return what to do about an unknown path."""
     path = request.scope["path"]  # a URL is built from the header Host, which may be anything
+    if path.startswith(f"/v1{MESSAGES_PATH}"):
+        return f"there is no {bounded(path, 100)!r}: the base URL of Anthropic's clients ends without /v1"
     wanted = {**request.scope, "path": f"/v1{path}"}
     if any(route.matches(wanted)[0] is not Match.NONE for route in request.app.routes):
         return f"there is no {path}: send the request to /v1{path} (a client's base URL ends with /v1)"

@@ -40,7 +40,9 @@ class RequestChecks:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+                answered = MutableHeaders(scope=message)
+                for name in ("x-request-id", "request-id"):  # of OpenAI's clients, and of Anthropic's
+                    answered.setdefault(name, request_id)
             await send(message)
 
         try:
@@ -53,11 +55,11 @@ class RequestChecks:
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         if not self._keys or scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS):
             return
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        text = given.strip().encode()
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        text = (bearer if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip().encode()
         same = [secrets.compare_digest(text, key) for key in self._keys]  # all of them: the time reveals nothing
-        if kind.lower() != "bearer" or True not in same:
-            raise Unauthorized("Incorrect API key provided: send it as 'Authorization: Bearer KEY'")
+        if True not in same:
+            raise Unauthorized("Incorrect API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
 
     def _limited(self, receive: Receive) -> Receive:
         """Count the bytes of the body as they arrive."""

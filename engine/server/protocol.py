@@ -32,6 +32,7 @@ REFUSED = {
     "previous_response_id": "the server stores no responses: send the whole conversation in input",
     "conversation": "the server stores no conversations: send the whole conversation in input",
     "background": "the server stores no responses: ask for a stream",
+    "mcp_servers": "the server calls no MCP servers: list their tools, and run the calls",
 }
 """Known fields that would change the answer, and why they are rejected."""
 
@@ -40,7 +41,9 @@ _NEUTRAL: tuple[Any, ...] = (None, [], "", False, "none", "auto", ["text"])
 
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "prediction", "verbosity"),
+    *("prompt_cache_retention", "prediction", "verbosity", "cache_control", "inference_geo", "speed"),
+    *("caller", "citations", "is_error", "signature"),  # of blocks in Anthropic's API, and of its tools:
+    *("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"),
 )
 """Known fields that can't change the answer. They are accepted with `--strict-fields` too."""
 

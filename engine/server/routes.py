@@ -115,7 +115,7 @@ def parse(
 Prepared = tuple[Callable[[ServerContext, Job, GuidedInfo | None], Answer], Job]
 """What an endpoint returns: how to make the answer, and the job."""
 
-_ANSWER = "An answer as OpenAI's API describes it, or with `stream` its chunks, plus `guided`: how it was constrained."
+_ANSWER = "An answer as OpenAI or Anthropic describe it, or its events (`stream`), plus `guided`: how it was made."
 RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
 """The routes' `responses`, for the documentation page."""
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+SECTIONS = ["openai", "anthropic", "openai-agents", "pydantic-ai", "langchain-openai", "outlines"]
 
-@pytest.mark.parametrize("section", ["openai", "openai-agents", "pydantic-ai", "langchain-openai", "outlines"])
+
+@pytest.mark.parametrize("section", SECTIONS)
 def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any], section: str) -> None:
     names = run_section(section)
     assert isinstance(names["person"], shared["Person"])

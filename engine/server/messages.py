@@ -1,0 +1,366 @@
+"""POST /v1/messages and /v1/messages/count_tokens: a chat in the shape of Anthropic's API, without state on the server.
+
+The request is translated to a chat. The output of the chat becomes content blocks, and events about them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from engine.outputs import CompletionOutput, RequestOutput
+from engine.server.answers import Answer, to_json, usage_of
+from engine.server.chat import build_job
+from engine.server.context import Context, ServerContext
+from engine.server.errors import MESSAGES_PATH, message_error
+from engine.server.generation import Job
+from engine.server.protocol import (
+    CHAT_EXAMPLE,
+    Body,
+    CalledFunction,
+    ChatRequest,
+    FunctionDefinition,
+    GenerationRequest,
+    GuidedInfo,
+    Many,
+    Message,
+    ResponseFormat,
+    TextPart,
+    Tool,
+    ToolCall,
+    joined,
+)
+from engine.server.routes import RESPONSES, BodyRoute, GenerationRoute, Prepared
+from engine.server.tools import parameters_field
+from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest
+from guided.tools.parser import Piece
+
+_FORMAT = {"type": "json_schema", "schema": CHAT_EXAMPLE["json_schema"]}
+EXAMPLE = {"messages": CHAT_EXAMPLE["messages"], "max_tokens": 200, "output_config": {"format": _FORMAT}}
+
+_REQUIRED = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+"""Types of blocks, and the fields that each must have."""
+
+
+class Block(Body):
+    """A part of a message. The blocks of an answer can be sent back as they are."""
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Many[TextPart] | None = Field(default=None, description="Of a tool's result.")
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        missing = [name for name in _REQUIRED[self.type] if getattr(self, name) is None]
+        if missing:
+            raise InvalidRequest(f"a {self.type} block needs {', '.join(missing)}", param="messages")
+        return self
+
+
+class InputMessage(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Many[Block], Field(min_length=1, description="A text, or a list of blocks.")]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_blocks(cls, given: Any) -> Any:
+        return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+    def for_chat(self) -> Iterator[Message]:
+        """Yield the messages of a chat. There, each result of a tool is a message of its own."""
+        for is_result, group in groupby(self.content, lambda block: block.type == "tool_result"):
+            blocks = list(group)
+            if is_result:
+                for block in blocks:
+                    yield Message(role="tool", tool_call_id=block.tool_use_id, content=joined(block.content))
+                continue
+            texts = [block for block in blocks if block.type == "text"]
+            calls = [
+                ToolCall(id=block.id, function=CalledFunction(name=block.name or "", arguments=block.input or {}))
+                for block in blocks
+                if block.type == "tool_use"
+            ]
+            yield Message.model_construct(
+                role=self.role,
+                content=joined(texts) if texts else None,
+                reasoning_content="".join(block.thinking or "" for block in blocks) or None,
+                tool_calls=calls or None,
+            )
+
+
+class InputTool(FunctionDefinition):
+    """A tool that the client runs."""
+
+    type: str | None = Field(default=None, exclude=True)
+    parameters: dict[str, Any] | None = Field(default=None, alias="input_schema")
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if self.parameters is None:
+            message = f"{self.name} has no input_schema, and this server has none of Anthropic's own tools"
+            raise InvalidRequest(message, param="tools")
+        return self
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def for_chat(self) -> str | dict[str, Any]:
+        """Return the `tool_choice` of a chat."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name or ""}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(Body):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
+
+
+class OutputFormat(ResponseFormat):
+    """Anthropic's `output_config.format`: the schema has no name."""
+
+    path: ClassVar[str] = "output_config.format"
+    schema_path: ClassVar[str] = "output_config.format.schema"
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+    effort: str | None = Field(default=None, description="Passed to the chat template as `reasoning_effort`.")
+
+
+class MessagesRequest(GenerationRequest):
+    """Body of `POST /v1/messages`. The server keeps no state between requests."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
+
+    messages: Annotated[Many[InputMessage], Field(min_length=1)]
+    system: str | Many[TextPart] | None = None
+    max_tokens: int | None = Field(default=None, description="Default, and at most: what remains of the context.")
+    stop_sequences: Many[str] | None = None
+    tools: Many[InputTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(default=None, description="The former place of `output_config.format`.")
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    thread: dict[str, Any] | None = Field(default=None, description="Refused: send all messages of the conversation.")
+    # One output: a chat can have more.
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+
+    def as_chat(self, thinks: bool) -> ChatRequest:
+        """Return the chat with the same meaning. `thinks`: the model has a thinking phase."""
+        fields = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+        config, choice = self.output_config or OutputConfig(), self.tool_choice or ToolChoice()
+        if (chosen := config.format or self.output_format) is not None:
+            fields["response_format"] = chosen
+        if self.stop_sequences is not None:
+            fields["stop"] = self.stop_sequences
+        variables: dict[str, Any] = {}
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            on = self.thinking.type == "enabled"
+            fields["max_reasoning_tokens"] = (self.thinking.budget_tokens if on else 0) if thinks else None
+            variables = {"enable_thinking": on, "thinking": on}  # the names in templates of Qwen and of DeepSeek
+        system = [] if self.system is None else [Message(role="system", content=joined(self.system))]
+        continued = self.messages[-1].role == "assistant" and self.messages[-1].content[-1].type == "text"
+        return ChatRequest.model_construct(
+            **fields,
+            messages=[*system, *(each for message in self.messages for each in message.for_chat())],
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+            max_tokens=self.max_tokens,
+            chat_template_kwargs={**variables, **(self.chat_template_kwargs or {})},
+            reasoning_effort=config.effort,
+            tools=[Tool.model_construct(type="function", function=tool) for tool in self.tools or ()],
+            tool_choice=choice.for_chat(),
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+        )
+
+
+class InputTokens(BaseModel):
+    input_tokens: int
+
+
+class MessageErrorDetail(BaseModel):
+    type: str
+    message: str
+    details: dict[str, str | None] = Field(description="`error_code`, `param` and `pointer`.")
+
+
+class MessageError(BaseModel):
+    """The body of every error, and the payload of the event that ends a stream."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessageError} for status in ("4XX", "5XX")}
+router = APIRouter(tags=["generation"], route_class=GenerationRoute, responses=_ERRORS)
+tokenization = APIRouter(tags=["tokenization"], route_class=BodyRoute, responses=_ERRORS)
+
+
+@router.post(MESSAGES_PATH, response_model=None, responses=RESPONSES)
+def create_message(body: MessagesRequest, request: Request, context: Context) -> Prepared:
+    """Answer a chat in the shape of Anthropic's API. The server stores nothing."""
+    if body.thread is not None:
+        error = InvalidRequest("the server stores no conversations: send all messages, without thread", param="thread")
+        error.code = "thread_unsupported_request"  # Anthropic's client then does so
+        raise error
+    names = request.state.field_names
+    names |= {"prompt": "messages", "stop": "stop_sequences"}
+    for index in range(len(body.tools or ())):
+        names[f"tools[{index}].function.name"] = f"tools[{index}].name"
+        names[parameters_field(index)] = f"tools[{index}].input_schema"
+    thinks = context.reasoning_format is not None
+    if body.thinking is not None and not thinks:
+        request.state.ignored.append("thinking")
+    chat = body.as_chat(thinks)
+    build = partial(build_job, chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id, names)
+    try:
+        job = build()
+    except ContextLengthExceeded:
+        # In Anthropic's API, max_tokens may be more than what remains of the context.
+        chat.max_tokens = None
+        job = build()
+    return _MessageAnswer, job
+
+
+@tokenization.post(f"{MESSAGES_PATH}/count_tokens")
+def count_tokens(body: MessagesRequest, request: Request, context: Context) -> InputTokens:
+    """Count the tokens of a message's prompt."""
+    _, job = create_message(body, request, context)
+    return InputTokens(input_tokens=len(job.prompts[0]))
+
+
+_BLOCKS: dict[str, dict[str, Any]] = {
+    "text": {"type": "text", "text": ""},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+    "call": {"type": "tool_use", "input": {}},
+}
+"""Kinds of pieces, and the blocks that they begin."""
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "arguments": ("input_json_delta", "partial_json"),
+}
+"""Kinds of pieces -> the type of the delta that adds their text to a block, and its field."""
+
+
+class _MessageAnswer(Answer):
+    end = b""
+
+    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+        super().__init__(context, job, guided)
+        self._parser = job.form.parser()
+        self._content: list[dict[str, Any]] = []
+        self._open = self._text = ""
+        """Kind of the pieces that continue the last block, and the text of those that did."""
+
+    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+        for _ in self.new_events(0, finished[0]):
+            pass
+        stop, counts = self._ended(finished)
+        return to_json(self._message(**stop, **counts))
+
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
+        yield {"type": "message_start", "message": self._message(usage=usage, guided=self.guided_info())}
+
+    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        [completion] = output.outputs
+        ended = completion.finish_reason is not None
+        for piece in self._parser.feed(completion.text, ended):
+            yield from self._add(piece)
+        if ended:
+            if not self._content:
+                yield from self._add(Piece("text", ""))
+            yield from self._close()
+
+    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        stop, counts = self._ended(finished)
+        yield {"type": "message_delta", "delta": stop, **counts}
+        yield {"type": "message_stop"}
+
+    def failure(self, error: GuidedError) -> dict[str, Any]:
+        return message_error(error)
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        kind: str = data["type"]
+        return b"event: " + kind.encode() + b"\ndata: " + to_json(data) + b"\n\n"
+
+    def _message(self, **fields: Any) -> dict[str, Any]:
+        head = {"id": self.job.request_id, "type": "message", "role": "assistant"}
+        known = {"model": self.context.settings.model_name, "content": self._content}
+        return {**head, **known, "stop_reason": None, "stop_sequence": None, **fields}
+
+    def _ended(self, finished: Sequence[RequestOutput]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return why the message ended, and what is known at its end."""
+        [completion] = finished[0].outputs
+        reason, counted = self._stop_reason(completion), usage_of(finished)
+        sequence = completion.stop_reason if reason == "stop_sequence" else None
+        usage = {"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"]}
+        guided = self.guided_info(finished, [completion])
+        return {"stop_reason": reason, "stop_sequence": sequence}, {"usage": usage, "guided": guided}
+
+    def _stop_reason(self, completion: CompletionOutput) -> str:
+        if completion.finish_reason == "length":
+            return "model_context_window_exceeded" if self.job.params.max_tokens is None else "max_tokens"
+        if self._parser.num_calls and self._parser.complete:
+            return "tool_use"
+        return "stop_sequence" if isinstance(completion.stop_reason, str) else "end_turn"
+
+    def _add(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Add a piece to the last block, or to a new one, and yield the events."""
+        if piece.kind != self._open:
+            yield from self._close()
+            of_call = {"id": self.job.new_call_id(), "name": piece.text} if piece.kind == "call" else {}
+            self._content.append(_BLOCKS[piece.kind] | of_call)
+            self._open, self._text = "arguments" if of_call else piece.kind, ""
+            yield self._event("start", content_block=self._content[-1])
+        if piece.kind in _DELTAS:
+            self._text += piece.text
+            name, field = _DELTAS[piece.kind]
+            yield self._event("delta", delta={"type": name, field: piece.text})
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """Complete the last block, if there is one, and yield the events."""
+        if not self._content:
+            return
+        block = self._content[-1]
+        match self._open:
+            case "arguments":
+                with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off has no input
+                    block["input"] = json.loads(self._text)
+            case "reasoning":
+                # Clients drop thoughts without a signature. It is not read when they come back.
+                block |= {"thinking": self._text, "signature": self.job.request_id}
+                yield self._event("delta", delta={"type": "signature_delta", "signature": self.job.request_id})
+            case _:
+                block["text"] = self._text
+        yield self._event("stop")
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Build an event about the last block."""
+        return {"type": f"content_block_{kind}", "index": len(self._content) - 1, **fields}
