@@ -18,6 +18,7 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedCons
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
 from guided.structural_tag import Content, Node, contents, located, parse, read
+from guided.tags.arguments import expand
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
@@ -196,10 +197,10 @@ class Constraint:
             value = self.choices if self.kind == "choice" else self.source
             Constraint.of_kind(self.kind, value, whitespace=self.whitespace, limits=limits, param=self.kind)
 
-    @property
+    @cached_property
     def tag(self) -> Node:
         """The nodes of a `structural_tag` constraint."""
-        return parse(json.loads(self.source), _ANY_SIZE, "structural_tag")
+        return parse(json.loads(self.source), _ANY_SIZE, "structural_tag", expand)
 
     @property
     def schema(self) -> Any:

@@ -9,7 +9,7 @@ Free text ends at the first occurrence of a literal that can follow it: a trigge
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
@@ -21,6 +21,7 @@ from msgspec import Meta, defstruct
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import Limits
+from guided.tags.styles import STYLES
 
 ContentKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
@@ -46,6 +47,10 @@ class Content:
     kind: ContentKind
     value: Any
     pointer: str
+    style: str = "json"
+    """How the arguments of a function are written: JSON, or one of `guided/tags/arguments.py`."""
+    excludes: tuple[str, ...] = ()
+    """Not in JSON: what texts must not contain."""
 
     def __hash__(self) -> int:
         return hash(self.pointer)
@@ -94,14 +99,16 @@ class Dispatch:
 Node = Text | Token | Content | FreeText | Series | Either | Times | Dispatch
 
 
-def parse(tag: Mapping[str, Any], limits: Limits, param: str) -> Node:
-    """Check the shape of a structural tag, and return its nodes.
+def parse(
+    tag: Mapping[str, Any], limits: Limits, param: str, expand: Callable[[Content], Node] | None = None
+) -> Node:
+    """Check the shape of a structural tag, and return its nodes. `expand` replaces the contents in other styles than JSON.
 
     Raises:
         InvalidConstraint: a field is missing, unknown, or has a wrong value; or a tag can never be produced.
         ConstraintTooLarge: over one of `limits`.
     """
-    return _Reader(limits, param).node(_convert(tag, _Document, "", param).format, "/format", 0)
+    return _Reader(limits, param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
 
 
 def read(tag: Mapping[str, Any] | str, limits: Limits, param: str) -> Any:
@@ -201,16 +208,17 @@ _EXCLUDES: Any = ("excludes", list[Annotated[str, _AtLeastOne]], [])
 _FORMATS: dict[str, list[Any]] = {
     "json_schema": [
         ("json_schema", Any),
-        ("style", Literal["json"], "json"),
+        ("style", str, "json"),
         ("any_order", bool, False),  # the schema's own order, which is enforced, is always valid
         ("max_whitespace_cnt", None, None),
-        ("excludes", _Not, []),
+        _EXCLUDES,
     ],
     "regex": [("pattern", Any)],
     "grammar": [("grammar", Any)],
     "choice": [("choice", Any)],
     "json_object": [],
     "const_string": [("value", _Literal)],
+    "any_tokens": [("exclude_tokens", list[str], []), ("max_tokens", Annotated[int, Meta(ge=0)] | None, None)],
     "any_text": [_EXCLUDES, ("max_tokens", Annotated[int, Meta(ge=0)] | None, None), ("max_chars", None, None)],
     "sequence": [("elements", list[Any])],
     "or": [("elements", Annotated[list[Any], _AtLeastOne])],
@@ -242,9 +250,10 @@ _MAX_COMPARED = 10**8
 class _Reader:
     """One call of `parse`. `at` is the JSON pointer of a format."""
 
-    def __init__(self, limits: Limits, param: str) -> None:
+    def __init__(self, limits: Limits, param: str, expand: Callable[[Content], Node] | None) -> None:
         self._limits = limits
         self._param = param
+        self._expand = expand
         self._alternatives = 0
 
     def node(self, value: Any, at: str, depth: int) -> Node:
@@ -253,7 +262,9 @@ class _Reader:
             raise ConstraintTooLarge(message, param=self._param)
         form = _convert(value, _Format, at, self._param)
         match name := form.__struct_config__.tag:
-            case "json_schema" | "grammar" | "choice":
+            case "json_schema":
+                return self._schema(form, at)
+            case "grammar" | "choice":
                 return Content(name, getattr(form, name), f"{at}/{name}")
             case "regex":
                 return Content("regex", form.pattern, f"{at}/pattern")
@@ -263,6 +274,8 @@ class _Reader:
                 return Text(form.value)
             case "any_text":
                 return FreeText(self._distinct(form.excludes), form.max_tokens)
+            case "any_tokens":  # without special tokens, which are no text
+                return FreeText(self._distinct(form.exclude_tokens), form.max_tokens)
             case "token":
                 return Token(form.token)
             case "sequence":
@@ -293,6 +306,15 @@ class _Reader:
             message = f"the limit of repetitions is {self._limits.max_repetition}"
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
         return Times(self.node(form.content, f"{at}/content", depth + 1), low, None if high == -1 else high)
+
+    def _schema(self, form: Any, at: str) -> Node:
+        if form.style not in ("json", *STYLES):
+            raise self._invalid(f"there is no style {bounded(form.style, 60)!r}: {', '.join(STYLES)}", f"{at}/style")
+        if form.excludes and form.style == "json":
+            raise self._invalid("excludes is for the texts of arguments in another style than json", f"{at}/excludes")
+        excludes = self._distinct(form.excludes)
+        content = Content("json_schema", form.json_schema, f"{at}/json_schema", form.style, excludes)
+        return content if form.style == "json" or self._expand is None else self._expand(content)
 
     def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
         return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]

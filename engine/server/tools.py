@@ -99,7 +99,7 @@ def output_form(
     """Combine the request's constraint, its calls and the model's thinking phase."""
     reasoning = context.reasoning_format if body.reasoning != "constrained" else None
     thinking = _thinking(reasoning, prompt, context)
-    if reasoning is not None and thinking == "no" and not reasoning.answer:
+    if reasoning is not None and thinking == "no" and not (reasoning.answer or reasoning.finish):
         reasoning = None
     if body.max_reasoning_tokens is not None and context.reasoning_format is None:
         message = "the model's chat template has none of the known thinking phases: choose one with --reasoning-format"
@@ -108,8 +108,8 @@ def output_form(
         return OutputForm(wanted.constraint)
     parser = partial(OutputParser, reasoning, thinking=thinking == "open")
     if calls is not None:
-        names = [function.name for function in calls.functions]
-        parser = partial(parser, tools=calls.format, names=names, anywhere=calls.anywhere(reasoning))
+        anywhere = calls.anywhere(reasoning)
+        parser = partial(parser, tools=calls.format, functions=calls.functions, anywhere=anywhere)
     texts = f"{reasoning}{calls and calls.format}"
     special = any(name in texts for name in context.engine.model.vocabulary.special_names)
     if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
@@ -138,7 +138,7 @@ def _combined(
     if calls is not None:
         numbers = {tool.function.name: index for index, tool in enumerate(body.tools or ())}
         for function in calls.functions:
-            owners[id(function.parameters)] = f"tools[{numbers[function.name]}].function.parameters", ""
+            owners[id(function.text or function.parameters)] = f"tools[{numbers[function.name]}].function.parameters", ""
     if answer is not None and given is not None:
         owners[id(answer.get("json_schema", answer))] = (
             wanted.param or given.kind,
