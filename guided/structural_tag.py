@@ -99,10 +99,8 @@ class Dispatch:
 Node = Text | Token | Content | FreeText | Series | Either | Times | Dispatch
 
 
-def parse(
-    tag: Mapping[str, Any], limits: Limits, param: str, expand: Callable[[Content], Node] | None = None
-) -> Node:
-    """Check the shape of a structural tag, and return its nodes. `expand` replaces the contents in other styles than JSON.
+def parse(tag: Mapping[str, Any], limits: Limits, param: str, expand: Callable[[Content], Node] | None = None) -> Node:
+    """Check the shape of a structural tag, and return its nodes. `expand` replaces contents in other styles than JSON.
 
     Raises:
         InvalidConstraint: a field is missing, unknown, or has a wrong value; or a tag can never be produced.
@@ -323,7 +321,7 @@ class _Reader:
         """Return a tag's begin, and what follows it."""
         content = self.node(tag.content, f"{at}/content", depth + 1)
         ends = tag.end if isinstance(tag.end, list) else [tag.end]
-        return _mark(tag.begin), Series((content, self._either(list(map(_mark, ends)))))
+        return _mark(tag.begin), Series((content, *([] if ends == [""] else [self._either(list(map(_mark, ends)))])))
 
     def _triggered_tags(self, form: Any, at: str, depth: int) -> Node:
         tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]

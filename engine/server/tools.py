@@ -138,7 +138,10 @@ def _combined(
     if calls is not None:
         numbers = {tool.function.name: index for index, tool in enumerate(body.tools or ())}
         for function in calls.functions:
-            owners[id(function.text or function.parameters)] = f"tools[{numbers[function.name]}].function.parameters", ""
+            owners[id(function.text or function.parameters)] = (
+                f"tools[{numbers[function.name]}].function.parameters",
+                "",
+            )
     if answer is not None and given is not None:
         owners[id(answer.get("json_schema", answer))] = (
             wanted.param or given.kind,

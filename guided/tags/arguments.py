@@ -1,4 +1,4 @@
-"""Arguments of function calls that are written as elements instead of JSON: how they are enforced, and how they are read.
+"""Arguments of function calls that are written as elements instead of JSON: how they are enforced and read.
 
 `expand` writes such a content of a structural tag as nodes, which every library enforces: one element for each named
 property, in the schema's order. Strings are free text up to the end of their element, other values are JSON. In styles
@@ -7,12 +7,11 @@ with `item`, objects and arrays consist of elements too.
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
-
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
@@ -23,8 +22,6 @@ from guided.structural_tag import Content, Either, FreeText, Node, Series, Text,
 from guided.tags.styles import FREE_NAME, ITEM, NAME, SCALARS, STYLES, TYPES
 
 _MAX_NESTING = 20
-
-
 
 
 def expand(content: Content) -> Node:
@@ -46,10 +43,9 @@ class _Writer:
         self._style = STYLES[content.style]
 
     def of_object(self, schema: Schema, place: str) -> Node:
-        """Return the elements of an object. Others than those that the schema names are generated only if it names none."""
-        form, root = self._only(schema, "object", place, {"properties", "required", "additionalProperties"})
-        rest, required = root.get("additionalProperties", True), root.get("required", ())
-        parts = {**root.get("properties", {}), **{name: rest for name in required if name not in root["properties"]}}
+        """Return the elements of an object: of the properties that the schema names, or of any if it names none."""
+        form, root = self._only(schema, "object", place, "properties", "required", "additionalProperties")
+        rest, parts = root.get("additionalProperties", True), root.get("properties", {})
         if not parts and rest is not False:
             if NAME in self._style.end:
                 raise self._refusal("an object without named properties", place)
@@ -57,31 +53,35 @@ class _Writer:
         elements = []
         for name, part in parts.items():
             at = f"{place}/properties/{escape(name)}"
-            if re.fullmatch(FREE_NAME, name) is None:
+            known = (
+                re.fullmatch(FREE_NAME, name) and html.unescape(name) == name and (name != ITEM or not self._style.item)
+            )
+            if not known:
                 raise self._refusal(f"the name {bounded(name, 60)!r}", at)
             if part is not False:
                 element = self._element(name, _alone(part, form), at)
-                elements.append(element if name in required else Times(element, 0, 1))
+                elements.append(element if name in root.get("required", ()) else Times(element, 0, 1))
         return Series(tuple(elements))
 
     def _of_array(self, schema: Schema, place: str) -> Node:
-        form, root = self._only(schema, "array", place, {"items", "minItems", "maxItems"})
+        form, root = self._only(schema, "array", place, "items", "minItems", "maxItems")
         item = self._element(ITEM, _alone(root.get("items", True), form), f"{place}/items", self._style.item)
-        return Times(item, int(root.get("minItems", 0)), root.get("maxItems"))
+        least, most = root.get("minItems", 0), root.get("maxItems")
+        return Series(()) if most == 0 else Times(item, least, most)
 
-    def _only(
-        self, schema: Schema, kind: str, place: str, keywords: set[str]
-    ) -> tuple[CanonicalForm, dict[str, Any]]:
+    def _only(self, schema: Schema, kind: str, place: str, *keywords: str) -> tuple[CanonicalForm, dict[str, Any]]:
         """Return the values of the type `kind`, which have no other keywords than `keywords`."""
         if place.count("/") > 2 * _MAX_NESTING:
             raise self._refusal(f"a schema that is nested deeper than {_MAX_NESTING} levels", place)
-        form = _restricted(schema, (kind,))
-        root = {} if form is None else _root(form)
+        form = _restricted(schema, (kind,)) or canonical({"const": None})
+        root = _root(form)
+        if listed(root) in ([{}], [[]]):
+            return form, {"additionalProperties": False, "maxItems": 0}
         if root.get("type") != kind:
             raise self._refusal(f"values other than one {kind}", place)
         for keyword in root.keys() - keywords - {"type"}:
             raise self._refusal(repr(keyword), f"{place}/{keyword}")
-        return form, {"properties": {}, **root}
+        return form, root
 
     def _element(self, name: str | None, schema: Schema, place: str, begin: str = "") -> Node:
         """Return an element with a value of `schema`. Without `name`: with any name."""
@@ -89,12 +89,13 @@ class _Writer:
         options = []
         for kind, types in self._style.kinds.items():
             for value in self._values(schema, types, place):
-                if name is None:
-                    before, _, after = self._style.mark(begin, NAME, kind).partition(NAME)
-                    first: list[Node] = [Text(before), Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)]
-                else:
-                    first = [Text(self._style.mark(begin, name, kind))]
-                options.append(Series((*first, value, Text(self._style.mark(self._style.end, name or "")))))
+                before, any_name, after = self._style.mark(begin, name or NAME, kind).partition(NAME)
+                named = (
+                    (Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)) if any_name else ()
+                )
+                options.append(
+                    Series((Text(before), *named, value, Text(self._style.mark(self._style.end, name or ""))))
+                )
         if not options:
             raise self._refusal("this schema", place)
         return options[0] if len(options) == 1 else Either(tuple(dict.fromkeys(options)))
@@ -120,7 +121,7 @@ class _Writer:
         rest = [kind for kind in types if kind != "string"]
         if self._style.item:
             # Narrowed: where any value is allowed, no objects and arrays.
-            for kind in {"object", "array"} & set(rest) if schema not in (True, {}) else ():
+            for kind in [kind for kind in ("object", "array") if kind in rest and schema not in (True, {})]:
                 if _restricted(schema, (kind,)) is not None:
                     yield self.of_object(schema, place) if kind == "object" else self._of_array(schema, place)
             rest = [kind for kind in rest if kind in SCALARS]
@@ -140,7 +141,13 @@ def _alone(schema: Schema, form: CanonicalForm) -> Schema:
 
 def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
     """Return the values of `types` that satisfy a schema; None if there are none."""
-    inner = {} if schema is True else {name: value for name, value in schema.items() if name != "$defs"} if schema else {"not": {}}
+    inner = (
+        {}
+        if schema is True
+        else {name: value for name, value in schema.items() if name != "$defs"}
+        if schema
+        else {"not": {}}
+    )
     definitions = {"$defs": schema["$defs"]} if isinstance(schema, dict) and "$defs" in schema else {}
     try:
         return canonical({**definitions, "allOf": [inner, {"type": [*types]}]})
@@ -155,10 +162,6 @@ def _root(form: CanonicalForm) -> dict[str, Any]:
     return root if isinstance(root, dict) else {}
 
 
-_Element = tuple[str, str, Any]
-"""Name, kind and text of an element; or elements instead of the text."""
-
-
 class ArgumentReader:
     """Reads the arguments of one function's calls.
 
@@ -169,91 +172,68 @@ class ArgumentReader:
 
     def __init__(self, style: str, schema: Schema) -> None:
         self._style = STYLES[style]
-        self._schema = schema
-        self._others: dict[tuple[str | int, ...], list[Any]] = {}
-        """Path of a value -> other ways to read it."""
+        self._validator = Validator(schema)
 
-    def elements(self, text: str, position: int) -> tuple[list[_Element], int]:
-        """Return the complete elements at `position`, and the position after them."""
-        found = []
+    def read(
+        self, text: str, position: int, finished: bool, path: _Path = ()
+    ) -> tuple[dict[str, Any] | list[Any], int]:
+        """Return the values of the complete elements at `position`, and the position after them.
+
+        Args:
+            finished: the text does not grow, so values may violate the schema.
+            path: where in the arguments the elements are. Elements without other names than `item` are a list.
+        """
+        names, values = list[str](), list[Any]()
         while begin := self._style.begin_pattern.match(text, position):
-            groups = begin.groupdict("")
-            name, kind, pad = (groups.get(group, "") for group in ("name", "kind", "pad"))
-            name = name or ITEM
-            value, end = self._value(text, begin.end(), name, kind, pad + self._style.mark(self._style.end, name).strip())
+            groups = {"name": "", "kind": "", "pad": "", **begin.groupdict("")}
+            name = html.unescape(groups["name"]) or ITEM
+            close = groups["pad"] + self._style.mark(self._style.end, name).strip()
+            value, end = self._value(text, begin.end(), close, groups["kind"], finished, (*path, name))
             if end < 0:
                 break
-            found.append((name, kind, value))
-            position = end
-        return found, position
+            names, values, position = [*names, name], [*values, value], end
+        if path and self._style.item and set(names) == {ITEM}:
+            return values, position
+        return dict(zip(names, values, strict=True)), position
 
-    def arguments(self, elements: list[_Element]) -> dict[str, Any]:
-        """Return the arguments that elements spell."""
-        self._others = {}
-        arguments: dict[str, Any] = {name: self._read(value, kind, (name,)) for name, kind, value in elements}
-        while (path := self._wrong(arguments)) is not None:
-            holder: Any = arguments
-            for part in path[:-1]:
-                holder = holder[part]
-            holder[path[-1]] = self._others[path].pop(0)
-        return arguments
+    def _value(self, text: str, start: int, close: str, kind: str, finished: bool, path: _Path) -> tuple[Any, int]:
+        """Return the value at `start` and the position after its element; -1 if it is not complete.
 
-    def _value(self, text: str, start: int, name: str, kind: str, close: str) -> tuple[Any, int]:
-        """Return the value at `start` and the position after its element; -1 if it is not complete."""
+        The value ends with the first `close` up to which it satisfies the schema.
+        """
         if self._style.item:
-            children, after = self.elements(text, start)
-            if (children or kind in ("dict", "list")) and text.startswith(close, after):
-                return children, after + len(close)
-        end = text.find(close, start)
-        if self._is_json(name, kind):
-            try:
-                after = json.JSONDecoder().raw_decode(text, start)[1]
-            except ValueError:
-                pass
-            else:
-                end = after if text.startswith(close, after) else end
-        return (text[start:end], end + len(close)) if end >= 0 else ("", -1)
+            parts, after = self.read(text, start, finished, path)
+            if (parts or kind in ("dict", "list")) and text.startswith(close, after):
+                return parts or {"dict": {}, "list": []}.get(kind), after + len(close)
+        first = end = text.find(close, start)
+        while end >= 0:
+            for option in self._options(text[start:end], kind):
+                if self._fits(option, path):
+                    return option, end + len(close)
+            end = text.find(close, end + 1)
+        return (text[start:first], first + len(close)) if finished and first >= 0 else ("", -1)
 
-    def _is_json(self, name: str, kind: str) -> bool:
-        """Whether the value is certainly JSON, which may contain the end of its element."""
-        if kind:
-            return "string" not in self._style.kinds.get(kind, TYPES)
-        properties = self._schema.get("properties", {}) if isinstance(self._schema, dict) else {}
-        declared = properties.get(name)
-        return isinstance(declared, dict) and declared.get("type") in ("object", "array")
-
-    def _read(self, value: Any, kind: str, path: tuple[str | int, ...]) -> Any:
-        if isinstance(value, list):
-            if kind == "list" or (not kind and all(name == ITEM for name, _, _ in value)):
-                return [self._read(each, inner, (*path, place)) for place, (_, inner, each) in enumerate(value)]
-            return {name: self._read(each, inner, (*path, name)) for name, inner, each in value}
+    def _options(self, text: str, kind: str) -> Iterator[Any]:
+        """Yield the values that a text can be."""
         types = self._style.kinds.get(kind, TYPES)
-        options: list[Any] = []
         if types != ("string",):
-            spelled = _LITERALS.get(value.strip(), value)
             try:
-                options = [read] if not isinstance(read := json.loads(spelled), str) else []
+                value = json.loads(_LITERALS.get(text.strip(), text))
             except ValueError:
-                options = [] if value or not self._style.item else [{}, []]
-        if "string" in types or not options:
-            options.append(value)
-        self._others[path] = options[1:]
-        return options[0]
+                yield from ({}, []) if not text and self._style.item else ()
+            else:
+                yield from () if isinstance(value, str) else (value,)
+        if "string" in types:
+            yield text
 
-    def _wrong(self, arguments: dict[str, Any]) -> tuple[str | int, ...] | None:
-        """Return the path of a value that violates the schema, and can be read in another way."""
-        if not any(self._others.values()):
-            return None
-        for path in self._validator.paths(arguments):
-            for length in range(len(path), 0, -1):
-                if self._others.get(path[:length]):
-                    return path[:length]
-        return None
-
-    @cached_property
-    def _validator(self) -> Validator:
-        return Validator(self._schema)
+    def _fits(self, value: Any, path: _Path) -> bool:
+        """Whether a value satisfies the schema at its place: alone there, because the others are not known yet."""
+        document = value
+        for name in reversed(path):
+            document = [document] if name == ITEM and self._style.item and len(path) > 1 else {name: document}
+        return not any(len(place) >= len(path) for place in self._validator.paths(document))
 
 
+_Path = tuple[str, ...]
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Python's names, which models sometimes write."""

@@ -1,4 +1,4 @@
-"""How families of models write the arguments of function calls that are not JSON: as elements, one for each argument."""
+"""How families of models write the arguments of function calls if not as JSON: as elements, one for each argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCALARS = ("number", "boolean", "null")
 TYPES = ("string", *SCALARS, "object", "array")
 """The types of JSON values."""
 NAME = "{name}"
-FREE_NAME = r'[^<>"&\n/][^<>"&\n]*'
+FREE_NAME = r'[^<>"\n/][^<>"\n]*'
 """Regex of the names that an element can have."""
 ITEM = "item"
 """What stands for the name of an array's item."""
@@ -43,8 +43,8 @@ class ElementStyle:
 
 
 def _pattern(begin: str) -> str:
-    written = regex.escape(begin.rstrip("\n")).replace("><", r">\s*<")
-    named = written.replace(regex.escape(NAME), rf"(?P<name>{FREE_NAME})")
+    written: str = regex.escape(begin.rstrip("\n")).replace("><", r">\s*<")
+    named: str = written.replace(regex.escape(NAME), rf"(?P<name>{FREE_NAME})")
     pad = r"(?P<pad>\n?)" if begin.endswith("\n") else ""
     return named.replace(regex.escape(_KIND), r"(?P<kind>\w*)") + pad
 
@@ -72,8 +72,6 @@ STYLES = {
         {"raw": ("string",), "json": SCALARS, "dict": ("object",), "list": ("array",)},
         item='<cofl:value type="{kind}">',
     ),
-    "minimax_m3_xml": ElementStyle(
-        "]<]minimax[>[<{name}>", "]<]minimax[>[</{name}>", item="]<]minimax[>[<item>"
-    ),
+    "minimax_m3_xml": ElementStyle("]<]minimax[>[<{name}>", "]<]minimax[>[</{name}>", item="]<]minimax[>[<item>"),
 }
 """Name -> style: xgrammar's, and `mimo_xml`, which is `qwen_xml` without line breaks."""

@@ -59,7 +59,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models whose format `xgrammar` knows. `marks`, `others` and `gap` are those of `ToolFormat`."""
+    """A family of models whose format `xgrammar` knows. The other fields are those of `ToolFormat`."""
 
     name: str
     """xgrammar's name."""
@@ -67,6 +67,7 @@ class Family:
     others: tuple[str, ...] = ()
     gap: str = "\n"
     pattern: str = ""
+    trigger: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ class ReasoningFormat:
 _CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _K3_FINISH = "<|close|>response<|sep|><|close|>message<|sep|>"
 _HERMES = Family("qwen_3", ("<tool_call>", "arguments"), others=("<function=", "<arg_key>"))
+_QWEN_XML = Family(
+    "qwen_3_5",
+    ("<tool_call>", "<function="),
+    trigger="<function=",  # the models leave out <tool_call> sometimes
+    pattern=r"(?:<tool_call>\s*)?<function={name}>",
+)
 _CHANNEL = r"(?:<\|channel\|>(?:commentary|analysis))?"
 
 TOOL_FORMATS: dict[str, ToolFormat | Family] = {
@@ -128,7 +135,11 @@ TOOL_FORMATS: dict[str, ToolFormat | Family] = {
         style="kimi_k3_xml",
         finish=_K3_FINISH,
     ),
-    "kimi": Family("kimi", ("<|tool_calls_section_begin|>",)),
+    "kimi": Family(
+        "kimi",
+        ("<|tool_calls_section_begin|>",),
+        pattern=r"<\|tool_call_begin\|>\s*(?:functions\.)?{name}:\d+\s*<\|tool_call_argument_begin\|>",
+    ),
     "deepseek_v4_1": Family("deepseek_v4_1", ("\uff5cDSML\uff5c calls",)),
     "deepseek_v4": Family("deepseek_v4", ("\uff5cDSML\uff5ctool_calls",)),
     "deepseek_v3_2": Family("deepseek_v3_2", ("\uff5cDSML\uff5cfunction_calls",)),
@@ -139,8 +150,8 @@ TOOL_FORMATS: dict[str, ToolFormat | Family] = {
     "minimax": Family("minimax", ("<minimax:tool_call>",)),
     "glm_4_7": Family("glm_4_7", ("<tool_call>", "<arg_key>"), gap=""),
     "mimo": Family("mimo", ("<tool_call><function=",), gap=""),
-    "qwen_3_5": Family("qwen_3_5", ("<tool_call>", "<function=")),
-    "qwen_3_coder": Family("qwen_3_coder", ("<tool_call>", "<function=")),
+    "qwen_3_5": _QWEN_XML,
+    "qwen_3_coder": _QWEN_XML,
     "exaone": Family("exaone", ("<tool_call>", "[|assistant|]")),
     "hermes": _HERMES,
     "qwen_3": _HERMES,
@@ -206,7 +217,7 @@ def _of_family(family: Family) -> ToolFormat:
     style = "mimo_xml" if family.name == "mimo" else arguments["style"]
     # xgrammar's elements have no line break at their end.
     end = call["end"].removeprefix("\n") if style == "qwen_xml" else call["end"]
-    trigger = _parts(form, "triggered_tags")[0]["triggers"][0]
+    trigger = family.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
     found = ToolFormat((begin, end), trigger, family.marks, gap=family.gap, style=style, pattern=family.pattern)
     if section is None:
         return found
@@ -262,11 +273,16 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
     }
     section = _tag(form.opening, listed, form.closing)
     if calls.anywhere(reasoning):
-        whole = [section, *([_tag(form.finish, _literal(""), "")] if form.finish else [])]
+        parts = tags if form.separator is None else [section]
+        parts += [_tag(form.finish, _literal(""), "")] if form.finish else []
         return {
             "type": "triggered_tags",
             "triggers": [form.trigger],
-            "tags": [tag for tag in (tags if form.separator is None else whole) if tag["begin"].startswith(form.trigger)],
+            "tags": [
+                {**part, "begin": form.trigger + part["begin"].partition(form.trigger)[2]}
+                for part in parts
+                if form.trigger in part["begin"]
+            ],
             "stop_after_first": once or form.separator is not None,
             "excludes": [] if reasoning is None else [reasoning.begin],
         }
@@ -282,7 +298,7 @@ def _call(form: ToolFormat, begin: str, function: Function) -> dict[str, Any]:
     arguments = {"type": "json_schema", "json_schema": function.parameters, "style": form.style}
     content = function.text or arguments
     for text in others:
-        content = _sequence({"type": "regex", "pattern": r"\d+"}, _literal(text), content)
+        content = _sequence({"type": "regex", "pattern": r"\d{1,3}"}, _literal(text), content)
     return _tag(first, content, "" if function.text else form.call[1])
 
 

@@ -57,6 +57,9 @@ class OutputParser:
         self._output = ""
         self._position = 0
         self._finished = False
+        self._blank = ""
+        """White space that is text if text follows."""
+        self._has_text = False
         self._anywhere = anywhere
         self._functions = {function.name: function for function in functions}
         self._steps = self._read(reasoning, thinking, tools)
@@ -73,10 +76,9 @@ class OutputParser:
     # Each of these generators yields its pieces, and None where it needs more text.
 
     def _read(self, reasoning: ReasoningFormat | None, thinking: bool, tools: ToolFormat | None) -> _Steps[None]:
-        if reasoning is not None:
-            if thinking or (yield from self._take(r"\s*" + regex.escape(reasoning.begin))):
-                yield from self._piece("reasoning", reasoning.end)
-                yield from self._take(r"\n*" + regex.escape(reasoning.between))
+        if reasoning is not None and (thinking or (yield from self._take(r"\s*" + regex.escape(reasoning.begin)))):
+            yield from self._piece("reasoning", reasoning.end)
+            yield from self._take(r"\n*" + regex.escape(reasoning.between))
         if tools is not None:
             yield from self._calls(tools)
         if reasoning is not None:
@@ -102,36 +104,28 @@ class OutputParser:
                 yield from self._piece("text", tools.preamble[1])
 
     def _text(self, pattern: str, tools: ToolFormat) -> _Steps[Any]:
-        """Read text up to a call, and return the match of its beginning. White space beside calls is left out."""
-        blank, after_call = "", self.num_calls > 0
+        """Read text up to a call; return the match of its beginning. White space at its ends is left out beside calls."""
         searched = self._position
         while True:
             found = _compiled(pattern).search(self._output, searched, partial=True)
-            partial = found is not None and (found.partial or (found.end() == len(self._output) and not self._finished))
-            if found is not None and not partial and found["name"] not in self._functions and found["name"]:
+            begun = found is not None and not found.partial and (self._finished or found.end() < len(self._output))
+            if begun and found["name"] is not None and found["name"] not in self._functions:
                 searched = found.end()
                 continue
-            if found is None or (partial and self._finished and not _is_cut(found, tools.trigger)):
-                found, end = None, len(self._output)
-            else:
-                end = found.start()
-            whole = blank + self._output[self._position : end]
-            whole = whole.lstrip() if after_call else whole
-            self._position = searched = end
+            cut = self._finished and not begun and not _is_cut(found, tools.trigger)
+            end = len(self._output) if found is None or cut else found.start()
+            whole = self._blank + self._output[self._position : end]
+            whole = whole.lstrip() if self.num_calls and not self._has_text else whole
             kept = whole.rstrip()
-            blank = whole[len(kept) :]
-            if kept:
-                after_call = False
-                yield Piece("text", kept)
-            if found is not None and not partial:
-                self._position = searched = found.end()
-                if found["name"]:
-                    return found
-                continue  # the end of the answer
-            if self._finished and blank and not self.num_calls:
-                yield Piece("text", blank)
-                blank = ""
-            yield None
+            self._blank = "" if self._finished and not self.num_calls else whole[len(kept) :]
+            self._has_text = self._has_text or bool(kept)
+            self._position = searched = found.end() if begun else end
+            shown = whole if self._finished and not self.num_calls and not begun else kept
+            yield from [Piece("text", shown)] if shown else []
+            if begun and found["name"] is not None:
+                return found
+            if not begun:
+                yield None
 
     def _call(self, tools: ToolFormat, function: Function) -> _Steps[None]:
         """Read one call, from its arguments on."""
@@ -140,6 +134,8 @@ class OutputParser:
         if function.text is not None:
             yield self._begun(function)
             self.complete = True
+            begin = tools.call[0]
+            yield from self._take(regex.escape(begin[len(begin.rstrip()) :]))
             yield from self._piece("arguments", "")
         elif tools.style == "json":
             yield self._begun(function)
@@ -153,7 +149,9 @@ class OutputParser:
         self.complete = True
         others = [tools.closing, tools.separator or "", *([] if self._anywhere else [tools.gap])]
         following = "|".join(_lenient(each) for each in others if each.strip())
-        yield from self._take(rf"\s*{end}" + (rf"(?:\s*(?:{following}))?" if following else ""), trigger="")
+        yield from self._take(rf"\s*{end}", trigger="")
+        if following:
+            yield from self._take(rf"\s*(?:{following})", trigger="")
 
     def _begun(self, function: Function) -> Piece:
         self.num_calls += 1
@@ -167,10 +165,10 @@ class OutputParser:
         """
         while True:
             if self._output.find(mark, self._position) >= 0:
-                elements, after = reader.elements(self._output, self._position)
+                arguments, after = reader.read(self._output, self._position, self._finished)
                 if _compiled(end).match(self._output, after):
                     self._position = after
-                    return reader.arguments(elements)
+                    return arguments
             yield None
 
     def _json(self) -> _Steps[None]:
@@ -218,7 +216,7 @@ class OutputParser:
                 self._position = found.end()
                 return found
             if self._finished:
-                if trigger is not None and _is_cut(found, trigger):
+                if trigger is not None and (not trigger or _is_cut(found, trigger)):
                     self._position = len(self._output)
                 return None
             yield None
@@ -256,4 +254,4 @@ def _lenient(text: str) -> str:
 
 def _is_cut(found: Any, trigger: str) -> bool:
     """Whether the output ends within the beginning of a call, after its trigger."""
-    return len(found.string[found.start() :].strip()) >= len(trigger)
+    return found is not None and len(found.string[found.start() :].strip()) >= len(trigger.split(maxsplit=1)[0])

@@ -129,7 +129,17 @@ def test_limits() -> None:
 
 FAMILIES = [
     *("llama", "kimi", "kimi_k3", "deepseek_r1", "deepseek_v3_1", "qwen_3_5", "qwen_3_coder", "mimo", "qwen_3"),
-    *("harmony", "deepseek_v3_2", "minimax", "minimax_m3", "glm_4_7", "deepseek_v4", "deepseek_v4_1", "cohere", "exaone"),
+    *(
+        "harmony",
+        "deepseek_v3_2",
+        "minimax",
+        "minimax_m3",
+        "glm_4_7",
+        "deepseek_v4",
+        "deepseek_v4_1",
+        "cohere",
+        "exaone",
+    ),
 ]
 TOOLS = [
     {
@@ -169,7 +179,10 @@ def arguments(style: str, schema: Any) -> Constraint:
     return of({"type": "tag", "begin": "<f>", "content": content, "end": "</f>"})
 
 
-NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"type": "string"}}}
+NAMED: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"type": "string"}},
+}
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
@@ -183,8 +196,18 @@ NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer
         ("deepseek_xml", NAMED, '<\uff5cDSML\uff5cparameter name="a" string="true">3', False),
         ("glm_xml", {"type": "object"}, "<arg_key>x y</arg_key><arg_value>z</arg_value>", True),
         ("mimo_xml", {"properties": {"a": {"type": "string", "pattern": "^x+$"}}}, "<parameter=a>xx</parameter>", True),
-        ("mimo_xml", {"properties": {"a": {"type": "string", "pattern": "^x+$"}}}, "<parameter=a>xy</parameter>", False),
-        ("mimo_xml", {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": "y"}}}, "<parameter=a>y", None),
+        (
+            "mimo_xml",
+            {"properties": {"a": {"type": "string", "pattern": "^x+$"}}},
+            "<parameter=a>xy</parameter>",
+            False,
+        ),
+        (
+            "mimo_xml",
+            {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": "y"}}},
+            "<parameter=a>y",
+            None,
+        ),
     ],
 )
 def test_arguments_in_a_style_are_enforced(
