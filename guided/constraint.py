@@ -11,14 +11,14 @@ import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
+from guided.element_arguments import expand
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
 from guided.structural_tag import Content, Node, contents, located, parse, read
-from guided.tags.arguments import expand
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
@@ -197,10 +197,10 @@ class Constraint:
             value = self.choices if self.kind == "choice" else self.source
             Constraint.of_kind(self.kind, value, whitespace=self.whitespace, limits=limits, param=self.kind)
 
-    @cached_property
+    @property
     def tag(self) -> Node:
         """The nodes of a `structural_tag` constraint."""
-        return parse(json.loads(self.source), _ANY_SIZE, "structural_tag", expand)
+        return _nodes(self.source)
 
     @property
     def schema(self) -> Any:
@@ -212,6 +212,11 @@ class Constraint:
         """The options of a `choice` constraint."""
         options: list[str] = json.loads(self.source)
         return options
+
+
+@lru_cache(maxsize=2)  # a compilation asks for them several times
+def _nodes(source: str) -> Node:
+    return parse(json.loads(source), _ANY_SIZE, "structural_tag", expand)
 
 
 def _check_text(text: object, what: str, limits: Limits, param: str, pointer: str | None = None) -> None:

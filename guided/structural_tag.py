@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 from msgspec import Meta, defstruct
 
+from guided.element_styles import STYLES
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import Limits
-from guided.tags.styles import STYLES
 
 ContentKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
@@ -48,7 +48,7 @@ class Content:
     value: Any
     pointer: str
     style: str = "json"
-    """How the arguments of a function are written: JSON, or one of `guided/tags/arguments.py`."""
+    """How the arguments of a function are written: JSON, or one of `guided/element_arguments.py`."""
     excludes: tuple[str, ...] = ()
     """Not in JSON: what texts must not contain."""
 

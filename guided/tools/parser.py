@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import regex
 
-from guided.tags.arguments import ArgumentReader
+from guided.element_arguments import ArgumentReader
 from guided.tools.formats import NAME, NUMBER, Function, ReasoningFormat, ToolFormat
 
 
@@ -104,7 +104,7 @@ class OutputParser:
                 yield from self._piece("text", tools.preamble[1])
 
     def _text(self, pattern: str, tools: ToolFormat) -> _Steps[Any]:
-        """Read text up to a call; return the match of its beginning. White space at its ends is left out beside calls."""
+        """Read text up to a call, and return the match of its beginning. White space beside calls is left out."""
         searched = self._position
         while True:
             found = _compiled(pattern).search(self._output, searched, partial=True)

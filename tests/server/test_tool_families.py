@@ -23,7 +23,7 @@ REQUEST = {
     "tools": [{"type": "function", "function": {"name": "roll_dice", "parameters": DICE}}],
     "tool_choice": "required",
     "parallel_tool_calls": False,
-    "max_tokens": 800,
+    "max_tokens": 480,
 }
 
 

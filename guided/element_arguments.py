@@ -13,13 +13,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from guided.element_styles import FREE_NAME, ITEM, NAME, SCALARS, STYLES, TYPES
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
 from guided.schema.keywords import Schema, escape, listed
 from guided.schema.validation import Validator
 from guided.structural_tag import Content, Either, FreeText, Node, Series, Text, Times, located
-from guided.tags.styles import FREE_NAME, ITEM, NAME, SCALARS, STYLES, TYPES
 
 _MAX_NESTING = 20
 
