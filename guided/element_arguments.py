@@ -53,10 +53,7 @@ class _Writer:
         elements = []
         for name, part in parts.items():
             at = f"{place}/properties/{escape(name)}"
-            known = (
-                re.fullmatch(FREE_NAME, name) and html.unescape(name) == name and (name != ITEM or not self._style.item)
-            )
-            if not known:
+            if not re.fullmatch(FREE_NAME, name) or html.unescape(name) != name or (self._style.item and name == ITEM):
                 raise self._refusal(f"the name {bounded(name, 60)!r}", at)
             if part is not False:
                 element = self._element(name, _alone(part, form), at)
@@ -85,17 +82,14 @@ class _Writer:
 
     def _element(self, name: str | None, schema: Schema, place: str, begin: str = "") -> Node:
         """Return an element with a value of `schema`. Without `name`: with any name."""
-        begin = begin or self._style.begin
+        end = self._style.mark(self._style.end, name or "")
+        mark = end.rstrip("\n")
+        last = (Text(mark),) if mark == end else (Text(mark), Text("\n"))  # a text may contain the mark and more
         options = []
         for kind, types in self._style.kinds.items():
-            for value in self._values(schema, types, place):
-                before, any_name, after = self._style.mark(begin, name or NAME, kind).partition(NAME)
-                named = (
-                    (Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)) if any_name else ()
-                )
-                options.append(
-                    Series((Text(before), *named, value, Text(self._style.mark(self._style.end, name or ""))))
-                )
+            before, any_name, after = self._style.mark(begin or self._style.begin, name or NAME, kind).partition(NAME)
+            free = (Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)) if any_name else ()
+            options += [Series((Text(before), *free, each, *last)) for each in self._values(schema, types, place)]
         if not options:
             raise self._refusal("this schema", place)
         return options[0] if len(options) == 1 else Either(tuple(dict.fromkeys(options)))
@@ -107,7 +101,7 @@ class _Writer:
             strings = _root(texts)
             values = listed(strings)
             if values is not None:
-                if any(self._style.end.strip() in value for value in values):
+                if any(self._style.end.partition(NAME)[0].strip() in value for value in values):
                     raise self._refusal("a value that contains the end of its element", place)
                 yield from map(Text, values)
             elif strings == {"type": "string"}:
@@ -141,16 +135,10 @@ def _alone(schema: Schema, form: CanonicalForm) -> Schema:
 
 def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
     """Return the values of `types` that satisfy a schema; None if there are none."""
-    inner = (
-        {}
-        if schema is True
-        else {name: value for name, value in schema.items() if name != "$defs"}
-        if schema
-        else {"not": {}}
-    )
-    definitions = {"$defs": schema["$defs"]} if isinstance(schema, dict) and "$defs" in schema else {}
+    document = {"$defs": {}, **(schema if isinstance(schema, dict) else {} if schema else {"not": {}})}
+    definitions = document.pop("$defs")
     try:
-        return canonical({**definitions, "allOf": [inner, {"type": [*types]}]})
+        return canonical({"$defs": definitions, "allOf": [document, {"type": [*types]}]})
     except InvalidConstraint:
         return None
 
@@ -174,44 +162,42 @@ class ArgumentReader:
         self._style = STYLES[style]
         self._validator = Validator(schema)
 
-    def read(
-        self, text: str, position: int, finished: bool, path: _Path = ()
-    ) -> tuple[dict[str, Any] | list[Any], int]:
+    def read(self, text: str, position: int, path: _Path = ()) -> tuple[Any, int]:
         """Return the values of the complete elements at `position`, and the position after them.
 
-        Args:
-            finished: the text does not grow, so values may violate the schema.
-            path: where in the arguments the elements are. Elements without other names than `item` are a list.
+        `path` is where in the arguments the elements are. If all are items, their values are a list.
         """
         names, values = list[str](), list[Any]()
         while begin := self._style.begin_pattern.match(text, position):
             groups = {"name": "", "kind": "", "pad": "", **begin.groupdict("")}
             name = html.unescape(groups["name"]) or ITEM
             close = groups["pad"] + self._style.mark(self._style.end, name).strip()
-            value, end = self._value(text, begin.end(), close, groups["kind"], finished, (*path, name))
+            value, end = self._value(text, begin.end(), close, groups["kind"], (*path, name))
             if end < 0:
                 break
-            names, values, position = [*names, name], [*values, value], end
+            names.append(name)
+            values.append(value)
+            position = end
         if path and self._style.item and set(names) == {ITEM}:
             return values, position
         return dict(zip(names, values, strict=True)), position
 
-    def _value(self, text: str, start: int, close: str, kind: str, finished: bool, path: _Path) -> tuple[Any, int]:
-        """Return the value at `start` and the position after its element; -1 if it is not complete.
+    def _value(self, text: str, start: int, close: str, kind: str, path: _Path) -> tuple[Any, int]:
+        """Return the value at `start` and the position after its element; -1 if it is not there.
 
         The value ends with the first `close` up to which it satisfies the schema.
         """
         if self._style.item:
-            parts, after = self.read(text, start, finished, path)
+            parts, after = self.read(text, start, path)
             if (parts or kind in ("dict", "list")) and text.startswith(close, after):
                 return parts or {"dict": {}, "list": []}.get(kind), after + len(close)
-        first = end = text.find(close, start)
+        end = text.find(close, start)
         while end >= 0:
             for option in self._options(text[start:end], kind):
                 if self._fits(option, path):
                     return option, end + len(close)
             end = text.find(close, end + 1)
-        return (text[start:first], first + len(close)) if finished and first >= 0 else ("", -1)
+        return None, -1
 
     def _options(self, text: str, kind: str) -> Iterator[Any]:
         """Yield the values that a text can be."""

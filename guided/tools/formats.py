@@ -49,8 +49,8 @@ class ToolFormat:
     variants: tuple[str, ...] = ()
     """Other texts of a call before its arguments."""
     pattern: str = ""
-    """Regex of the text before the arguments, with `{name}`, for calls as models write them without a mask. Empty: that
-    of `call`, with any whitespace."""
+    """Regex of the text before the arguments, with `{name}`, for calls as models write them without a mask. It begins
+    with the trigger. Empty: that of `call`, with any whitespace."""
     preamble: tuple[str, str] | None = None
     """The text before and after a message to the user that may stand before a call."""
     finish: str = ""
@@ -159,7 +159,7 @@ TOOL_FORMATS: dict[str, ToolFormat | Family] = {
         "llama",
         ('"parameters": ', "ipython"),
         gap="; ",
-        pattern=r'(?:<\|python_tag\|>)?\s*\{\s*"name":\s*"{name}",\s*"(?:parameters|arguments)":',
+        pattern=r'(?:<\|python_tag\|>)?\{"name": "{name}",\s*"(?:parameters|arguments)":',
     ),
 }
 """Name -> format. The first one with all its marks in the chat template is the model's. `hermes` is that of Qwen 2.5

@@ -87,23 +87,27 @@ class OutputParser:
 
     def _calls(self, tools: ToolFormat) -> _Steps[None]:
         """Read up to the end, or up to something else than a call where one must be. What follows it is text."""
-        pattern = _beginning(tools)
+        first, next_one = _beginnings(tools)
+        in_section = False
         while True:
-            if self._anywhere:
-                begin = yield from self._text(pattern, tools)
+            if in_section:
+                begin = yield from self._take(rf"\s*(?:{next_one})", trigger="")
+            elif self._anywhere:
+                begin = yield from self._text(first, tools.trigger)
             else:
-                begin = yield from self._take(rf"\s*(?:{pattern})", tools.trigger)
+                begin = yield from self._take(rf"\s*(?:{first})", tools.trigger)
             if begin is not None and begin["name"] in self._functions:
-                yield from self._call(tools, self._functions[begin["name"]])
-            elif begin is not None:
-                self._position = begin.start()
-                return
-            elif tools.preamble is None or not (yield from self._take(regex.escape(tools.preamble[0]))):
-                return
-            else:
+                in_section = yield from self._call(tools, self._functions[begin["name"]])
+                continue
+            self._position = self._position if begin is None else begin.start()
+            if in_section:
+                in_section = False
+            elif tools.preamble is not None and (yield from self._take(regex.escape(tools.preamble[0]))):
                 yield from self._piece("text", tools.preamble[1])
+            else:
+                return
 
-    def _text(self, pattern: str, tools: ToolFormat) -> _Steps[Any]:
+    def _text(self, pattern: str, trigger: str) -> _Steps[Any]:
         """Read text up to a call, and return the match of its beginning. White space beside calls is left out."""
         searched = self._position
         while True:
@@ -112,7 +116,7 @@ class OutputParser:
             if begun and found["name"] is not None and found["name"] not in self._functions:
                 searched = found.end()
                 continue
-            cut = self._finished and not begun and not _is_cut(found, tools.trigger)
+            cut = self._finished and not begun and not _is_cut(found, trigger)
             end = len(self._output) if found is None or cut else found.start()
             whole = self._blank + self._output[self._position : end]
             whole = whole.lstrip() if self.num_calls and not self._has_text else whole
@@ -127,8 +131,11 @@ class OutputParser:
             if not begun:
                 yield None
 
-    def _call(self, tools: ToolFormat, function: Function) -> _Steps[None]:
-        """Read one call, from its arguments on."""
+    def _call(self, tools: ToolFormat, function: Function) -> _Steps[bool]:
+        """Read one call, from its arguments on, and what stands between it and the next one.
+
+        Returns whether the next one belongs to the same section.
+        """
         self.complete = False
         end = _lenient(tools.call[1])
         if function.text is not None:
@@ -147,11 +154,13 @@ class OutputParser:
             yield self._begun(function)
             yield Piece("arguments", json.dumps(arguments, ensure_ascii=False), self.num_calls - 1)
         self.complete = True
-        others = [tools.closing, tools.separator or "", *([] if self._anywhere else [tools.gap])]
-        following = "|".join(_lenient(each) for each in others if each.strip())
         yield from self._take(rf"\s*{end}", trigger="")
-        if following:
-            yield from self._take(rf"\s*(?:{following})", trigger="")
+        if tools.closing and (yield from self._take(rf"\s*{_lenient(tools.closing)}", trigger="")):
+            return False
+        between = tools.separator or ("" if self._anywhere else tools.gap)
+        if between.strip():
+            yield from self._take(rf"\s*{_lenient(between)}")
+        return bool(tools.closing)
 
     def _begun(self, function: Function) -> Piece:
         self.num_calls += 1
@@ -165,7 +174,7 @@ class OutputParser:
         """
         while True:
             if self._output.find(mark, self._position) >= 0:
-                arguments, after = reader.read(self._output, self._position, self._finished)
+                arguments, after = reader.read(self._output, self._position)
                 if _compiled(end).match(self._output, after):
                     self._position = after
                     return arguments
@@ -237,12 +246,18 @@ _compiled = cache(regex.compile)
 
 
 @cache
-def _beginning(tools: ToolFormat) -> str:
-    """Return the regex of what ends free text: the beginning of a call, with its function in the group `name`."""
-    texts = [_lenient(text) for text in (tools.call[0], *tools.variants)]
-    call = tools.pattern.replace(NAME, _NAMED) if tools.pattern else "|".join(texts)
-    opening = rf"(?:{_lenient(tools.opening)}\s*)?" if tools.opening else ""
-    return rf"{opening}(?:{call})" + (f"|{regex.escape(tools.finish)}" if tools.finish else "")
+def _beginnings(tools: ToolFormat) -> tuple[str, str]:
+    """Return regexes of the beginning of a call, with its function in the group `name`: of the first, and of others.
+
+    What the mask does not enforce is no call, so the trigger has to be there exactly.
+    """
+    call = tools.pattern.replace(NAME, _NAMED) or _lenient(tools.call[0])
+    start = regex.escape(tools.trigger)
+    if tools.opening:
+        first = rf"{start}\s*{_lenient(tools.opening.removeprefix(tools.trigger))}\s*(?:{call})"
+    else:
+        first = call if tools.pattern else rf"{start}\s*{_lenient(tools.call[0].removeprefix(tools.trigger))}"
+    return first + (f"|{regex.escape(tools.finish)}" if tools.finish else ""), call
 
 
 def _lenient(text: str) -> str:

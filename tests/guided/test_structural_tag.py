@@ -192,6 +192,7 @@ NAMED: dict[str, Any] = {
         ("qwen_xml", NAMED, "<parameter=a>\n3\n</parameter>\n", True),
         ("qwen_xml", NAMED, "<parameter=a>\n2\n</parameter>\n", False),
         ("qwen_xml", NAMED, '<parameter=b>\n"</x>\n\n</parameter>\n', True),
+        ("qwen_xml", NAMED, "<parameter=b>\nx\n</parameter>x", False),
         ("qwen_xml", {**NAMED, "required": ["a"]}, "", False),
         ("deepseek_xml", NAMED, '<\uff5cDSML\uff5cparameter name="a" string="true">3', False),
         ("glm_xml", {"type": "object"}, "<arg_key>x y</arg_key><arg_value>z</arg_value>", True),

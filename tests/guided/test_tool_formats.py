@@ -159,9 +159,8 @@ def test_what_is_enforced_is_what_is_read(
         return
     generator = random.Random(seed)
     marks = [form.trigger, *([reasoning.begin, reasoning.end] if reasoning else [])]
-    marks += (
-        [STYLES[form.style].end.replace("{name}", f"p{place}") for place in range(2)] if form.style in STYLES else []
-    )
+    ends = [STYLES[form.style].end.replace("{name}", place) for place in ("p0", "p1") if form.style in STYLES]
+    marks += [mark for end in ends for mark in (end, end.rstrip())]
     output = written(matcher, vocabulary, generator, marks)
     if output is None:
         return
@@ -302,6 +301,21 @@ def test_as_the_models_write_it(name: str, length: int) -> None:
     thoughts, text, calls = joined(grown(parser, output, lambda: length))
     assert (thoughts, text, [(called, json.loads(arguments)) for called, arguments in calls]) == expected
     assert parser.complete
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", '{"name": "f", "arguments": {}}'),
+        ("llama", '{"name":"f", "parameters": {}}'),
+        ("hermes", '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call>'),
+        ("deepseek_v3_1", deepseek("<|tool_call_begin|>f<|tool_sep|>{}<|tool_call_end|>")),
+        ("qwen_3_5", "<tool_call>\n<function=h>\n</function>\n</tool_call>"),
+    ],
+)
+def test_text_without_a_trigger_is_no_call(name: str, text: str) -> None:
+    parser = OutputParser(tools=tool_format(name), functions=[F, G])
+    assert joined(grown(parser, text, lambda: 3)) == ("", text, [])
 
 
 def test_an_output_that_was_cut() -> None:
