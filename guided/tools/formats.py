@@ -42,8 +42,6 @@ class ToolFormat:
     """Number of characters of a call's id ("call_" and 24 digits). Mistral's templates refuse other lengths than 9."""
     parallel: bool = True
     """A turn of the model may have several calls."""
-    others: tuple[str, ...] = ()
-    """Texts that only the templates of other families contain."""
     style: str = "json"
     """How the arguments are written: see `Content.style`."""
     variants: tuple[str, ...] = ()
@@ -64,7 +62,6 @@ class Family:
     name: str
     """xgrammar's name."""
     marks: tuple[str, ...]
-    others: tuple[str, ...] = ()
     gap: str = "\n"
     pattern: str = ""
     trigger: str = ""
@@ -83,13 +80,11 @@ class ReasoningFormat:
     """Text at the beginning of each answer that is no function call."""
     finish: str = ""
     """Text at the end of the answer."""
-    others: tuple[str, ...] = ()
-    """Texts that only the templates of other families contain."""
 
 
 _CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _K3_FINISH = "<|close|>response<|sep|><|close|>message<|sep|>"
-_HERMES = Family("qwen_3", ("<tool_call>", "arguments"), others=("<function=", "<arg_key>"))
+_HERMES = Family("qwen_3", ("<tool_call>", "arguments"))
 _QWEN_XML = Family(
     "qwen_3_5",
     ("<tool_call>", "<function="),
@@ -191,7 +186,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 def detect(template: str, formats: Mapping[str, Any]) -> str | None:
     """Return the name of the format that a chat template has; None if it has none of them."""
     for name, each in formats.items():
-        if all(mark in template for mark in each.marks) and not any(other in template for other in each.others):
+        if all(mark in template for mark in each.marks):
             return name
     return None
 

@@ -29,8 +29,6 @@ class Piece:
 
 _Value = TypeVar("_Value")
 _Steps = Generator[Piece | None, None, _Value]
-
-
 _SIGNIFICANT = regex.compile(r'\\.?|["{}\[\]]', regex.DOTALL)
 """Escapes, quotation marks and brackets in JSON."""
 _NAMED = r"(?P<name>[\w.-]+)(?=[^\w.-])"
@@ -120,11 +118,11 @@ class OutputParser:
             end = len(self._output) if found is None or cut else found.start()
             whole = self._blank + self._output[self._position : end]
             whole = whole.lstrip() if self.num_calls and not self._has_text else whole
-            kept = whole.rstrip()
-            self._blank = "" if self._finished and not self.num_calls else whole[len(kept) :]
-            self._has_text = self._has_text or bool(kept)
+            is_last = self._finished and not self.num_calls and not begun
+            shown = whole if is_last else whole.rstrip()
+            self._blank = whole[len(shown) :]
+            self._has_text = self._has_text or bool(shown)
             self._position = searched = found.end() if begun else end
-            shown = whole if self._finished and not self.num_calls and not begun else kept
             yield from [Piece("text", shown)] if shown else []
             if begun and found["name"] is not None:
                 return found
