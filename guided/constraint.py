@@ -203,6 +203,11 @@ class Constraint:
         return _nodes(self.source)
 
     @property
+    def outline(self) -> Node:
+        """The nodes of a `structural_tag` constraint, with arguments in any style as contents. This is quick."""
+        return parse(json.loads(self.source), _ANY_SIZE, "structural_tag")
+
+    @property
     def schema(self) -> Any:
         """The schema of a `json_schema` or `json_object` constraint."""
         return json.loads(self.source or '{"type": "object"}')

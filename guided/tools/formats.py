@@ -185,10 +185,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 def detect(template: str, formats: Mapping[str, Any]) -> str | None:
     """Return the name of the format that a chat template has; None if it has none of them."""
-    for name, each in formats.items():
-        if all(mark in template for mark in each.marks):
-            return name
-    return None
+    return next((name for name, each in formats.items() if all(mark in template for mark in each.marks)), None)
 
 
 def tool_format(name: str | None) -> ToolFormat | None:
