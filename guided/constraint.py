@@ -11,9 +11,10 @@ import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
+from guided.element_arguments import expand
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
@@ -199,6 +200,11 @@ class Constraint:
     @property
     def tag(self) -> Node:
         """The nodes of a `structural_tag` constraint."""
+        return _nodes(self.source)
+
+    @property
+    def outline(self) -> Node:
+        """The nodes of a `structural_tag` constraint, with arguments in any style as contents. This is quick."""
         return parse(json.loads(self.source), _ANY_SIZE, "structural_tag")
 
     @property
@@ -211,6 +217,11 @@ class Constraint:
         """The options of a `choice` constraint."""
         options: list[str] = json.loads(self.source)
         return options
+
+
+@lru_cache(maxsize=2)  # a compilation asks for them several times
+def _nodes(source: str) -> Node:
+    return parse(json.loads(source), _ANY_SIZE, "structural_tag", expand)
 
 
 def _check_text(text: object, what: str, limits: Limits, param: str, pointer: str | None = None) -> None:

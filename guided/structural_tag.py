@@ -9,7 +9,7 @@ Free text ends at the first occurrence of a literal that can follow it: a trigge
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 from msgspec import Meta, defstruct
 
+from guided.element_styles import STYLES
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import Limits
@@ -46,6 +47,10 @@ class Content:
     kind: ContentKind
     value: Any
     pointer: str
+    style: str = "json"
+    """How the arguments of a function are written: JSON, or one of `guided/element_arguments.py`."""
+    excludes: tuple[str, ...] = ()
+    """Not in JSON: what texts must not contain."""
 
     def __hash__(self) -> int:
         return hash(self.pointer)
@@ -94,14 +99,14 @@ class Dispatch:
 Node = Text | Token | Content | FreeText | Series | Either | Times | Dispatch
 
 
-def parse(tag: Mapping[str, Any], limits: Limits, param: str) -> Node:
-    """Check the shape of a structural tag, and return its nodes.
+def parse(tag: Mapping[str, Any], limits: Limits, param: str, expand: Callable[[Content], Node] | None = None) -> Node:
+    """Check the shape of a structural tag, and return its nodes. `expand` replaces contents in other styles than JSON.
 
     Raises:
         InvalidConstraint: a field is missing, unknown, or has a wrong value; or a tag can never be produced.
         ConstraintTooLarge: over one of `limits`.
     """
-    return _Reader(limits, param).node(_convert(tag, _Document, "", param).format, "/format", 0)
+    return _Reader(limits, param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
 
 
 def read(tag: Mapping[str, Any] | str, limits: Limits, param: str) -> Any:
@@ -201,16 +206,17 @@ _EXCLUDES: Any = ("excludes", list[Annotated[str, _AtLeastOne]], [])
 _FORMATS: dict[str, list[Any]] = {
     "json_schema": [
         ("json_schema", Any),
-        ("style", Literal["json"], "json"),
+        ("style", str, "json"),
         ("any_order", bool, False),  # the schema's own order, which is enforced, is always valid
         ("max_whitespace_cnt", None, None),
-        ("excludes", _Not, []),
+        _EXCLUDES,
     ],
     "regex": [("pattern", Any)],
     "grammar": [("grammar", Any)],
     "choice": [("choice", Any)],
     "json_object": [],
     "const_string": [("value", _Literal)],
+    "any_tokens": [("exclude_tokens", list[str], []), ("max_tokens", Annotated[int, Meta(ge=0)] | None, None)],
     "any_text": [_EXCLUDES, ("max_tokens", Annotated[int, Meta(ge=0)] | None, None), ("max_chars", None, None)],
     "sequence": [("elements", list[Any])],
     "or": [("elements", Annotated[list[Any], _AtLeastOne])],
@@ -242,9 +248,10 @@ _MAX_COMPARED = 10**8
 class _Reader:
     """One call of `parse`. `at` is the JSON pointer of a format."""
 
-    def __init__(self, limits: Limits, param: str) -> None:
+    def __init__(self, limits: Limits, param: str, expand: Callable[[Content], Node] | None) -> None:
         self._limits = limits
         self._param = param
+        self._expand = expand
         self._alternatives = 0
 
     def node(self, value: Any, at: str, depth: int) -> Node:
@@ -253,7 +260,9 @@ class _Reader:
             raise ConstraintTooLarge(message, param=self._param)
         form = _convert(value, _Format, at, self._param)
         match name := form.__struct_config__.tag:
-            case "json_schema" | "grammar" | "choice":
+            case "json_schema":
+                return self._schema(form, at)
+            case "grammar" | "choice":
                 return Content(name, getattr(form, name), f"{at}/{name}")
             case "regex":
                 return Content("regex", form.pattern, f"{at}/pattern")
@@ -263,6 +272,8 @@ class _Reader:
                 return Text(form.value)
             case "any_text":
                 return FreeText(self._distinct(form.excludes), form.max_tokens)
+            case "any_tokens":  # without special tokens, which are no text
+                return FreeText(self._distinct(form.exclude_tokens), form.max_tokens)
             case "token":
                 return Token(form.token)
             case "sequence":
@@ -294,6 +305,15 @@ class _Reader:
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
         return Times(self.node(form.content, f"{at}/content", depth + 1), low, None if high == -1 else high)
 
+    def _schema(self, form: Any, at: str) -> Node:
+        if form.style not in ("json", *STYLES):
+            raise self._invalid(f"there is no style {bounded(form.style, 60)!r}: {', '.join(STYLES)}", f"{at}/style")
+        if form.excludes and form.style == "json":
+            raise self._invalid("excludes is for the texts of arguments in another style than json", f"{at}/excludes")
+        excludes = self._distinct(form.excludes)
+        content = Content("json_schema", form.json_schema, f"{at}/json_schema", form.style, excludes)
+        return content if form.style == "json" or self._expand is None else self._expand(content)
+
     def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
         return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
 
@@ -301,7 +321,7 @@ class _Reader:
         """Return a tag's begin, and what follows it."""
         content = self.node(tag.content, f"{at}/content", depth + 1)
         ends = tag.end if isinstance(tag.end, list) else [tag.end]
-        return _mark(tag.begin), Series((content, self._either(list(map(_mark, ends)))))
+        return _mark(tag.begin), Series((content, *([] if ends == [""] else [self._either(list(map(_mark, ends)))])))
 
     def _triggered_tags(self, form: Any, at: str, depth: int) -> Node:
         tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]

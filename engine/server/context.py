@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import anyio
 from anyio import CapacityLimiter
@@ -22,7 +22,7 @@ from engine.server.options import ServerSettings
 from engine.server.protocol import GenerationRequest
 from guided.backends import AUTO
 from guided.errors import InvalidRequest, bounded
-from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat, detect
+from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat, detect, tool_format
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -54,17 +54,18 @@ class ServerContext:
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """The model's format of function calls. None: none is known."""
-        return self._format(self.settings.tool_format, TOOL_FORMATS)
+        return tool_format(self._chosen(self.settings.tool_format, TOOL_FORMATS))
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
         """The model's format of its thinking phase. None: it has none."""
-        return self._format(self.settings.reasoning_format, REASONING_FORMATS)
+        return REASONING_FORMATS.get(self._chosen(self.settings.reasoning_format, REASONING_FORMATS) or "")
 
-    def _format(self, chosen: str, formats: Mapping[str, T]) -> T | None:
-        template = self.engine.tokenizer.chat_template
-        found = detect(str(template or ""), formats) if chosen == AUTO else chosen
-        return formats.get(found or "")
+    def _chosen(self, chosen: str, formats: Mapping[str, Any]) -> str | None:
+        """Return the name of the chosen format, or of the one whose marks are in the tokenizer's templates."""
+        tokenizer = self.engine.tokenizer
+        templates = f"{tokenizer.chat_template}{getattr(tokenizer, 'response_template', '')}"
+        return detect(templates, formats) if chosen == AUTO else chosen
 
     @property
     def texts(self) -> TokenTexts:

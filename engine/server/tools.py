@@ -153,7 +153,7 @@ def output_form(
     """Combine the request's constraint, its calls and the model's thinking phase."""
     reasoning = context.reasoning_format if body.reasoning != "constrained" else None
     thinking = _thinking(reasoning, prompt, context)
-    if reasoning is not None and thinking == "no" and not reasoning.answer:
+    if reasoning is not None and thinking == "no" and not (reasoning.answer or reasoning.finish):
         reasoning = None
     if body.max_reasoning_tokens is not None and context.reasoning_format is None:
         message = "the model's chat template has none of the known thinking phases: choose one with --reasoning-format"
@@ -162,9 +162,8 @@ def output_form(
         return OutputForm(wanted.constraint)
     parser = partial(OutputParser, reasoning, thinking=thinking == "open")
     if calls is not None:
-        names = [function.name for function in calls.functions]
-        raw = [function.name for function in calls.functions if function.text]
-        parser = partial(parser, tools=calls.format, names=names, anywhere=calls.anywhere(reasoning), raw=raw)
+        anywhere = calls.anywhere(reasoning)
+        parser = partial(parser, tools=calls.format, functions=calls.functions, anywhere=anywhere)
     texts = f"{reasoning}{calls and calls.format}"
     special = any(name in texts for name in context.engine.model.vocabulary.special_names)
     if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:

@@ -48,7 +48,7 @@ class CheckedBackend(Backend):
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See `Backend.compile`. Leaves out more and more keywords of a schema that the library refuses."""
         tag = constraint.kind == "structural_tag"
-        if tag and any(content.kind in ("regex", "grammar") for content in contents(constraint.tag)):
+        if tag and any(content.kind == "grammar" for content in contents(constraint.outline)):
             constraint = replace(constraint, strict=True)  # where such a content ends is not known here
         refusal: UnsupportedConstraint | None = None
         for tier in TIERS:
@@ -82,7 +82,7 @@ class CheckedBackend(Backend):
             grammar = CheckedGrammar(grammar, _reader(constraint, checked, self._vocabulary), checked, dumped)
         if constraint.kind in ("json_schema", "json_object"):
             grammar.rules = [self._numbers]
-        elif constraint.kind == "structural_tag" and (limit := token_limit(constraint.tag, self._vocabulary)):
+        elif constraint.kind == "structural_tag" and (limit := token_limit(constraint.outline, self._vocabulary)):
             grammar.rules = [limit]
         return grammar
 
@@ -93,7 +93,8 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
     node = constraint.tag if tag else Content("json_schema", constraint.source or '{"type": "object"}', "")
     validators = {}
     for content in contents(node):
-        if any(f"{place}/".startswith(f"{content.pointer}/") for place in checked):
+        within = any(f"{place}/".startswith(f"{content.pointer}/") for place in checked)
+        if within and content.kind == "json_schema":
             try:
                 with _native:
                     validators[content.pointer] = Validator(constraint.inner(content).schema)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -105,6 +106,11 @@ class Validator:
         document = {name: value for name, value in sent.items() if name != "$schema"}
         make = Draft.of(sent).validator
         self._native = make(document, validate_formats=True, pattern_options=PATTERNS, offline=True)
+
+    def paths(self, document: Any) -> Iterator[tuple[str | int, ...]]:
+        """Yield the paths to the values that violate the schema."""
+        for error in self._native.iter_errors(document):
+            yield tuple(error.instance_path)
 
     def violation(self, document: Any) -> ConstraintNotMet | None:
         """Return why a document violates the schema; None if it satisfies it."""

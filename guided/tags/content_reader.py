@@ -44,7 +44,8 @@ class ContentReader:
     """Reads the outputs of one structural tag.
 
     Args:
-        node: the structural tag. It contains neither regexes nor grammars, because their ends are not known here.
+        node: the structural tag. It contains no grammars, because their ends are not known here. A regex ends where the
+            literal after it first occurs.
         validators: by pointer of a content: the validator of its schema. Other contents are valid.
     """
 
@@ -69,7 +70,7 @@ class ContentReader:
                 continue
             if not items:
                 complete = complete or not text[position:].strip(" \n\r\t")
-            elif isinstance(items[0], Content) and items[0].kind != "choice":
+            elif isinstance(items[0], Content) and items[0].kind not in ("choice", "regex"):
                 end, grows, violated = self._value(items[0], text, position)
                 violation = violated or violation
                 todo += [(end, items[1:])] if end is not None and violated is None else []
@@ -92,6 +93,8 @@ class ContentReader:
                 return [(position, (*items, *rest))], None
             case Either(options):
                 return [(position, (option, *rest)) for option in options], None
+            case Content("regex"):
+                return self._free_text({}, (), rest, text, position)
             case Content(_, choices):
                 return [(position, (Text(choice), *rest)) for choice in choices], None
             case Times(item, low, high):

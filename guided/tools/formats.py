@@ -1,6 +1,7 @@
-"""How model families write function calls and their thinking: one table for each, as data.
+"""How families of models write function calls and their thinking.
 
-The structural tag that enforces a format (`calls_format`, `answer_format`) and the parser that reads it
+Most formats of calls are taken from the structural tags that `xgrammar` builds for the families. The others are written
+here. The structural tag that enforces a format (`calls_format`, `answer_format`) and the parser that reads it
 (`guided/tools/parser.py`) are both made from these descriptions.
 """
 
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
+from guided.backends.without_torch import import_xgrammar
 from guided.constraint import Constraint
 
-_NAME = "{name}"
+NAME, NUMBER = "{name}", "{number}"
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class ToolFormat:
     """
 
     call: tuple[str, str]
-    """The text of a call before its arguments (`{name}` stands for the function's name), and after them."""
+    """The text of a call before its arguments, and after them. `{name}` stands for the function's name, `{number}` for
+    any number."""
     trigger: str
     """The first characters of any call. Text that contains them is a call."""
     marks: tuple[str, ...]
@@ -38,12 +42,29 @@ class ToolFormat:
     """Number of characters of a call's id ("call_" and 24 digits). Mistral's templates refuse other lengths than 9."""
     parallel: bool = True
     """A turn of the model may have several calls."""
-    others: tuple[str, ...] = ()
-    """Texts that only the templates of other families contain."""
+    style: str = "json"
+    """How the arguments are written: see `Content.style`."""
+    variants: tuple[str, ...] = ()
+    """Other texts of a call before its arguments."""
+    pattern: str = ""
+    """Regex of the text before the arguments, with `{name}`, for calls as models write them without a mask. It begins
+    with the trigger. Empty: that of `call`, with any whitespace."""
+    preamble: tuple[str, str] | None = None
+    """The text before and after a message to the user that may stand before a call."""
+    finish: str = ""
+    """The text at the end of an answer without calls."""
 
-    def begin(self, name: str) -> str:
-        """Return the text of a call of `name` before its arguments."""
-        return self.call[0].replace(_NAME, name)
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models whose format `xgrammar` knows. The other fields are those of `ToolFormat`."""
+
+    name: str
+    """xgrammar's name."""
+    marks: tuple[str, ...]
+    gap: str = "\n"
+    pattern: str = ""
+    trigger: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,41 +78,34 @@ class ReasoningFormat:
     """Text after the end, before the answer."""
     answer: str = ""
     """Text at the beginning of each answer that is no function call."""
-    others: tuple[str, ...] = ()
-    """Texts that only the templates of other families contain."""
+    finish: str = ""
+    """Text at the end of the answer."""
 
 
-_CALLS, _CALL, _SEP, _CALL_END, _CALLS_END = (
-    f"<\uff5c{name}\uff5c>".replace("_", "\u2581")
-    for name in ("tool_calls_begin", "tool_call_begin", "tool_sep", "tool_call_end", "tool_calls_end")
+_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+_K3_FINISH = "<|close|>response<|sep|><|close|>message<|sep|>"
+_HERMES = Family("qwen_3", ("<tool_call>", "arguments"))
+_QWEN_XML = Family(
+    "qwen_3_5",
+    ("<tool_call>", "<function="),
+    trigger="<function=",  # the models leave out <tool_call> sometimes
+    pattern=r"(?:<tool_call>\s*)?<function={name}>",
 )
-"""DeepSeek's tokens."""
+_CHANNEL = r"(?:<\|channel\|>(?:commentary|analysis))?"
 
-TOOL_FORMATS: dict[str, ToolFormat] = {
+TOOL_FORMATS: dict[str, ToolFormat | Family] = {
     "harmony": ToolFormat(
         call=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
+        variants=(" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",),
+        pattern=rf"{_CHANNEL}\s*to=functions\.{{name}}{_CHANNEL}\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
         trigger="<|channel|>commentary to=functions.",
         marks=("<|channel|>", "functions"),
         parallel=False,  # the stop token <|call|> ends the turn
-    ),
-    "deepseek": ToolFormat(
-        call=(f"{_CALL}function{_SEP}{_NAME}\n```json\n", f"\n```{_CALL_END}"),
-        trigger=_CALLS,
-        marks=(_CALLS, "```json"),
-        opening=_CALLS,
-        closing=_CALLS_END,
-        separator="\n",
-    ),
-    "deepseek-v3.1": ToolFormat(
-        call=(f"{_CALL}{_NAME}{_SEP}", _CALL_END),
-        trigger=_CALLS,
-        marks=(_CALLS,),
-        opening=_CALLS,
-        closing=_CALLS_END,
-        separator="",
+        preamble=("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
     ),
     "tekken": ToolFormat(
         call=("[TOOL_CALLS]{name}[ARGS]", ""),
+        pattern=r"\[TOOL_CALLS\]{name}(?:\[CALL_ID\]\w+)?\[ARGS\]",
         trigger="[TOOL_CALLS]",
         marks=("[TOOL_CALLS]", "[ARGS]"),
         gap="",
@@ -101,26 +115,50 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         call=('{"name": "{name}", "arguments": ', "}"),
         trigger="[TOOL_CALLS]",
         marks=("[TOOL_CALLS]",),
-        opening="[TOOL_CALLS][",
+        opening="[TOOL_CALLS] [",
         closing="]",
         separator=", ",
         id_length=9,
     ),
-    "hermes": ToolFormat(
-        call=('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
-        trigger="<tool_call>",
-        marks=("<tool_call>", "arguments"),
-        others=("<function=", "<arg_key>"),  # Qwen 3 Coder, GLM
+    "kimi_k3": ToolFormat(
+        call=('<|open|>call tool="{name}" index="{number}"<|sep|>', "<|close|>call<|sep|>"),
+        trigger="<|close|>response<|sep|>",
+        marks=("<|open|>", "<|sep|>"),
+        opening="<|close|>response<|sep|><|open|>tools<|sep|>",
+        closing="<|close|>tools<|sep|><|close|>message<|sep|>",
+        separator="",
+        style="kimi_k3_xml",
+        finish=_K3_FINISH,
     ),
-    "llama3": ToolFormat(
-        call=('{"name": "{name}", "parameters": ', "}"),
-        trigger='{"name": "',
-        marks=('"parameters": ', "ipython"),
+    "kimi": Family(
+        "kimi",
+        ("<|tool_calls_section_begin|>",),
+        pattern=r"<\|tool_call_begin\|>\s*(?:functions\.)?{name}:\d+\s*<\|tool_call_argument_begin\|>",
+    ),
+    "deepseek_v4_1": Family("deepseek_v4_1", ("\uff5cDSML\uff5c calls",)),
+    "deepseek_v4": Family("deepseek_v4", ("\uff5cDSML\uff5ctool_calls",)),
+    "deepseek_v3_2": Family("deepseek_v3_2", ("\uff5cDSML\uff5cfunction_calls",)),
+    "deepseek_r1": Family("deepseek_r1", (_CALLS, "```json")),
+    "deepseek_v3_1": Family("deepseek_v3_1", (_CALLS,)),
+    "cohere": Family("cohere", ("cofl:tool_call",)),
+    "minimax_m3": Family("minimax_m3", ("]<]minimax[>[",)),
+    "minimax": Family("minimax", ("<minimax:tool_call>",)),
+    "glm_4_7": Family("glm_4_7", ("<tool_call>", "<arg_key>"), gap=""),
+    "mimo": Family("mimo", ("<tool_call><function=",), gap=""),
+    "qwen_3_5": _QWEN_XML,
+    "qwen_3_coder": _QWEN_XML,
+    "exaone": Family("exaone", ("<tool_call>", "[|assistant|]")),
+    "hermes": _HERMES,
+    "qwen_3": _HERMES,
+    "llama": Family(
+        "llama",
+        ('"parameters": ', "ipython"),
         gap="; ",
+        pattern=r'(?:<\|python_tag\|>)?\{"name": "{name}",\s*"(?:parameters|arguments)":',
     ),
 }
-"""Name -> format. The first one with all its marks in the chat template is the model's. `hermes` is also the format of
-Qwen 2.5 and 3, and of the embedded model."""
+"""Name -> format. The first one with all its marks in the chat template is the model's. `hermes` is that of Qwen 2.5
+and 3, and of the embedded model; `tekken` and `mistral` are Mistral's newer and older one."""
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "harmony": ReasoningFormat(
@@ -130,6 +168,16 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         between="<|start|>assistant",
         answer="<|channel|>final<|message|>",
     ),
+    "kimi_k3": ReasoningFormat(
+        begin="<|open|>think<|sep|>",
+        end="<|close|>think<|sep|>",
+        marks=("<|open|>", "<|sep|>"),
+        between="<|open|>response<|sep|>",
+        finish=_K3_FINISH,
+    ),
+    "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]", marks=("[/THINK]",)),
+    "cohere": ReasoningFormat(begin="<|START_THINKING|>", end="<|END_THINKING|>", marks=("<|END_THINKING|>",)),
+    "minimax_m3": ReasoningFormat(begin="<mm:think>", end="</mm:think>", marks=("</mm:think>",)),
     "think": ReasoningFormat(begin="<think>", end="</think>", marks=("</think>",)),
 }
 """Name -> format, chosen as in `TOOL_FORMATS`."""
@@ -137,10 +185,43 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 def detect(template: str, formats: Mapping[str, Any]) -> str | None:
     """Return the name of the format that a chat template has; None if it has none of them."""
-    for name, each in formats.items():
-        if all(mark in template for mark in each.marks) and not any(other in template for other in each.others):
-            return name
-    return None
+    return next((name for name, each in formats.items() if all(mark in template for mark in each.marks)), None)
+
+
+def tool_format(name: str | None) -> ToolFormat | None:
+    """Return one of `TOOL_FORMATS`; None if there is none of this name."""
+    found = TOOL_FORMATS.get(name or "")
+    return _of_family(found) if isinstance(found, Family) else found
+
+
+@cache
+def _of_family(family: Family) -> ToolFormat:
+    """Return the format that xgrammar's structural tag for one function has."""
+    import_xgrammar()
+    from xgrammar.builtin_structural_tag import get_model_structural_tag
+
+    function = {"type": "function", "function": {"name": NAME}}
+    form = get_model_structural_tag(family.name, [function], "auto", "disabled").format.model_dump()
+    *outer, call = _parts(form, "tag")
+    section = next((tag for tag in outer if tag["content"]["type"] == "tags_with_separator"), None)
+    *before, arguments = call["content"].get("elements", [call["content"]])
+    begin = call["begin"] + "".join(each.get("value", NUMBER) for each in before)
+    style = "mimo_xml" if family.name == "mimo" else arguments["style"]
+    # xgrammar's elements have no line break at their end.
+    end = call["end"].removeprefix("\n") if style == "qwen_xml" else call["end"]
+    trigger = family.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
+    found = ToolFormat((begin, end), trigger, family.marks, gap=family.gap, style=style, pattern=family.pattern)
+    if section is None:
+        return found
+    separator = section["content"]["separator"]
+    return replace(found, opening=section["begin"], closing=section["end"], separator=separator)
+
+
+def _parts(form: Any, kind: str) -> list[dict[str, Any]]:
+    """Return the formats of one type in a format, the outer ones first."""
+    inner = form.values() if isinstance(form, dict) else form if isinstance(form, list) else ()
+    own = [form] if isinstance(form, dict) and form.get("type") == kind else []
+    return own + [part for each in inner for part in _parts(each, kind)]
 
 
 @dataclass(frozen=True)
@@ -150,8 +231,7 @@ class Function:
     name: str
     parameters: dict[str, Any]
     text: dict[str, Any] | None = None
-    """The format (of a structural tag) of an input that is no JSON. It follows the text before a call's arguments, and
-    is the end of the output: what follows it could be a part of it."""
+    """The format (of a structural tag) of arguments that are no JSON. They are the end of the output."""
 
 
 @dataclass(frozen=True)
@@ -174,15 +254,7 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
     """Return the format (of a structural tag) of an answer with function calls."""
     form = calls.format
     once = not (calls.parallel and form.parallel) or any(function.text for function in calls.functions)
-    tags = [
-        {
-            "type": "tag",
-            "begin": form.begin(function.name),
-            "content": function.text or {"type": "json_schema", "json_schema": function.parameters},
-            "end": "" if function.text else form.call[1],
-        }
-        for function in calls.functions
-    ]
+    tags = [_call(form, begin, each) for each in calls.functions for begin in (form.call[0], *form.variants)]
     separator = form.gap if form.separator is None else form.separator
     listed: dict[str, Any] = {
         "type": "tags_with_separator",
@@ -191,18 +263,35 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
         "at_least_one": True,
         "stop_after_first": once,
     }
-    section = {"type": "tag", "begin": form.opening, "content": listed, "end": form.closing}
-    if calls.required:
-        return section
-    if not calls.anywhere(reasoning):
-        return {"type": "or", "elements": [section, _answered(reasoning, calls.answer)]}
-    return {
-        "type": "triggered_tags",
-        "triggers": [form.trigger],
-        "tags": tags if form.separator is None else [section],
-        "stop_after_first": once or form.separator is not None,
-        "excludes": [] if reasoning is None else [reasoning.begin],
-    }
+    section = _tag(form.opening, listed, form.closing)
+    if calls.anywhere(reasoning):
+        parts = tags if form.separator is None else [section]
+        parts += [_tag(form.finish, _literal(""), "")] if form.finish else []
+        return {
+            "type": "triggered_tags",
+            "triggers": [form.trigger],
+            "tags": [
+                {**part, "begin": form.trigger + part["begin"].partition(form.trigger)[2]}
+                for part in parts
+                if form.trigger in part["begin"]
+            ],
+            "stop_after_first": once or form.separator is not None,
+            "excludes": [] if reasoning is None else [reasoning.begin],
+        }
+    if form.preamble is not None:
+        begin, end = form.preamble
+        section = _sequence({"type": "optional", "content": _tag(begin, {"type": "any_text"}, end)}, section)
+    return section if calls.required else {"type": "or", "elements": [section, _answered(reasoning, calls.answer)]}
+
+
+def _call(form: ToolFormat, begin: str, function: Function) -> dict[str, Any]:
+    """Return the tag of a call."""
+    first, *others = begin.replace(NAME, function.name).split(NUMBER)
+    arguments = {"type": "json_schema", "json_schema": function.parameters, "style": form.style}
+    content = function.text or arguments
+    for text in others:
+        content = _sequence({"type": "regex", "pattern": r"\d{1,3}"}, _literal(text), content)
+    return _tag(first, content, "" if function.text else form.call[1])
 
 
 def answer_format(
@@ -221,12 +310,8 @@ def answer_format(
     form = calls_format(answer, reasoning) if isinstance(answer, Calls) else _answered(reasoning, answer)
     if reasoning is None or thinking == "no":
         return form
-    thoughts = {
-        "type": "tag",
-        "begin": reasoning.begin if thinking == "possible" else "",
-        "content": {"type": "any_text", "max_tokens": max_tokens},
-        "end": reasoning.end,
-    }
+    begin = reasoning.begin if thinking == "possible" else ""
+    thoughts = _tag(begin, {"type": "any_text", "max_tokens": max_tokens}, reasoning.end)
     lines = {"type": "optional", "content": {"type": "or", "elements": [_literal("\n"), _literal("\n\n")]}}
     phase = _sequence(thoughts, _literal(reasoning.between) if reasoning.between else lines)
     return _sequence({"type": "optional", "content": phase} if thinking == "possible" else phase, form)
@@ -260,3 +345,7 @@ def _literal(text: str) -> dict[str, Any]:
 
 def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
     return {"type": "sequence", "elements": list(elements)}
+
+
+def _tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}

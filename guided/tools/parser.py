@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Generator, Sequence
+import json
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
-from guided.tools.formats import ReasoningFormat, ToolFormat
+import regex
+
+from guided.element_arguments import ArgumentReader
+from guided.tools.formats import NAME, NUMBER, Function, ReasoningFormat, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,9 @@ class Piece:
 
 _Value = TypeVar("_Value")
 _Steps = Generator[Piece | None, None, _Value]
-_SIGNIFICANT = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+_SIGNIFICANT = regex.compile(r'\\.?|["{}\[\]]', regex.DOTALL)
 """Escapes, quotation marks and brackets in JSON."""
+_NAMED = r"(?P<name>[\w.-]+)(?=[^\w.-])"
 
 
 class OutputParser:
@@ -34,9 +39,8 @@ class OutputParser:
 
     Args:
         thinking: the prompt ends within a thinking phase.
-        names: the functions that may be called.
+        functions: the functions that may be called.
         anywhere: calls may stand anywhere in free text. False: only at the beginning of the answer.
-        raw: functions with an input that is no JSON (`Function.text`).
     """
 
     def __init__(
@@ -45,16 +49,17 @@ class OutputParser:
         *,
         thinking: bool = False,
         tools: ToolFormat | None = None,
-        names: Sequence[str] = (),
+        functions: Sequence[Function] = (),
         anywhere: bool = True,
-        raw: Collection[str] = (),
     ) -> None:
         self._output = ""
         self._position = 0
         self._finished = False
+        self._blank = ""
+        """White space that is text if text follows."""
+        self._has_text = False
         self._anywhere = anywhere
-        self._raw = raw
-        self._begins = {} if tools is None else {tools.begin(name): name for name in names}
+        self._functions = {function.name: function for function in functions}
         self._steps = self._read(reasoning, thinking, tools)
         self.num_calls = 0
         """Calls that have begun."""
@@ -69,86 +74,112 @@ class OutputParser:
     # Each of these generators yields its pieces, and None where it needs more text.
 
     def _read(self, reasoning: ReasoningFormat | None, thinking: bool, tools: ToolFormat | None) -> _Steps[None]:
-        if reasoning is not None:
-            if thinking or (yield from self._take(reasoning.begin)):
-                found = False
-                while not found:
-                    text, found = self._until(reasoning.end)
-                    yield from [Piece("reasoning", text)] if text else []
-                    yield from [] if found else [None]
-                while (yield from self._take("\n")):
-                    pass
-                yield from self._take(reasoning.between)
-            yield from self._take(reasoning.answer)
+        if reasoning is not None and (thinking or (yield from self._take(r"\s*" + regex.escape(reasoning.begin)))):
+            yield from self._piece("reasoning", reasoning.end)
+            yield from self._take(r"\n*" + regex.escape(reasoning.between))
         if tools is not None:
-            yield from self._text_and_calls(tools)
-        yield from self._rest("text")
+            yield from self._calls(tools)
+        if reasoning is not None:
+            yield from self._take(regex.escape(reasoning.answer))
+        yield from self._piece("text", reasoning.finish if reasoning is not None else "")
 
-    def _text_and_calls(self, tools: ToolFormat) -> _Steps[None]:
+    def _calls(self, tools: ToolFormat) -> _Steps[None]:
         """Read up to the end, or up to something else than a call where one must be. What follows it is text."""
-        while (yield from self._text(tools.trigger) if self._anywhere else self._take(tools.trigger)):
-            self._position -= len(tools.trigger)
-            yield from self._take(tools.opening)
-            more = True
-            while more:
-                if not (yield from self._call(tools)):
-                    return
-                if tools.separator is None:
-                    more = not self._anywhere and (yield from self._take(tools.gap))
-                elif (yield from self._take(tools.closing, end=True)):
-                    more = False
-                elif not (yield from self._take(tools.separator)):
-                    return
-
-    def _text(self, trigger: str) -> _Steps[bool]:
-        """Read text up to `trigger`. White space beside calls is left out. Returns whether `trigger` was found."""
-        blank, after_call = "", self.num_calls > 0
+        first, next_one = _beginnings(tools)
+        in_section = False
         while True:
-            text, found = self._until(trigger)
-            whole = (blank + text).lstrip() if after_call else blank + text
-            kept = whole.rstrip()
-            blank = whole[len(kept) :]
-            if kept:
-                after_call = False
-                yield Piece("text", kept)
-            if found:
-                return True
-            if self._finished and blank and not self.num_calls:
-                yield Piece("text", blank)
-                blank = ""
-            yield None
+            if in_section:
+                begin = yield from self._take(rf"\s*(?:{next_one})", trigger="")
+            elif self._anywhere:
+                begin = yield from self._text(first, tools.trigger)
+            else:
+                begin = yield from self._take(rf"\s*(?:{first})", tools.trigger)
+            if begin is not None and begin["name"] in self._functions:
+                in_section = yield from self._call(tools, self._functions[begin["name"]])
+                continue
+            self._position = self._position if begin is None else begin.start()
+            if in_section:
+                in_section = False
+            elif tools.preamble is not None and (yield from self._take(regex.escape(tools.preamble[0]))):
+                yield from self._piece("text", tools.preamble[1])
+            else:
+                return
 
-    def _call(self, tools: ToolFormat) -> _Steps[bool]:
-        """Read one call. Returns False if there is none."""
+    def _text(self, pattern: str, trigger: str) -> _Steps[Any]:
+        """Read text up to a call, and return the match of its beginning. White space beside calls is left out."""
+        searched = self._position
         while True:
-            rest = self._output[self._position :]
-            begin = next((begin for begin in self._begins if rest.startswith(begin)), None)
-            if begin is not None:
-                break
-            if not any(begin.startswith(rest) for begin in self._begins):
-                return False
-            yield None
-        self._position += len(begin)
-        name = self._begins[begin]
-        self.num_calls += 1
-        yield Piece("call", name, self.num_calls - 1)
-        if name in self._raw:
-            yield from self._rest("arguments", self.num_calls - 1)
+            found = _compiled(pattern).search(self._output, searched, partial=True)
+            begun = found is not None and not found.partial and (self._finished or found.end() < len(self._output))
+            if begun and found["name"] is not None and found["name"] not in self._functions:
+                searched = found.end()
+                continue
+            cut = self._finished and not begun and not _is_cut(found, trigger)
+            end = len(self._output) if found is None or cut else found.start()
+            whole = self._blank + self._output[self._position : end]
+            whole = whole.lstrip() if self.num_calls and not self._has_text else whole
+            is_last = self._finished and not self.num_calls and not begun
+            shown = whole if is_last else whole.rstrip()
+            self._blank = whole[len(shown) :]
+            self._has_text = self._has_text or bool(shown)
+            self._position = searched = found.end() if begun else end
+            yield from [Piece("text", shown)] if shown else []
+            if begun and found["name"] is not None:
+                return found
+            if not begun:
+                yield None
+
+    def _call(self, tools: ToolFormat, function: Function) -> _Steps[bool]:
+        """Read one call, from its arguments on, and what stands between it and the next one.
+
+        Returns whether the next one belongs to the same section.
+        """
         self.complete = False
-        yield from self._arguments()
-        yield from self._take(tools.call[1], end=True)
+        end = _lenient(tools.call[1])
+        if function.text is not None:
+            yield self._begun(function)
+            self.complete = True
+            begin = tools.call[0]
+            yield from self._take(regex.escape(begin[len(begin.rstrip()) :]))
+            yield from self._piece("arguments", "")
+        elif tools.style == "json":
+            yield self._begun(function)
+            yield from self._take(r"\s*")
+            yield from self._json()
+        else:
+            reader = ArgumentReader(tools.style, function.parameters)
+            arguments = yield from self._elements(reader, r"\s*" + end, tools.call[1].split()[-1])
+            yield self._begun(function)
+            yield Piece("arguments", json.dumps(arguments, ensure_ascii=False), self.num_calls - 1)
         self.complete = True
-        return True
+        yield from self._take(rf"\s*{end}", trigger="")
+        if tools.closing and (yield from self._take(rf"\s*{_lenient(tools.closing)}", trigger="")):
+            return False
+        between = tools.separator or ("" if self._anywhere else tools.gap)
+        if between.strip():
+            yield from self._take(rf"\s*{_lenient(between)}")
+        return bool(tools.closing)
 
-    def _rest(self, kind: str, index: int = 0) -> _Steps[None]:
-        """Read all that follows."""
+    def _begun(self, function: Function) -> Piece:
+        self.num_calls += 1
+        return Piece("call", function.name, self.num_calls - 1)
+
+    def _elements(self, reader: ArgumentReader, end: str, mark: str) -> _Steps[Any]:
+        """Read arguments in another style than JSON, and return them: they are known when the call has ended.
+
+        Args:
+            end: regex of the call's end, which contains `mark`.
+        """
         while True:
-            text, self._position = self._output[self._position :], len(self._output)
-            yield from [Piece(kind, text, index)] if text else []
+            if self._output.find(mark, self._position) >= 0:
+                arguments, after = reader.read(self._output, self._position)
+                if _compiled(end).match(self._output, after):
+                    self._position = after
+                    return arguments
             yield None
 
-    def _arguments(self) -> _Steps[None]:
-        """Read a JSON object."""
+    def _json(self) -> _Steps[None]:
+        """Read a JSON object, the arguments of a call."""
         depth, in_string, ended = 0, False, False
         while True:
             start, self._position = self._position, len(self._output)
@@ -168,25 +199,38 @@ class OutputParser:
                 return
             yield None
 
-    def _take(self, mark: str, end: bool = False) -> _Steps[bool]:
-        """Skip `mark` if it is next. Returns whether it was there.
+    def _piece(self, kind: str, mark: str) -> _Steps[None]:
+        """Read a piece up to `mark`; without one, up to the end of the output."""
+        found = False
+        while not found:
+            text, found = self._until(mark)
+            yield from [Piece(kind, text, max(self.num_calls - 1, 0))] if text else []
+            yield from [] if found else [None]
+
+    def _take(self, pattern: str, trigger: str | None = None) -> _Steps[Any]:
+        """Skip what matches `pattern`, if it is next, and return the match.
 
         Args:
-            end: skip a beginning of it at the end of the output too.
+            trigger: what at least has this length is skipped at the end of the output, though only its beginning is
+                there.
         """
         while True:
-            rest = self._output[self._position : self._position + len(mark)]
-            if rest == mark:
-                self._position += len(mark)
-                return True
-            if self._finished or not mark.startswith(rest):
-                self._position += len(rest) if end and mark.startswith(rest) else 0
-                return False
+            found = _compiled(pattern).match(self._output, self._position, partial=True)
+            if found is None:
+                return None
+            partial = found.partial or found.end() == len(self._output)
+            if not partial or (self._finished and not found.partial):
+                self._position = found.end()
+                return found
+            if self._finished:
+                if trigger is not None and (not trigger or _is_cut(found, trigger)):
+                    self._position = len(self._output)
+                return None
             yield None
 
     def _until(self, mark: str) -> tuple[str, bool]:
         """Return the text up to `mark` (and skip it), or the text that is certainly before it."""
-        found = self._output.find(mark, self._position)
+        found = self._output.find(mark, self._position) if mark else -1
         end = found if found >= 0 else len(self._output)
         if found < 0 and not self._finished:
             longest = min(len(mark) - 1, end - self._position)
@@ -194,3 +238,33 @@ class OutputParser:
             end -= held
         text, self._position = self._output[self._position : end], end + (len(mark) if found >= 0 else 0)
         return text, found >= 0
+
+
+_compiled = cache(regex.compile)
+
+
+@cache
+def _beginnings(tools: ToolFormat) -> tuple[str, str]:
+    """Return regexes of the beginning of a call, with its function in the group `name`: of the first, and of others.
+
+    What the mask does not enforce is no call, so the trigger has to be there exactly.
+    """
+    call = tools.pattern.replace(NAME, _NAMED) or _lenient(tools.call[0])
+    start = regex.escape(tools.trigger)
+    if tools.opening:
+        first = rf"{start}\s*{_lenient(tools.opening.removeprefix(tools.trigger))}\s*(?:{call})"
+    else:
+        first = call if tools.pattern else rf"{start}\s*{_lenient(tools.call[0].removeprefix(tools.trigger))}"
+    return first + (f"|{regex.escape(tools.finish)}" if tools.finish else ""), call
+
+
+def _lenient(text: str) -> str:
+    """Return a regex of `text` with any white space between its words, and beside the punctuation of JSON."""
+    marked = text.replace(NAME, "\ue000").replace(NUMBER, "\ue001")
+    words = regex.findall(r"[{}:,]|[^{}:,\s]+", marked)
+    return r"\s*".join(map(regex.escape, words)).replace("\ue000", _NAMED).replace("\ue001", r"\d+\s*")
+
+
+def _is_cut(found: Any, trigger: str) -> bool:
+    """Whether the output ends within the beginning of a call, after its trigger."""
+    return found is not None and len(found.string[found.start() :].strip()) >= len(trigger.split(maxsplit=1)[0])

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from guided.backends import Backends
 from guided.constraint import Constraint
-from guided.errors import ConstraintTooLarge, InvalidConstraint
+from guided.errors import ConstraintTooLarge, InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.limits import Limits
+from guided.vocabulary import Vocabulary
 
 TEXT: dict[str, Any] = {"type": "any_text"}
 TAG: dict[str, Any] = {"type": "tag", "begin": "<a>", "content": TEXT, "end": "</a>"}
@@ -30,6 +32,8 @@ def triggered(**fields: Any) -> dict[str, Any]:
         {"type": "dispatch", "rules": [["<x", {"type": "regex", "pattern": "a"}]], "loop": False},
         {**TAG, "begin": {"type": "token", "token": "<|x|>"}, "end": [{"type": "token", "token": 7}, "x"]},
         {"type": "json_schema", "json_schema": {"type": "integer"}, "style": "json", "any_order": False},
+        {"type": "json_schema", "json_schema": {"type": "object"}, "style": "kimi_k3_xml", "excludes": ["<|open|>"]},
+        {**TAG, "content": {"type": "any_tokens", "exclude_tokens": ["</a>"]}},
         triggered(at_least_one=True, stop_after_first=True, excludes=["x"]),
     ],
 )
@@ -59,7 +63,8 @@ def test_whitespace_is_that_of_its_schemas() -> None:
             "/format/content/json_schema/type",
             [],
         ),
-        ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "/format/style", ["qwen_xml"]),
+        ({"type": "json_schema", "json_schema": {}, "style": "x_xml"}, "/format/style", ["x_xml", "qwen_xml"]),
+        ({"type": "json_schema", "json_schema": {}, "excludes": ["x"]}, "/format/excludes", ["style"]),
         (triggered(triggers=["<b"]), "/format/tags/0/begin", ["never can be produced"]),
         (triggered(triggers=["<a", "<b"]), "/format", ["no tag begins", "<b"]),
         (triggered(triggers=["<a", "<a>"]), "/format", ["never can be produced", "contains"]),
@@ -120,3 +125,127 @@ def test_limits() -> None:
         Constraint.structural_tag(json.dumps({"type": "structural_tag", "format": many}), limits=Limits(max_values=20))
     with pytest.raises(ConstraintTooLarge):
         of(many, limits=Limits(max_constraint_bytes=100))
+
+
+FAMILIES = [
+    *("llama", "kimi", "kimi_k3", "deepseek_r1", "deepseek_v3_1", "qwen_3_5", "qwen_3_coder", "mimo", "qwen_3"),
+    *(
+        "harmony",
+        "deepseek_v3_2",
+        "minimax",
+        "minimax_m3",
+        "glm_4_7",
+        "deepseek_v4",
+        "deepseek_v4_1",
+        "cohere",
+        "exaone",
+    ),
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "unit": {"enum": ["c", "f"]},
+                    "days": {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
+                    "tags": {"type": "array", "items": {"type": "string"}},
+                },
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("get_weather", "get_weather_v2")
+]
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("reasoning", ["enabled", "auto", "disabled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tags_of_all_families(backends: Backends, family: str, reasoning: str, backend: str) -> None:
+    from xgrammar.builtin_structural_tag import get_model_structural_tag
+
+    for choice in ("auto", "required"):
+        tag = get_model_structural_tag(family, TOOLS, choice, reasoning)
+        backends[backend].compile(Constraint.structural_tag(tag.model_dump()))
+
+
+def arguments(style: str, schema: Any) -> Constraint:
+    content = {"type": "json_schema", "json_schema": schema, "style": style}
+    return of({"type": "tag", "begin": "<f>", "content": content, "end": "</f>"})
+
+
+NAMED: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    ("style", "schema", "output", "allowed"),
+    [
+        ("qwen_xml", NAMED, "<parameter=a>\n3\n</parameter>\n", True),
+        ("qwen_xml", NAMED, "<parameter=a>\n2\n</parameter>\n", False),
+        ("qwen_xml", NAMED, '<parameter=b>\n"</x>\n\n</parameter>\n', True),
+        ("qwen_xml", NAMED, "<parameter=b>\nx\n</parameter>x", False),
+        ("qwen_xml", {**NAMED, "required": ["a"]}, "", False),
+        ("deepseek_xml", NAMED, '<\uff5cDSML\uff5cparameter name="a" string="true">3', False),
+        ("glm_xml", {"type": "object"}, "<arg_key>x y</arg_key><arg_value>z</arg_value>", True),
+        ("mimo_xml", {"properties": {"a": {"type": "string", "pattern": "^x+$"}}}, "<parameter=a>xx</parameter>", True),
+        (
+            "mimo_xml",
+            {"properties": {"a": {"type": "string", "pattern": "^x+$"}}},
+            "<parameter=a>xy</parameter>",
+            False,
+        ),
+        (
+            "mimo_xml",
+            {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": "y"}}},
+            "<parameter=a>y",
+            None,
+        ),
+    ],
+)
+def test_arguments_in_a_style_are_enforced(
+    backends: Backends, vocabulary: Vocabulary, backend: str, style: str, schema: Any, output: str, allowed: bool | None
+) -> None:
+    matcher = backends[backend].compile(arguments(style, {"type": "object", **schema})).matcher()
+    text = f"<f>{output}" + ("" if allowed is None else "</f>")
+    if allowed is False:
+        with pytest.raises(TokenRejected):
+            matcher.accept_tokens(vocabulary.encode(text))
+    else:
+        matcher.accept_tokens(vocabulary.encode(text))
+        assert matcher.is_accepting() is (allowed is True)
+
+
+@pytest.mark.parametrize(
+    ("style", "schema", "pointer"),
+    [
+        ("qwen_xml", {**NAMED, "minProperties": 1}, "/minProperties"),
+        ("qwen_xml", {"type": "object", "properties": {"<": {}}}, "/properties/<"),
+        ("qwen_xml", {"type": "array"}, ""),
+        ("minimax_m3_xml", {"type": "object"}, ""),
+        ("cohere_xml", {"properties": {"a": {"type": "array", "uniqueItems": True}}}, "/properties/a/uniqueItems"),
+    ],
+)
+def test_what_a_style_cannot_enforce_is_refused(backends: Backends, style: str, schema: Any, pointer: str) -> None:
+    for backend in ("llguidance", "xgrammar"):
+        with pytest.raises(UnsupportedConstraint) as caught:
+            backends[backend].compile(arguments(style, schema))
+        assert caught.value.pointer == "/format/content/json_schema" + pointer
+
+
+def test_what_masks_leave_out_of_arguments_is_checked(backends: Backends, vocabulary: Vocabulary) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    grammar = backends["llguidance"].compile(arguments("glm_xml", schema))
+    assert grammar.checked == ("/format/content/json_schema/properties/a/uniqueItems",)
+    for written, valid in (("[1, 2]", True), ("[1, 1]", False)):
+        matcher = grammar.matcher()
+        matcher.accept_tokens(vocabulary.encode(f"<f><arg_key>a</arg_key><arg_value>{written}</arg_value></f>"))
+        assert matcher.is_accepting() is valid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -17,15 +18,32 @@ from guided.backends import Backends
 from guided.backends.base import Matcher
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
-from guided.errors import TokenRejected
-from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Calls, Function, answer_format, detect
+from guided.element_styles import STYLES
+from guided.errors import TokenRejected, UnsupportedConstraint
+from guided.tools.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Calls,
+    Function,
+    ToolFormat,
+    answer_format,
+    detect,
+    tool_format,
+)
 from guided.tools.parser import OutputParser, Piece
 from guided.vocabulary import Vocabulary
 
 
 def deepseek(text: str) -> str:
     """Return `text` with the names of DeepSeek's tokens, which contain unusual characters."""
-    return re.sub(r"<\|(tool_\w+)\|>", lambda name: f"<\uff5c{name[1].replace('_', chr(0x2581))}\uff5c>", text)
+    text = re.sub(r"<\|(tool_\w+)\|>", lambda name: f"<\uff5c{name[1].replace('_', chr(0x2581))}\uff5c>", text)
+    return text.replace("|DSML|", "\uff5cDSML\uff5c")
+
+
+def known_format(name: str) -> ToolFormat:
+    found = tool_format(name)
+    assert found is not None
+    return found
 
 
 LEAVES = st.sampled_from(
@@ -94,6 +112,16 @@ def joined(pieces: list[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
     return by_kind["reasoning"], by_kind["text"], [(name, arguments) for name, arguments in calls]
 
 
+def grown(parser: OutputParser, output: str, step: Callable[[], int]) -> list[Piece]:
+    """Read an output that grows by `step` characters each time."""
+    pieces: list[Piece] = []
+    end = 0
+    while end < len(output):
+        end = min(len(output), end + step())
+        pieces += parser.feed(output[:end], finished=False)
+    return pieces + parser.feed(output, finished=True)
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -117,22 +145,29 @@ def test_what_is_enforced_is_what_is_read(
     thinking: Any,
     seed: int,
 ) -> None:
-    form = TOOL_FORMATS[name]
-    reasoning = REASONING_FORMATS.get(name if thinking is None or name == "harmony" else "think")
+    form = known_format(name)
+    reasoning = REASONING_FORMATS.get(name if thinking is None or name in ("harmony", "kimi_k3") else "think")
     answer = {"type": "json_schema", "json_schema": {"enum": [form.trigger]}} if with_answer else None
-    calls = Calls(form, [Function(each, schema) for each, schema in functions.items()], required, parallel, answer)
+    offered = [Function(each, schema) for each, schema in functions.items()]
+    calls = Calls(form, offered, required, parallel, answer)
     format_ = answer_format(calls, reasoning, thinking or "no")
     constraint = Constraint.structural_tag({"type": "structural_tag", "format": format_})
-    matcher = backends["llguidance"].compile(constraint).matcher()
+    try:
+        matcher = backends["llguidance"].compile(constraint).matcher()
+    except UnsupportedConstraint:  # an enum with an object
+        assert STYLES[form.style].item
+        return
     generator = random.Random(seed)
     marks = [form.trigger, *([reasoning.begin, reasoning.end] if reasoning else [])]
+    ends = [STYLES[form.style].end.replace("{name}", place) for place in ("p0", "p1") if form.style in STYLES]
+    marks += [mark for end in ends for mark in (end, end.rstrip())]
     output = written(matcher, vocabulary, generator, marks)
     if output is None:
         return
 
     def parser() -> OutputParser:
-        names, anywhere = list(functions), calls.anywhere(reasoning)
-        return OutputParser(reasoning, thinking=thinking == "open", tools=form, names=names, anywhere=anywhere)
+        anywhere = calls.anywhere(reasoning)
+        return OutputParser(reasoning, thinking=thinking == "open", tools=form, functions=offered, anywhere=anywhere)
 
     whole = parser()
     thoughts, text, found = joined(whole.feed(output, finished=True))
@@ -143,73 +178,191 @@ def test_what_is_enforced_is_what_is_read(
     assert len(found) <= 1 or parallel
     assert not calls.anywhere(reasoning) or form.trigger not in text
     if found and not calls.anywhere(reasoning):
-        assert not text
+        assert not text or form.preamble is not None
     if answer and not found:
         assert json.loads(text) == form.trigger
     if reasoning is not None:
         assert reasoning.begin not in text or answer
         assert not thoughts or reasoning.end not in thoughts
     # The same, as the text grows.
-    growing = parser()
-    pieces: list[Piece] = []
-    end = 0
-    while end < len(output):
-        end = min(len(output), end + generator.randint(1, 9))
-        pieces += growing.feed(output[:end], finished=False)
-    pieces += growing.feed(output, finished=True)
-    assert joined(pieces) == (thoughts, text, found)
+    assert joined(grown(parser(), output, lambda: generator.randint(1, 9))) == (thoughts, text, found)
+
+
+K3 = '<|open|>call tool="{}" index="{}"<|sep|>{}<|close|>call<|sep|>'
+M3 = "]<]minimax[>["
+TWO = [("f", {"a": "x"}), ("g", {"b": [1, {"c": "}"}]})]
+"""The calls of most samples."""
+SAMPLES: dict[str, tuple[str, tuple[str, str, list[tuple[str, Any]]]]] = {
+    "hermes": (
+        'Hi.\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>\\"{"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+        ("", "Hi.", [("f", {"a": '}</tool_call>"{'}), ("g", {})]),
+    ),
+    "qwen_3": ('<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call> so', ("", "so", [("f", {"a": "x"})])),
+    "exaone": ('<tool_call>{"name": "g", "arguments": {"b": []}}</tool_call>', ("", "", [("g", {"b": []})])),
+    "llama": ('{"name": "f", "parameters": {"a": "x"}}', ("", "", [("f", {"a": "x"})])),
+    "mistral": (
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"b": [1]}}]',
+        ("", "", [("f", {}), ("g", {"b": [1]})]),
+    ),
+    "tekken": (
+        'Hm.[TOOL_CALLS]f[ARGS]{"a": "x"}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}',
+        ("", "Hm.", [("f", {"a": "x"}), ("g", {})]),
+    ),
+    "deepseek_r1": (
+        "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>f\n```json\n{}\n```<|tool_call_end|>\n"
+        '<|tool_call_begin|>function<|tool_sep|>g\n```json\n{"b": [1]}\n```<|tool_call_end|><|tool_calls_end|>',
+        ("", "", [("f", {}), ("g", {"b": [1]})]),
+    ),
+    "deepseek_v3_1": (
+        "Hm<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>{}<|tool_call_end|><|tool_calls_end|>",
+        ("", "Hm", [("f", {})]),
+    ),
+    **{
+        family: (
+            f'Hm.\n\n<|DSML|{space}{section}>\n<|DSML|{space}invoke name="f">\n<|DSML|{space}parameter name="a" '
+            f'string="true">x</|DSML|{space}parameter>\n</|DSML|{space}invoke>\n<|DSML|{space}invoke name="g">\n'
+            f'<|DSML|{space}parameter name="b" string="false">[1, {{"c": "}}"}}]</|DSML|{space}parameter>\n'
+            f"</|DSML|{space}invoke>\n</|DSML|{space}{section}>",
+            ("", "Hm.", TWO),
+        )
+        for family, space, section in (
+            ("deepseek_v3_2", "", "function_calls"),
+            ("deepseek_v4", "", "tool_calls"),
+            ("deepseek_v4_1", " ", "calls"),
+        )
+    },
+    "kimi": (
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": "x"}'
+        "<|tool_call_end|><|tool_call_begin|>functions.g:1 <|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        ("", "", [("f", {"a": "x"}), ("g", {})]),
+    ),
+    "kimi_k3": (
+        "Hm.<|close|>response<|sep|><|open|>tools<|sep|>"
+        + K3.format("f", 1, '<|open|>argument key="a" type="string"<|sep|>x<|close|>argument<|sep|>')
+        + K3.format("g", 2, '<|open|>argument key="b" type="array"<|sep|>[1, {"c": "}"}]<|close|>argument<|sep|>')
+        + "<|close|>tools<|sep|><|close|>message<|sep|>",
+        ("", "Hm.", TWO),
+    ),
+    "cohere": (
+        '<cofl:tool_calls><cofl:tool_call id="0" name="f"><cofl:value name="a" type="raw">x</cofl:value>'
+        '</cofl:tool_call><cofl:tool_call id="1" name="g"><cofl:value name="b" type="list"><cofl:value type="json">1'
+        '</cofl:value><cofl:value type="dict"><cofl:value name="c" type="raw">}</cofl:value></cofl:value></cofl:value>'
+        "</cofl:tool_call></cofl:tool_calls>",
+        ("", "", TWO),
+    ),
+    "minimax": (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x</parameter>\n</invoke>\n<invoke name="g">\n'
+        '<parameter name="b">[1, {"c": "}"}]</parameter>\n</invoke>\n</minimax:tool_call>',
+        ("", "", TWO),
+    ),
+    "minimax_m3": (
+        f'{M3}<tool_call>\n{M3}<invoke name="f">{M3}<a>x{M3}</a>{M3}</invoke>\n{M3}<invoke name="g">{M3}<b>'
+        f"{M3}<item>1{M3}</item>{M3}<item>{M3}<c>}}{M3}</c>{M3}</item>{M3}</b>{M3}</invoke>\n{M3}</tool_call>",
+        ("", "", TWO),
+    ),
+    "glm_4_7": (
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
+        '<tool_call>g<arg_key>b</arg_key><arg_value>[1, {"c": "}"}]</arg_value></tool_call>',
+        ("", "", TWO),
+    ),
+    "mimo": (
+        "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>"
+        '<tool_call><function=g><parameter=b>[1, {"c": "}"}]</parameter></function></tool_call>',
+        ("", "", TWO),
+    ),
+    **dict.fromkeys(
+        ("qwen_3_5", "qwen_3_coder"),
+        (
+            "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+            '<function=g>\n<parameter=b>\n[1, {"c": "}"}]\n</parameter>\n</function>\n</tool_call>',
+            ("", "", TWO),
+        ),
+    ),
+    "harmony": (
+        "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment."
+        '<|end|><|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": "x"}',
+        ("Need f.", "One moment.", [("f", {"a": "x"})]),
+    ),
+}
+"""Name of a format -> an output as the models write it, and its thoughts, its text and its calls."""
+F = Function("f", {"type": "object", "properties": {"a": {"type": "string"}}})
+G = Function("g", {"type": "object", "properties": {"b": {"type": "array"}}})
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("length", [1, 7, 10_000])
+def test_as_the_models_write_it(name: str, length: int) -> None:
+    output, expected = SAMPLES[name]
+    reasoning = REASONING_FORMATS.get(name)
+    parser = OutputParser(reasoning, tools=tool_format(name), functions=[F, G], anywhere=name != "harmony")
+    output = deepseek(output) if name.startswith("deepseek") else output
+    thoughts, text, calls = joined(grown(parser, output, lambda: length))
+    assert (thoughts, text, [(called, json.loads(arguments)) for called, arguments in calls]) == expected
+    assert parser.complete
 
 
 @pytest.mark.parametrize(
-    ("name", "output", "expected"),
+    ("name", "text"),
     [
-        (
-            "hermes",
-            'Hi.\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>\\"{"}}\n</tool_call>\n'
-            '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
-            ("Hi.", [("f", '{"a": "}</tool_call>\\"{"}'), ("g", "{}")]),
-        ),
-        ("llama3", '{"name": "f", "parameters": {"a": [1]}}', ("", [("f", '{"a": [1]}')])),
-        (
-            "mistral",
-            '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}]',
-            ("", [("f", "{}"), ("g", '{"a": 1}')]),
-        ),
-        ("tekken", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', ("", [("f", '{"a": 1}'), ("g", "{}")])),
-        (
-            "deepseek",
-            "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>f\n```json\n{}\n```<|tool_call_end|>\n"
-            '<|tool_call_begin|>function<|tool_sep|>g\n```json\n{"a": 1}\n```<|tool_call_end|><|tool_calls_end|>',
-            ("", [("f", "{}"), ("g", '{"a": 1}')]),
-        ),
-        (
-            "deepseek-v3.1",
-            "Hm<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>{}<|tool_call_end|><|tool_calls_end|>",
-            ("Hm", [("f", "{}")]),
-        ),
-        (
-            "harmony",
-            "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
-            '<|constrain|>json<|message|>{"a": 1}',
-            ("", [("f", '{"a": 1}')]),
-        ),
+        ("mistral", '{"name": "f", "arguments": {}}'),
+        ("llama", '{"name":"f", "parameters": {}}'),
+        ("hermes", '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call>'),
+        ("deepseek_v3_1", deepseek("<|tool_call_begin|>f<|tool_sep|>{}<|tool_call_end|>")),
+        ("qwen_3_5", "<tool_call>\n<function=h>\n</function>\n</tool_call>"),
     ],
 )
-def test_as_the_models_write_it(name: str, output: str, expected: Any) -> None:
-    reasoning = REASONING_FORMATS.get(name)
-    parser = OutputParser(reasoning, tools=TOOL_FORMATS[name], names=["f", "g"])
-    thoughts, text, calls = joined(parser.feed(deepseek(output), finished=True))
-    assert (text, calls) == expected
-    assert thoughts == ("Need f." if reasoning else "")
+def test_text_without_a_trigger_is_no_call(name: str, text: str) -> None:
+    parser = OutputParser(tools=tool_format(name), functions=[F, G])
+    assert joined(grown(parser, text, lambda: 3)) == ("", text, [])
 
 
 def test_an_output_that_was_cut() -> None:
-    parser = OutputParser(tools=TOOL_FORMATS["hermes"], names=["f"])
+    parser = OutputParser(tools=tool_format("hermes"), functions=[F])
     _, text, calls = joined(parser.feed('Hi <tool_call>\n{"name": "f", "arguments": {"a": "\\', finished=True))
     assert (text, calls, parser.complete) == ("Hi", [("f", '{"a": "\\')], False)
-    assert (
-        joined(OutputParser(REASONING_FORMATS["think"], thinking=True).feed("so </thi", finished=True))[0] == "so </thi"
-    )
+    parser = OutputParser(tools=tool_format("qwen_3_5"), functions=[F])
+    output = "Hi <tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>"
+    assert joined(parser.feed(output, finished=True)) == ("", "Hi", [])  # such arguments are known at the end
+    assert not parser.complete
+    think = OutputParser(REASONING_FORMATS["think"], thinking=True)
+    assert joined(think.feed("so </thi", finished=True))[0] == "so </thi"
+
+
+@pytest.mark.parametrize(
+    ("written", "schema", "read"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("3", {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 5}]}, "3"),
+        ('{"x": 1}', {"type": "string"}, '{"x": 1}'),
+        ('{"x": "</arg_value>"}', {"type": "object"}, {"x": "</arg_value>"}),
+        ("  x\n", {"type": "string"}, "  x\n"),
+        ("True", {"type": "boolean"}, True),
+        ('"x"', {}, '"x"'),
+    ],
+)
+def test_the_schema_decides_between_text_and_json(written: str, schema: Any, read: Any) -> None:
+    function = Function("f", {"type": "object", "properties": {"a": schema}})
+    parser = OutputParser(tools=tool_format("glm_4_7"), functions=[function])
+    output = f"<tool_call>f<arg_key>a</arg_key><arg_value>{written}</arg_value></tool_call>"
+    [(_, arguments)] = joined(parser.feed(output, finished=True))[2]
+    assert json.loads(arguments) == {"a": read}
+
+
+def test_arguments_that_are_no_json_end_the_output(backends: Backends, vocabulary: Vocabulary) -> None:
+    function = Function("f", {}, {"type": "regex", "pattern": "[a-z ]+"})
+    calls = Calls(known_format("hermes"), [function], required=True, parallel=True)
+    constraint = Constraint.structural_tag({"type": "structural_tag", "format": answer_format(calls, None)})
+    output = '<tool_call>\n{"name": "f", "arguments": select all'
+    matcher = backends["llguidance"].compile(constraint).matcher()
+    matcher.accept_tokens(vocabulary.encode(output))
+    assert matcher.is_accepting()
+    parser = OutputParser(tools=calls.format, functions=[function], anywhere=False)
+    assert joined(grown(parser, output, lambda: 3)) == ("", "", [("f", "select all")])
+    assert parser.complete
 
 
 def test_thoughts() -> None:
@@ -225,12 +378,14 @@ def test_thoughts() -> None:
     ("template", "tools", "reasoning"),
     [
         ('{% if tools %}<tool_call>\n{"name": .., "arguments": ..}{% endif %}', "hermes", None),
-        ("<tool_call><function= arguments", None, None),
+        ("<tool_call>\n<function=x>\n<parameter= arguments </think>", "qwen_3_5", "think"),
+        ("<tool_call><function= arguments", "mimo", None),
+        ("<tool_call>name<arg_key> arguments", "glm_4_7", None),
         ('[TOOL_CALLS] {"name"', "mistral", None),
-        ("[TOOL_CALLS][ARGS]", "tekken", None),
-        ("<|tool_calls_begin|>```json </think>", "deepseek", "think"),
-        ("<|tool_calls_begin|>", "deepseek-v3.1", None),
-        ('"parameters": dictionary ... ipython', "llama3", None),
+        ("[TOOL_CALLS][ARGS][THINK][/THINK]", "tekken", "mistral"),
+        ("<|tool_calls_begin|>```json </think>", "deepseek_r1", "think"),
+        ("<|tool_calls_begin|>", "deepseek_v3_1", None),
+        ('"parameters": dictionary ... ipython', "llama", None),
         ("<|channel|> functions", "harmony", "harmony"),
         ("{{ messages }}", None, None),
     ],

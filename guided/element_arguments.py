@@ -1,0 +1,225 @@
+"""Arguments of function calls that are written as elements instead of JSON: how they are enforced and read.
+
+`expand` writes such a content of a structural tag as nodes, which every library enforces: one element for each named
+property, in the schema's order. Strings are free text up to the end of their element, other values are JSON. In styles
+with `item`, objects and arrays consist of elements too.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from guided.element_styles import FREE_NAME, ITEM, NAME, SCALARS, STYLES, TYPES
+from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.schema import string_pattern
+from guided.schema.canonical import CanonicalForm, canonical
+from guided.schema.keywords import Schema, escape, listed
+from guided.schema.validation import Validator
+from guided.structural_tag import Content, Either, FreeText, Node, Series, Text, Times, located
+
+_MAX_NESTING = 20
+
+
+def expand(content: Content) -> Node:
+    """Return the nodes of arguments in a style.
+
+    Raises:
+        UnsupportedConstraint: a keyword of the schema can't be enforced in this style; with its pointer.
+    """
+    with located(content, "structural_tag"):
+        form = canonical(content.value)
+    return _Writer(content).of_object(_alone(form.root, form), "")
+
+
+class _Writer:
+    """Writes one content as nodes. `place` is a JSON pointer into its schema."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self._style = STYLES[content.style]
+
+    def of_object(self, schema: Schema, place: str) -> Node:
+        """Return the elements of an object: of the properties that the schema names, or of any if it names none."""
+        form, root = self._only(schema, "object", place, "properties", "required", "additionalProperties")
+        rest, parts = root.get("additionalProperties", True), root.get("properties", {})
+        if not parts and rest is not False:
+            if NAME in self._style.end:
+                raise self._refusal("an object without named properties", place)
+            return Times(self._element(None, _alone(rest, form), f"{place}/additionalProperties"), 0, None)
+        elements = []
+        for name, part in parts.items():
+            at = f"{place}/properties/{escape(name)}"
+            if not re.fullmatch(FREE_NAME, name) or html.unescape(name) != name or (self._style.item and name == ITEM):
+                raise self._refusal(f"the name {bounded(name, 60)!r}", at)
+            if part is not False:
+                element = self._element(name, _alone(part, form), at)
+                elements.append(element if name in root.get("required", ()) else Times(element, 0, 1))
+        return Series(tuple(elements))
+
+    def _of_array(self, schema: Schema, place: str) -> Node:
+        form, root = self._only(schema, "array", place, "items", "minItems", "maxItems")
+        item = self._element(ITEM, _alone(root.get("items", True), form), f"{place}/items", self._style.item)
+        least, most = root.get("minItems", 0), root.get("maxItems")
+        return Series(()) if most == 0 else Times(item, least, most)
+
+    def _only(self, schema: Schema, kind: str, place: str, *keywords: str) -> tuple[CanonicalForm, dict[str, Any]]:
+        """Return the values of the type `kind`, which have no other keywords than `keywords`."""
+        if place.count("/") > 2 * _MAX_NESTING:
+            raise self._refusal(f"a schema that is nested deeper than {_MAX_NESTING} levels", place)
+        form = _restricted(schema, (kind,)) or canonical({"const": None})
+        root = _root(form)
+        if listed(root) in ([{}], [[]]):
+            return form, {"additionalProperties": False, "maxItems": 0}
+        if root.get("type") != kind:
+            raise self._refusal(f"values other than one {kind}", place)
+        for keyword in root.keys() - keywords - {"type"}:
+            raise self._refusal(repr(keyword), f"{place}/{keyword}")
+        return form, root
+
+    def _element(self, name: str | None, schema: Schema, place: str, begin: str = "") -> Node:
+        """Return an element with a value of `schema`. Without `name`: with any name."""
+        end = self._style.mark(self._style.end, name or "")
+        mark = end.rstrip("\n")
+        last = (Text(mark),) if mark == end else (Text(mark), Text("\n"))  # a text may contain the mark and more
+        options = []
+        for kind, types in self._style.kinds.items():
+            before, any_name, after = self._style.mark(begin or self._style.begin, name or NAME, kind).partition(NAME)
+            free = (Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)) if any_name else ()
+            options += [Series((Text(before), *free, each, *last)) for each in self._values(schema, types, place)]
+        if not options:
+            raise self._refusal("this schema", place)
+        return options[0] if len(options) == 1 else Either(tuple(dict.fromkeys(options)))
+
+    def _values(self, schema: Schema, types: tuple[str, ...], place: str) -> Iterator[Node]:
+        """Yield the nodes of the values of `schema` with one of `types`."""
+        texts = _restricted(schema, ("string",)) if "string" in types else None
+        if texts is not None:
+            strings = _root(texts)
+            values = listed(strings)
+            if values is not None:
+                if any(self._style.end.partition(NAME)[0].strip() in value for value in values):
+                    raise self._refusal("a value that contains the end of its element", place)
+                yield from map(Text, values)
+            elif strings == {"type": "string"}:
+                yield FreeText(self._content.excludes)
+                if types == TYPES:
+                    return  # any other value is such a text too
+            else:
+                text = Content("regex", "", f"{self._content.pointer}{place}/pattern")
+                with located(text, "structural_tag"):
+                    yield Content("regex", string_pattern.pattern_of(strings), text.pointer)
+        rest = [kind for kind in types if kind != "string"]
+        if self._style.item:
+            # Narrowed: where any value is allowed, no objects and arrays.
+            for kind in [kind for kind in ("object", "array") if kind in rest and schema not in (True, {})]:
+                if _restricted(schema, (kind,)) is not None:
+                    yield self.of_object(schema, place) if kind == "object" else self._of_array(schema, place)
+            rest = [kind for kind in rest if kind in SCALARS]
+        form = _restricted(schema, tuple(rest)) if rest else None
+        if form is not None:
+            yield Content("json_schema", _alone(form.root, form), f"{self._content.pointer}{place}")
+
+    def _refusal(self, what: str, place: str) -> UnsupportedConstraint:
+        message = f"arguments in the style {self._content.style} can't have {what}"
+        return UnsupportedConstraint(message, param="structural_tag", pointer=self._content.pointer + place)
+
+
+def _alone(schema: Schema, form: CanonicalForm) -> Schema:
+    """Return a part of a form as a schema of its own."""
+    return {**schema, "$defs": form.definitions} if isinstance(schema, dict) and form.definitions else schema
+
+
+def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
+    """Return the values of `types` that satisfy a schema; None if there are none."""
+    document = {"$defs": {}, **(schema if isinstance(schema, dict) else {} if schema else {"not": {}})}
+    definitions = document.pop("$defs")
+    try:
+        return canonical({"$defs": definitions, "allOf": [document, {"type": [*types]}]})
+    except InvalidConstraint:
+        return None
+
+
+def _root(form: CanonicalForm) -> dict[str, Any]:
+    root: Any = form.root
+    while isinstance(root, dict) and "$ref" in root:
+        root = form.target(root)
+    return root if isinstance(root, dict) else {}
+
+
+class ArgumentReader:
+    """Reads the arguments of one function's calls.
+
+    Args:
+        style: one of `STYLES`.
+        schema: the schema of the arguments, which decides between a text and the value that it spells.
+    """
+
+    def __init__(self, style: str, schema: Schema) -> None:
+        self._style = STYLES[style]
+        self._validator = Validator(schema)
+
+    def read(self, text: str, position: int, path: _Path = ()) -> tuple[Any, int]:
+        """Return the values of the complete elements at `position`, and the position after them.
+
+        `path` is where in the arguments the elements are. If all are items, their values are a list.
+        """
+        names, values = list[str](), list[Any]()
+        while begin := self._style.begin_pattern.match(text, position):
+            groups = {"name": "", "kind": "", "pad": "", **begin.groupdict("")}
+            name = html.unescape(groups["name"]) or ITEM
+            close = groups["pad"] + self._style.mark(self._style.end, name).strip()
+            value, end = self._value(text, begin.end(), close, groups["kind"], (*path, name))
+            if end < 0:
+                break
+            names.append(name)
+            values.append(value)
+            position = end
+        if path and self._style.item and set(names) == {ITEM}:
+            return values, position
+        return dict(zip(names, values, strict=True)), position
+
+    def _value(self, text: str, start: int, close: str, kind: str, path: _Path) -> tuple[Any, int]:
+        """Return the value at `start` and the position after its element; -1 if it is not there.
+
+        The value ends with the first `close` up to which it satisfies the schema.
+        """
+        if self._style.item:
+            parts, after = self.read(text, start, path)
+            if (parts or kind in ("dict", "list")) and text.startswith(close, after):
+                return parts or {"dict": {}, "list": []}.get(kind), after + len(close)
+        end = text.find(close, start)
+        while end >= 0:
+            for option in self._options(text[start:end], kind):
+                if self._fits(option, path):
+                    return option, end + len(close)
+            end = text.find(close, end + 1)
+        return None, -1
+
+    def _options(self, text: str, kind: str) -> Iterator[Any]:
+        """Yield the values that a text can be."""
+        types = self._style.kinds.get(kind, TYPES)
+        if types != ("string",):
+            try:
+                value = json.loads(_LITERALS.get(text.strip(), text))
+            except ValueError:
+                yield from ({}, []) if not text and self._style.item else ()
+            else:
+                yield from () if isinstance(value, str) else (value,)
+        if "string" in types:
+            yield text
+
+    def _fits(self, value: Any, path: _Path) -> bool:
+        """Whether a value satisfies the schema at its place: alone there, because the others are not known yet."""
+        document = value
+        for name in reversed(path):
+            document = [document] if name == ITEM and self._style.item and len(path) > 1 else {name: document}
+        return not any(len(place) >= len(path) for place in self._validator.paths(document))
+
+
+_Path = tuple[str, ...]
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
+"""Python's names, which models sometimes write."""

@@ -1,0 +1,77 @@
+"""How families of models write the arguments of function calls if not as JSON: as elements, one for each argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import regex
+
+SCALARS = ("number", "boolean", "null")
+TYPES = ("string", *SCALARS, "object", "array")
+"""The types of JSON values."""
+NAME = "{name}"
+FREE_NAME = r'[^<>"\n/][^<>"\n]*'
+"""Regex of the names that an element can have."""
+ITEM = "item"
+"""What stands for the name of an array's item."""
+_KIND = "{kind}"
+
+
+@dataclass(frozen=True)
+class ElementStyle:
+    """The text of an element: `begin`, the value, `end`. They contain the property's name as `{name}`."""
+
+    begin: str
+    """`{kind}` in it is one of `kinds`. A line break at its end stands at both ends of the value."""
+    end: str
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"": TYPES})
+    """An attribute of the element -> the types of its value."""
+    item: str = ""
+    """`begin` of an array's item. Empty: objects and arrays are JSON."""
+
+    @cached_property
+    def begin_pattern(self) -> Any:
+        """The compiled regex of `begin`, or `item`, with any whitespace before it."""
+        return regex.compile(r"\s*(?:" + "|".join(map(_pattern, filter(None, (self.begin, self.item)))) + ")")
+
+    def mark(self, text: str, name: str, kind: str = "") -> str:
+        """Return `text` with a property's name and a kind."""
+        return text.replace(NAME, name).replace(_KIND, kind)
+
+
+def _pattern(begin: str) -> str:
+    written: str = regex.escape(begin.rstrip("\n")).replace("><", r">\s*<")
+    named: str = written.replace(regex.escape(NAME), rf"(?P<name>{FREE_NAME})")
+    pad = r"(?P<pad>\n?)" if begin.endswith("\n") else ""
+    return named.replace(regex.escape(_KIND), r"(?P<kind>\w*)") + pad
+
+
+_DSML = {"true": ("string",), "false": (*SCALARS, "object", "array")}
+STYLES = {
+    "qwen_xml": ElementStyle("<parameter={name}>\n", "\n</parameter>\n"),
+    "mimo_xml": ElementStyle("<parameter={name}>", "</parameter>"),
+    "minimax_xml": ElementStyle('<parameter name="{name}">', "</parameter>\n"),
+    "glm_xml": ElementStyle("<arg_key>{name}</arg_key><arg_value>", "</arg_value>"),
+    "deepseek_xml": ElementStyle(
+        '<\uff5cDSML\uff5cparameter name="{name}" string="{kind}">', "</\uff5cDSML\uff5cparameter>\n", _DSML
+    ),
+    "deepseek_v4_1_xml": ElementStyle(
+        '<\uff5cDSML\uff5c parameter name="{name}" string="{kind}">', "</\uff5cDSML\uff5c parameter>\n", _DSML
+    ),
+    "kimi_k3_xml": ElementStyle(
+        '<|open|>argument key="{name}" type="{kind}"<|sep|>',
+        "<|close|>argument<|sep|>",
+        {kind: (kind,) for kind in TYPES},
+    ),
+    "cohere_xml": ElementStyle(
+        '<cofl:value name="{name}" type="{kind}">',
+        "</cofl:value>",
+        {"raw": ("string",), "json": SCALARS, "dict": ("object",), "list": ("array",)},
+        item='<cofl:value type="{kind}">',
+    ),
+    "minimax_m3_xml": ElementStyle("]<]minimax[>[<{name}>", "]<]minimax[>[</{name}>", item="]<]minimax[>[<item>"),
+}
+"""Name -> style: xgrammar's, and `mimo_xml`, which is `qwen_xml` without line breaks."""
