@@ -16,7 +16,7 @@ from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.limits import Limits
 from guided.schema.keywords import escape
-from guided.tools.formats import Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
+from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
 from guided.tools.parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
@@ -89,10 +89,8 @@ def _is_valid(tool: Tool, field: str, limits: Limits) -> bool:
 
 
 def _text_format(lark: str, field: str, tool_format: ToolFormat) -> dict[str, Any]:
-    if tool_format.separator is not None:
-        message = (
-            "in this model's format of calls, text follows an input, and could be a part of it: use a regex, not Lark"
-        )
+    if tool_format.separator is not None or tool_format.call[0].endswith(NAME):
+        message = "this model's format of calls has no marks around an input that is no JSON: use a regex, not Lark"
         raise InvalidRequest(message, param=field)
     return {"type": "grammar", "grammar": lark}
 
