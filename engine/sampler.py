@@ -7,6 +7,7 @@ Suppressed tokens get a very small but finite logit, and the mask sets -inf: whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from guided.sequence import SequenceOutput
 
 SUPPRESSED = -1e30
 """The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
+_PROBE_STEPS, _PROBE_ROWS = 16, 4
+"""In every 16th step, the kept mass of this many rows is measured for the statistics."""
 
 
 @dataclass(slots=True)
@@ -35,7 +38,12 @@ class SamplerOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By row, if requested: those of the sampled token and of the most likely tokens."""
     allowed: dict[int, int] = field(default_factory=dict)
-    """By row with `mask_details`: the number of tokens that could be sampled."""
+    """By row whose masks are measured: the number of tokens that could be sampled."""
+    kept: dict[int, float] = field(default_factory=dict)
+    """By row whose masks are measured: the log of its kept mass, the probability of these tokens in the model's own
+    distribution: before bias, penalties and mask, at temperature 1."""
+    probed: list[float] = field(default_factory=list)
+    """The same of a few constrained rows in every 16th step, for the statistics."""
     beam_logprobs: torch.Tensor | None = None
     """float32 `[len(batch.beams), vocab]`: of the adjusted logits, before the mask."""
     beam_scores: torch.Tensor | None = None
@@ -57,11 +65,16 @@ class Sampler:
         self._distribution: _Distribution | None = None
         self._raw: torch.Tensor | None = None
         self._beam_logprobs: torch.Tensor | None = None
+        self._steps = 0
+        self._probes: list[int] = []
+        self._unmasked: torch.Tensor | None = None
+        """A copy of the model's logits, float32 `[measured rows and then probed rows, vocab]`."""
 
     def adjust(self, compute: Callable[[], torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the logits of `compute`, float32 `[rows, vocab]`, with bias, custom processors, penalties and
         suppression. It is called again if a custom processor raises after it has changed some."""
         logits = compute()
+        self._copy_measured(logits, batch)
         if batch.with_logprobs:
             self._raw = logits[batch.with_logprobs].log_softmax(-1)
         penalties = None
@@ -90,13 +103,13 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: Batch, skip: frozenset[int] = frozenset()) -> SamplerOutput:
         """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`. Rows in `skip` are not
         sampled. Their random generators do not advance."""
-        allowed: list[int] = (logits[batch.detailed] > -torch.inf).sum(-1).tolist() if batch.detailed else []
         if (rows := batch.with_masked_logprobs) and self._raw is not None:
             self._raw[np.searchsorted(batch.with_logprobs, rows)] = logits[rows].log_softmax(-1)
         best, chosen = logits.max(-1)
         if batch.random:
             best, chosen = self._draw(logits, best, chosen, batch, skip)
-        output = SamplerOutput(chosen.tolist(), skip, allowed=dict(zip(batch.detailed, allowed, strict=True)))
+        output = SamplerOutput(chosen.tolist(), skip)
+        self._measure(logits, batch, output)
         finite = best.isfinite()
         if not finite.all():
             output.broken = [row for row in (~finite).nonzero()[:, 0].tolist() if row not in skip]
@@ -110,6 +123,32 @@ class Sampler:
             output.beam_logprobs, self._beam_logprobs = self._beam_logprobs, None
             output.beam_scores = output.beam_logprobs.masked_fill(forbidden, -torch.inf)
         return output
+
+    def _copy_measured(self, logits: torch.Tensor, batch: Batch) -> None:
+        """Copy the model's logits of the rows whose masks are measured in this step."""
+        self._steps += 1
+        self._probes = []
+        if self._steps % _PROBE_STEPS == 0:
+            rows = [row for row in batch.guided_rows.tolist() if row not in batch.draft_rows]
+            rows = [row for row in rows if batch.sequences[row].params.constraint is not None]
+            first = self._steps // _PROBE_STEPS * _PROBE_ROWS % max(1, len(rows))  # not always the same rows
+            self._probes = (rows[first:] + rows[:first])[:_PROBE_ROWS]
+        rows = batch.measured + self._probes
+        self._unmasked = logits[rows] if rows else None
+
+    def _measure(self, masked: torch.Tensor, batch: Batch, output: SamplerOutput) -> None:
+        """Note the number of allowed tokens of each copied row, and the log of its kept mass."""
+        if self._unmasked is None:
+            return
+        logits, self._unmasked = self._unmasked, None
+        allowed = masked[batch.measured + self._probes] > -torch.inf
+        total = logits.logsumexp(-1)
+        kept = (logits.masked_fill_(~allowed, -torch.inf).logsumexp(-1) - total).clamp_(max=0.0).tolist()
+        count = len(batch.measured)
+        output.allowed = dict(zip(batch.measured, allowed[:count].sum(-1).tolist(), strict=True))
+        output.kept = dict(zip(batch.measured, kept[:count], strict=True))
+        probed = zip(self._probes, kept[count:], strict=True)
+        output.probed = [mass for row, mass in probed if row not in output.skipped and math.isfinite(mass)]
 
     def _draw(
         self, logits: torch.Tensor, best: torch.Tensor, greedy: torch.Tensor, batch: Batch, skip: frozenset[int]

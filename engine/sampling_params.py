@@ -65,13 +65,18 @@ class SamplingParams:
             include bias and penalties: they are what the search adds up.
         logprobs_mode: `raw`: log-probabilities of the model's own distribution. `masked`: of the distribution after
             bias, penalties and mask; forbidden tokens are not reported.
-        mask_details: report the allowed tokens and the time of each mask (`CompletionOutput.mask_details`).
+        mask_details: report the allowed tokens, the kept mass and the time of each mask
+            (`CompletionOutput.mask_details`). With it, forced tokens are scored by the model, too.
         prompt_logprobs: number of alternatives to report per prompt token, as `logprobs`. None is off.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: write a space between special tokens that follow each other. Without effect with
             a constraint, which the text has to satisfy.
         extra_args: passed on to custom logits processors.
         best_of: number of outputs, or beams, of which the `n` most likely are returned. None: `n`.
+        resample: draw `n` of the `best_of` outputs, with replacement, instead of returning the most likely. The weight
+            of an output is the product of the kept masses of its tokens: of the probability that the model gave to the
+            tokens that were allowed. So outputs come closer to the model's own distribution, conditioned on the
+            constraint. It needs that distribution: temperature 1, no truncation, no penalties.
         use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`, of
             the distribution at the temperature. There may be fewer than `n` outputs if the constraint allows fewer.
         length_penalty: beams are compared by their log-probability divided by their length to this power, in [-10, 10].
@@ -118,6 +123,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     extra_args: Mapping[str, Any] | None = None
     best_of: int | None = None
+    resample: bool = False
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -138,6 +144,7 @@ class SamplingParams:
         self._check_beams()
         object.__setattr__(self, "constraint", self._build_constraint())
         self._check_constraint()
+        self._check_resample()
 
     @property
     def is_greedy(self) -> bool:
@@ -153,6 +160,11 @@ class SamplingParams:
     def needs_logprobs(self) -> bool:
         """Log-probabilities of sampled tokens are returned, or sort the outputs. (Beams have their own.)"""
         return not self.use_beam_search and (self.logprobs is not None or self.width > 1)
+
+    @property
+    def measures_masks(self) -> bool:
+        """What the masks allow is reported, or weighs the outputs."""
+        return self.mask_details or self.resample
 
     @property
     def has_penalties(self) -> bool:
@@ -211,6 +223,21 @@ class SamplingParams:
             if is_given:
                 raise InvalidRequest(f"{name} {how} use_beam_search", param=name)
 
+    def _check_resample(self) -> None:
+        if not self.resample:
+            return
+        if self.constraint is None:
+            raise InvalidRequest("resample requires a constraint", param="resample")
+        if self.use_beam_search:
+            raise InvalidRequest("resample does not work with use_beam_search", param="resample")
+        if self.width == self.n:
+            why = f"resample draws n of best_of outputs: best_of must be more than n ({self.n})"
+            raise InvalidRequest(why, param="resample")
+        for name, neutral in _WITHOUT_EFFECT.items():
+            if getattr(self, name) not in neutral:
+                why = f"resample weighs samples of the model's own distribution: {name} must be {neutral[0]}"
+                raise InvalidRequest(why, param=name)
+
     def _build_constraint(self) -> Constraint | None:
         fields = {kind: getattr(self, kind) for kind in KINDS} | {"json_object": self.json_object or None}
         given = [GivenConstraint(kind, kind, value) for kind, value in fields.items() if value is not None]
@@ -261,6 +288,20 @@ _RANGES: dict[str, tuple[type, Range]] = {
 
 _MOST = {"stop": (64, "strings"), "stop_token_ids": (1024, "tokens"), "logit_bias": (MAX_BIASES, "entries")}
 """Maximum number of entries. Each stop string is searched for in every step."""
+
+
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": (None, {}),
+}
+"""Values with which a parameter leaves the model's own distribution as it is."""
 
 
 def _check_range(name: str, value: object, kind: type, allowed: Range) -> None:
