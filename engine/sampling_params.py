@@ -299,7 +299,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "logit_bias": (None, {}),
+    "logit_bias": ({}, None),
 }
 """Values with which a parameter leaves the model's own distribution as it is."""
 
