@@ -92,7 +92,7 @@ def test_the_weight_is_the_quotient_of_the_probabilities(
     flat_model: LoadedModel, forced_tokens: bool, mode: Any
 ) -> None:
     """Of an output under the model and under the masks, with forced tokens as without."""
-    fields: dict[str, Any] = {"choice": ["quick brown", "quiet", "dog"], "n": 4, "mask_details": True}
+    fields: dict[str, Any] = {"choice": ["✓✓q", "✗✓", "dog"], "n": 8, "mask_details": True}
     own, masked = (answered(flat_model, **fields, logprobs_mode=one) for one in ("raw", "masked"))
     found = answered(flat_model, forced_tokens, logprobs_mode=mode, **fields)
     weights = {
@@ -112,7 +112,7 @@ def test_the_weight_is_the_quotient_of_the_probabilities(
 
 def test_every_sixteenth_step_counts_in_the_statistics(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    params = SamplingParams(regex="[a-z]{35}", temperature=0.0, max_tokens=40, mask_details=True)
+    params = SamplingParams(regex="[0-9]{40}", temperature=0.0, max_tokens=60, mask_details=True)
     [output] = run(engine, {"r": ("So?", params)})["r"].outputs
     assert output.mask_details is not None
     kept = output.mask_details.kept_mass
