@@ -90,7 +90,7 @@ class Batch:
         self.with_min_tokens = rows(lambda one: one.min_tokens)
         self.with_logprobs = [row for row, sequence in enumerate(self.sequences) if sequence.needs_logprobs]
         self.with_masked_logprobs = [row for row in self.with_logprobs if params[row].logprobs_mode == "masked"]
-        self.measured = rows(lambda one: one.measures_masks)
+        self.measured = [row for row, sequence in enumerate(self.sequences) if sequence.details is not None]
         self.beams = rows(lambda one: one.use_beam_search)
 
     def _select(self) -> None:

@@ -376,8 +376,8 @@ class LLMEngine:
     def _append_tokens(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
         """Append a token to each sequence but beams. Returns whether a sequence has ended."""
         changed, now, running = self._changed, time.monotonic(), SequenceStatus.RUNNING
-        logprobs, allowed, kept = sampled.logprobs, sampled.allowed, sampled.kept
-        plain = not logprobs and not allowed
+        logprobs, measured = sampled.logprobs, sampled.measured
+        plain = not logprobs and not measured
         any_ended = False
         for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
             if row in skipped or sequence.status is not running:
@@ -390,7 +390,7 @@ class LLMEngine:
                 if plain:
                     any_ended |= sequence.append(token)
                 else:
-                    any_ended |= sequence.append(token, logprobs.get(row), allowed.get(row), kept.get(row))
+                    any_ended |= sequence.append(token, logprobs.get(row), measured.get(row))
         return any_ended
 
     def _accept(self, sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> bool:
@@ -405,8 +405,7 @@ class LLMEngine:
             sequence.computed += 1
             if not sequence.params.is_greedy:
                 next(sequence.uniforms)
-            logprobs, allowed, kept = sampled.logprobs.get(row), sampled.allowed.get(row), sampled.kept.get(row)
-            sequence.append(sampled.token_ids[row], logprobs, allowed, kept)
+            sequence.append(sampled.token_ids[row], sampled.logprobs.get(row), sampled.measured.get(row))
         return sequence.is_finished()
 
     def _follow_edits(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
@@ -451,7 +450,7 @@ class LLMEngine:
             if is_last and (sequence.details is not None or (sequence.needs_logprobs and not masked)):
                 break  # sample the last token instead: no later step would score it
             entries = TokenLogprobs([(token, 0.0, 1)]) if masked and sequence.needs_logprobs else None
-            ended = sequence.append(token, entries, 1, forced=True)
+            ended = sequence.append(token, entries, (1, None))
             self.stats.forced_tokens += 1
             if not sequence.params.is_greedy:
                 next(sequence.uniforms)  # as if it were sampled

@@ -37,13 +37,11 @@ class SamplerOutput:
     """Rows with a sampled logit that is not finite: every token is forbidden, or the model computed NaN."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By row, if requested: those of the sampled token and of the most likely tokens."""
-    allowed: dict[int, int] = field(default_factory=dict)
-    """By row whose masks are measured: the number of tokens that could be sampled."""
-    kept: dict[int, float] = field(default_factory=dict)
-    """By row whose masks are measured: the log of its kept mass, the probability of these tokens in the model's own
-    distribution: before bias, penalties and mask, at temperature 1."""
+    measured: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """By row, if requested: the number of tokens that could be sampled, and the log of their kept mass. That is their
+    probability in the model's own distribution: before bias, penalties and mask, at temperature 1."""
     probed: list[float] = field(default_factory=list)
-    """The same of a few constrained rows in every 16th step, for the statistics."""
+    """Logs of the kept mass of a few constrained rows in every 16th step, for the statistics."""
     beam_logprobs: torch.Tensor | None = None
     """float32 `[len(batch.beams), vocab]`: of the adjusted logits, before the mask."""
     beam_scores: torch.Tensor | None = None
@@ -137,17 +135,16 @@ class Sampler:
         self._unmasked = logits[rows] if rows else None
 
     def _measure(self, masked: torch.Tensor, batch: Batch, output: SamplerOutput) -> None:
-        """Note the number of allowed tokens of each copied row, and the log of its kept mass."""
+        """Measure the masks of the copied rows."""
         if self._unmasked is None:
             return
         logits, self._unmasked = self._unmasked, None
         allowed = masked[batch.measured + self._probes] > -torch.inf
         total = logits.logsumexp(-1)
         kept = (logits.masked_fill_(~allowed, -torch.inf).logsumexp(-1) - total).clamp_(max=0.0).tolist()
-        count = len(batch.measured)
-        output.allowed = dict(zip(batch.measured, allowed[:count].sum(-1).tolist(), strict=True))
-        output.kept = dict(zip(batch.measured, kept[:count], strict=True))
-        probed = zip(self._probes, kept[count:], strict=True)
+        found = list(zip(allowed.sum(-1).tolist(), kept, strict=True))
+        output.measured = dict(zip(batch.measured, found, strict=False))
+        probed = zip(self._probes, kept[len(batch.measured) :], strict=True)
         output.probed = [mass for row, mass in probed if row not in output.skipped and math.isfinite(mass)]
 
     def _draw(

@@ -74,9 +74,8 @@ class SamplingParams:
         extra_args: passed on to custom logits processors.
         best_of: number of outputs, or beams, of which the `n` most likely are returned. None: `n`.
         resample: draw `n` of the `best_of` outputs, with replacement, instead of returning the most likely. The weight
-            of an output is the product of the kept masses of its tokens: of the probability that the model gave to the
-            tokens that were allowed. So outputs come closer to the model's own distribution, conditioned on the
-            constraint. It needs that distribution: temperature 1, no truncation, no penalties.
+            is the product of the kept masses of an output's tokens. So outputs come closer to the model's own
+            distribution, conditioned on the constraint. It needs temperature 1, no truncation and no penalties.
         use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`, of
             the distribution at the temperature. There may be fewer than `n` outputs if the constraint allows fewer.
         length_penalty: beams are compared by their log-probability divided by their length to this power, in [-10, 10].
@@ -162,11 +161,6 @@ class SamplingParams:
         return not self.use_beam_search and (self.logprobs is not None or self.width > 1)
 
     @property
-    def measures_masks(self) -> bool:
-        """What the masks allow is reported, or weighs the outputs."""
-        return self.mask_details or self.resample
-
-    @property
     def has_penalties(self) -> bool:
         """At least one of the three penalties is on."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
@@ -226,16 +220,13 @@ class SamplingParams:
     def _check_resample(self) -> None:
         if not self.resample:
             return
-        if self.constraint is None:
-            raise InvalidRequest("resample requires a constraint", param="resample")
-        if self.use_beam_search:
-            raise InvalidRequest("resample does not work with use_beam_search", param="resample")
-        if self.width == self.n:
-            why = f"resample draws n of best_of outputs: best_of must be more than n ({self.n})"
+        if self.constraint is None or self.use_beam_search or self.width == self.n:
+            why = "resample draws n of best_of samples: it requires a constraint, and best_of above n, without beams"
             raise InvalidRequest(why, param="resample")
-        for name, neutral in _WITHOUT_EFFECT.items():
-            if getattr(self, name) not in neutral:
-                why = f"resample weighs samples of the model's own distribution: {name} must be {neutral[0]}"
+        for name in _DISTORTING:
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value not in (default, {}):
+                why = f"resample weighs samples of the model's own distribution: {name} must be {default}"
                 raise InvalidRequest(why, param=name)
 
     def _build_constraint(self) -> Constraint | None:
@@ -286,22 +277,11 @@ _RANGES: dict[str, tuple[type, Range]] = {
 }
 
 
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_DISTORTING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "logit_bias", *_PENALTIES)
+"""Parameters that change the distribution of samples. With their default values they do not."""
 _MOST = {"stop": (64, "strings"), "stop_token_ids": (1024, "tokens"), "logit_bias": (MAX_BIASES, "entries")}
 """Maximum number of entries. Each stop string is searched for in every step."""
-
-
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "temperature": (1,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({}, None),
-}
-"""Values with which a parameter leaves the model's own distribution as it is."""
 
 
 def _check_range(name: str, value: object, kind: type, allowed: Range) -> None:

@@ -48,17 +48,20 @@ class SequenceStatus(Enum):
 _UNFINISHED = {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING}
 
 
+Measured = tuple[int, float | None]
+"""Number of tokens that a mask allowed, and the log of its kept mass. None: a forced token, not scored yet."""
+
+
 @dataclass(slots=True)
 class MaskDetails:
-    """What the masks of one sequence allowed, for requests with `SamplingParams.measures_masks`."""
+    """What the masks of one sequence allowed, for requests with `mask_details` or `resample`."""
 
     allowed: list[int | None] = field(default_factory=list)
     """For each output token: the number of tokens that could be sampled. None: there was no mask."""
     forced: list[bool] = field(default_factory=list)
     """For each output token: it was appended without a forward pass of its own."""
     kept: list[float | None] = field(default_factory=list)
-    """For each output token: the log of its kept mass (`SamplerOutput.kept`). None: there was no mask, or the output
-    ended before the model scored a forced token."""
+    """For each output token: the log of its kept mass, see `kept_mass`."""
     exposed_seconds: float = 0.0
     """By how much masks have lengthened the sequence's steps."""
     mask_seconds: float = 0.0
@@ -67,7 +70,7 @@ class MaskDetails:
     @property
     def kept_mass(self) -> list[float | None]:
         """For each output token: the probability of all the tokens that its mask allowed, in the model's own
-        distribution (before bias and penalties, at temperature 1). None: see `kept`."""
+        distribution (before bias and penalties, at temperature 1). None: there was no mask, or it is not known yet."""
         return [None if log is None else math.exp(log) for log in self.kept]
 
 
@@ -145,7 +148,7 @@ class Sequence:
         self.is_late = False
         """Its mask is late, or that of another beam of its group. It does not run, and keeps its blocks."""
         self.group: SequenceGroup
-        self.details = MaskDetails() if params.measures_masks else None
+        self.details = MaskDetails() if params.mask_details or params.resample else None
         self.guided: GuidedSequence | None = None
         """Its view for post-processors, if it has a constraint or one of them handles all rows."""
 
@@ -157,29 +160,20 @@ class Sequence:
         """Return whether it has ended."""
         return self.status not in _UNFINISHED
 
-    def append(
-        self,
-        token_id: int,
-        logprobs: TokenLogprobs | None = None,
-        allowed: int | None = None,
-        kept: float | None = None,
-        *,
-        forced: bool = False,
-    ) -> bool:
-        """Add a token and, if they are requested, its log-probabilities, the number of tokens that the mask allowed,
-        and the log of its kept mass. `forced`: it has no forward pass of its own. The next step scores it, unless
-        `logprobs` are given. Returns whether it has ended the sequence."""
+    def append(self, token_id: int, logprobs: TokenLogprobs | None = None, measured: Measured | None = None) -> bool:
+        """Add a token and, if they are requested, its log-probabilities and what its mask allowed. Returns whether it
+        has ended the sequence."""
         self.data.output_token_ids.append(token_id)
         self.last_token = token_id
         self.length += 1
         if logprobs is not None:
             self.add_logprobs(logprobs)
-        if self.details is not None and allowed is not None:
-            masked = self.params.constraint is not None
-            self.details.allowed.append(allowed if masked else None)
-            self.details.forced.append(forced)
-            if not forced or not masked:
-                self.details.kept.append(kept if masked else None)
+        if self.details is not None and measured is not None:
+            (allowed, kept), constrained = measured, self.params.constraint is not None
+            self.details.allowed.append(allowed if constrained else None)
+            self.details.forced.append(kept is None)
+            if kept is not None or not constrained:
+                self.details.kept.append(kept if constrained else None)
         if token_id in self.stop_ids or self.length >= self.max_length or self.params.stop:
             return self.end_if_complete()
         return False
@@ -209,12 +203,8 @@ class Sequence:
     @property
     def num_scored(self) -> int:
         """Number of its first output tokens that have what is wanted of them: log-probabilities and kept masses."""
-        counts = [self.num_output_tokens]
-        if self.needs_logprobs:
-            counts.append(len(self.output_logprobs))
-        if self.details is not None:
-            counts.append(len(self.details.kept))
-        return min(counts)
+        scored = len(self.output_logprobs) if self.needs_logprobs else self.num_output_tokens
+        return scored if self.details is None else min(scored, len(self.details.kept))
 
     @property
     def has_unscored_tokens(self) -> bool:

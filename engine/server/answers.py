@@ -128,12 +128,8 @@ class ChoicesAnswer(Answer):
         fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, which)}
         if (details := output.mask_details) is not None:
             texts = [self.context.texts.of(token) for token in output.token_ids[which]]
-            fields["masks"] = {
-                "tokens": texts,
-                "allowed": details.allowed[which],
-                "forced": details.forced[which],
-                "kept_mass": details.kept_mass[which],
-            }
+            masks = {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
+            fields["masks"] = {**masks, "kept_mass": details.kept_mass[which]}
         return fields
 
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:

@@ -185,6 +185,5 @@ def test_kept_mass_is_of_the_model_s_own_distribution() -> None:
     logits[1:, [1, *range(3, VOCAB)]] = float("-inf")
     output = sampler.sample(logits, batch)
     own = logits_of(row).softmax(-1)[0, [0, 2]].sum().item()
-    assert output.allowed == {1: 2, 2: 2}
-    assert output.kept == {1: pytest.approx(math.log(own)), 2: pytest.approx(math.log(own))}
+    assert output.measured == {1: (2, pytest.approx(math.log(own))), 2: (2, pytest.approx(math.log(own)))}
     assert not output.probed
