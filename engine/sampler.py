@@ -22,8 +22,9 @@ from guided.sequence import SequenceOutput
 
 SUPPRESSED = -1e30
 """The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
-_PROBE_STEPS, _PROBE_ROWS = 16, 4
-"""In every 16th step, the kept mass of this many rows is measured for the statistics."""
+PROBE_STEPS, _PROBE_ROWS = 61, 4
+"""After this many steps, the kept mass of this many rows is measured for the statistics. The number of steps is a
+prime, so that answers of the same length are not always measured at the same place."""
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class SamplerOutput:
     """By row, if requested: the number of tokens that could be sampled, and the log of their kept mass. That is their
     probability in the model's own distribution: before bias, penalties and mask, at temperature 1."""
     probed: list[float] = field(default_factory=list)
-    """Logs of the kept mass of a few constrained rows in every 16th step, for the statistics."""
+    """Logs of the kept mass of a few constrained rows, now and then, for the statistics."""
     beam_logprobs: torch.Tensor | None = None
     """float32 `[len(batch.beams), vocab]`: of the adjusted logits, before the mask."""
     beam_scores: torch.Tensor | None = None
@@ -126,10 +127,10 @@ class Sampler:
         """Copy the model's logits of the rows whose masks are measured in this step."""
         self._steps += 1
         self._probes = []
-        if self._steps % _PROBE_STEPS == 0:
+        if self._steps % PROBE_STEPS == 0:
             rows = [row for row in batch.guided_rows.tolist() if row not in batch.draft_rows]
             rows = [row for row in rows if batch.sequences[row].params.constraint is not None]
-            first = self._steps // _PROBE_STEPS * _PROBE_ROWS % max(1, len(rows))  # not always the same rows
+            first = self._steps // PROBE_STEPS * _PROBE_ROWS % max(1, len(rows))  # not always the same rows
             self._probes = (rows[first:] + rows[:first])[:_PROBE_ROWS]
         rows = batch.measured + self._probes
         self._unmasked = logits[rows] if rows else None

@@ -173,7 +173,7 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"guided_{name}", text, value=value)
         bounds = [*map(str, KEPT_MASS_BOUNDS[:-1]), "+Inf"]
         kept = list(zip(bounds, accumulate(stats.kept_mass), strict=True))
-        text = "Probability of the allowed tokens before the mask, of a few rows in every 16th step."
+        text = "Probability of the allowed tokens before the mask, of a few rows now and then."
         yield HistogramMetricFamily("guided_kept_mass", text, kept, stats.kept_mass_sum)
         yield from pool_metrics([health.pool])
         yield counts_by("engine_failures", "Groups that ended with an error.", "code", Counts(stats.failures))

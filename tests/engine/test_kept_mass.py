@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
+from engine.sampler import PROBE_STEPS
 from engine.sampling_params import SamplingParams
 from guided.pools.inline import InlinePool
 from tests.engine.conftest import MakeEngine, run
@@ -110,12 +111,12 @@ def test_the_weight_is_the_quotient_of_the_probabilities(
     assert any(any(one.mask_details.forced) for one in found.outputs if one.mask_details) == forced_tokens
 
 
-def test_every_sixteenth_step_counts_in_the_statistics(make_engine: MakeEngine) -> None:
+def test_a_few_steps_count_in_the_statistics(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    params = SamplingParams(regex="[0-9]{40}", temperature=0.0, max_tokens=60, mask_details=True)
+    params = SamplingParams(regex="[0-9]{70}", temperature=0.0, max_tokens=90, mask_details=True)
     [output] = run(engine, {"r": ("So?", params)})["r"].outputs
     assert output.mask_details is not None
     kept = output.mask_details.kept_mass
-    expected = [kept[step - 1] for step in range(16, engine.stats.steps + 1, 16)]
+    expected = [kept[step - 1] for step in range(PROBE_STEPS, engine.stats.steps + 1, PROBE_STEPS)]
     assert len(expected) == sum(engine.stats.kept_mass) >= 1
     assert engine.stats.kept_mass_sum == pytest.approx(sum(mass for mass in expected if mass is not None))
