@@ -31,7 +31,7 @@ class _Flat(torch.nn.Module):
         self.head = head
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden) / 8.0
+        return self.head(hidden) / 3.0
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +68,16 @@ def distance(left: Mapping[Tokens, float], right: Mapping[Tokens, float]) -> flo
 
 
 def test_resampling_approaches_the_model_s_own(flat_model: LoadedModel) -> None:
-    fields: dict[str, Any] = {"regex": "x[qz]{2}|z[xq]?"}
+    fields: dict[str, Any] = {"regex": "[qxz]{2}"}
     plain = answered(flat_model, **fields, n=256)
     fields |= {"n": 255, "best_of": 256, "resample": True}
     drawn = answered(flat_model, **fields)
     own = own_shares(plain)
-    assert len(own) == 7, "each output was sampled"
+    assert len(own) == 9, "each output was sampled"
     assert distance(shares(plain), own) > 0.2
-    assert distance(shares(drawn), own) < distance(shares(plain), own) / 3
+    assert distance(shares(drawn), own) < distance(shares(plain), own) / 2
     assert drawn.effective_samples is not None
-    assert 10 < drawn.effective_samples < 250
+    assert 100 < drawn.effective_samples < 256
     assert shares(answered(flat_model, **fields)) == shares(drawn)
 
 
