@@ -53,7 +53,8 @@ class Admission:
                 why = f"{params.width} beams with {tokens} tokens don't fit in the KV cache of {most} tokens"
                 raise InvalidRequest(f"{why}: lower best_of or max_tokens", param="best_of")
         streams = stream and params.width == params.n and not params.use_beam_search
-        group = SequenceGroup(request_id, sequences, params, text, streams)
+        seed = sequence_seed(self._config.seed, request_id, params.seed, params.width)  # beside those of the sequences
+        group = SequenceGroup(request_id, sequences, params, text, streams, seed=seed)
         if too_long is not None:
             for sequence in group.sequences:
                 sequence.finish(SequenceStatus.FINISHED_IGNORED, too_long)

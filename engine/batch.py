@@ -44,7 +44,7 @@ class Chunk:
             if known < last:
                 yield known, last
         if sequence.has_unscored_tokens:
-            known, last = num_prompt + len(sequence.output_logprobs), min(self.end + 1, sequence.length)
+            known, last = num_prompt + sequence.num_scored, min(self.end + 1, sequence.length)
             if known < last:
                 yield known, last
 
@@ -90,7 +90,7 @@ class Batch:
         self.with_min_tokens = rows(lambda one: one.min_tokens)
         self.with_logprobs = [row for row, sequence in enumerate(self.sequences) if sequence.needs_logprobs]
         self.with_masked_logprobs = [row for row in self.with_logprobs if params[row].logprobs_mode == "masked"]
-        self.detailed = rows(lambda one: one.mask_details)
+        self.measured = [row for row, sequence in enumerate(self.sequences) if sequence.details is not None]
         self.beams = rows(lambda one: one.use_beam_search)
 
     def _select(self) -> None:

@@ -304,7 +304,7 @@ class LLMEngine:
                 sequence.group.prompt_logprobs += entries
             else:
                 for each in entries:
-                    sequence.add_logprobs(each)
+                    sequence.add_score(each)
 
     def apply(self, logits: torch.Tensor, batch: Batch) -> ApplyReport:
         """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
@@ -313,7 +313,7 @@ class LLMEngine:
         report = self.processor.apply(logits, max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step))
         self._prepared = None
         self.stats.note_masks(report)
-        for row in batch.detailed:
+        for row in batch.measured:
             if row not in batch.draft_rows and (details := batch.sequences[row].details) is not None:
                 details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
@@ -325,6 +325,7 @@ class LLMEngine:
         if report.failed or report.late or self.logits_processors.failed or batch.beams:
             skipped = self._skip(batch, report)
         sampled = self.sampler.sample(logits, batch, skipped)
+        self.stats.note_kept_mass(sampled.probed)
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
@@ -375,8 +376,8 @@ class LLMEngine:
     def _append_tokens(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
         """Append a token to each sequence but beams. Returns whether a sequence has ended."""
         changed, now, running = self._changed, time.monotonic(), SequenceStatus.RUNNING
-        logprobs, allowed = sampled.logprobs, sampled.allowed
-        plain = not logprobs and not allowed
+        logprobs, measured = sampled.logprobs, sampled.measured
+        plain = not logprobs and not measured
         any_ended = False
         for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
             if row in skipped or sequence.status is not running:
@@ -389,7 +390,7 @@ class LLMEngine:
                 if plain:
                     any_ended |= sequence.append(token)
                 else:
-                    any_ended |= sequence.append(token, logprobs.get(row), allowed.get(row))
+                    any_ended |= sequence.append(token, logprobs.get(row), measured.get(row))
         return any_ended
 
     def _accept(self, sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> bool:
@@ -404,7 +405,7 @@ class LLMEngine:
             sequence.computed += 1
             if not sequence.params.is_greedy:
                 next(sequence.uniforms)
-            sequence.append(sampled.token_ids[row], sampled.logprobs.get(row), sampled.allowed.get(row))
+            sequence.append(sampled.token_ids[row], sampled.logprobs.get(row), sampled.measured.get(row))
         return sequence.is_finished()
 
     def _follow_edits(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
@@ -446,10 +447,10 @@ class LLMEngine:
         masked = sequence.params.logprobs_mode == "masked"
         for token in edit.append:
             is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
-            if is_last and sequence.needs_logprobs and not masked:
+            if is_last and (sequence.details is not None or (sequence.needs_logprobs and not masked)):
                 break  # sample the last token instead: no later step would score it
             entries = TokenLogprobs([(token, 0.0, 1)]) if masked and sequence.needs_logprobs else None
-            ended = sequence.append(token, entries, 1, forced=True)
+            ended = sequence.append(token, entries, (1, None))
             self.stats.forced_tokens += 1
             if not sequence.params.is_greedy:
                 next(sequence.uniforms)  # as if it were sampled

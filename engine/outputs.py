@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from guided.errors import GuidedError
 from guided.output_types import parse_as
 
 Logprobs = list[TokenLogprobs | None]
+_COMPLETE = (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class CompletionOutput:
     """One of a request's n outputs so far."""
 
     index: int
-    """Place of the sequence in its group. Outputs are sorted by log-probability, not by it."""
+    """Place of the sequence in its group. Outputs are sorted by log-probability, not by it, or drawn (`resample`)."""
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
@@ -65,15 +68,18 @@ class CompletionOutput:
         count = max(0, sequence.num_output_tokens - held_back)
         if wants_logprobs:  # those of forced tokens come with the next step
             count = min(count, len(sequence.output_logprobs))
+        if params.mask_details and not finished:
+            count = min(count, sequence.num_scored)
         _read_text(sequence, finished, count)
         text = sequence.detokenizer.visible(finished)
         if held_back:  # the search for stop strings has read further
             text = text[: len(sequence.detokenizer.text_of(sequence.data.output_token_ids[:count]))]
-        details = sequence.details
+        details = sequence.details if params.mask_details else None
         if details is not None:
             seconds = 0.0 if guided is None else guided.mask_seconds or 0.0
-            allowed, forced = details.allowed[:count], details.forced[:count]
-            details = replace(details, allowed=allowed, forced=forced, mask_seconds=seconds)
+            allowed, forced, kept = details.allowed[:count], details.forced[:count], details.kept[:count]
+            kept += [None] * (len(allowed) - len(kept))
+            details = replace(details, allowed=allowed, forced=forced, kept=kept, mask_seconds=seconds)
         return cls(
             sequence.index,
             text,
@@ -108,16 +114,20 @@ class RequestOutput:
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
-    """The error of the first output that has one."""
+    """The error that ended the request."""
     metrics: RequestMetrics | None = None
     prompt_logprobs: Logprobs | None = None
     """For each prompt token, if they were requested; None for the first. Complete once there is an output token."""
+    effective_samples: float | None = None
+    """With `resample`: the effective number of the `best_of` outputs. 1: a single one has all the weight."""
 
     @classmethod
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
         """Take a snapshot."""
-        params, seqs = group.sampling_params, group.get_seqs()
-        if not params.use_beam_search:
+        params, seqs, effective = group.sampling_params, group.get_seqs(), None
+        if params.resample and all(one.status in _COMPLETE for one in seqs):
+            seqs, effective = _resampled(group)
+        elif not params.use_beam_search:
             seqs.sort(key=lambda one: one.data.cumulative_logprob, reverse=True)
         outputs = [CompletionOutput.from_sequence(one) for one in seqs[: params.n]]
         constraint = params.constraint
@@ -131,10 +141,25 @@ class RequestOutput:
             () if constraint is None else constraint.not_enforced,
             group.checked,
             group.compile_seconds,
-            next((output.error for output in outputs if output.error is not None), None),
+            next((one.error for one in group.sequences if one.error is not None), None),
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),
             group.prompt_logprobs[:] if params.prompt_logprobs is not None else None,
+            effective,
         )
+
+
+def _resampled(group: SequenceGroup) -> tuple[list[Sequence], float]:
+    """Draw `n` outputs of a finished group by their weights, with replacement. Also return the effective number of
+    outputs, `(sum of weights)² / sum of squares`.
+
+    A weight is the model's own probability of the output, divided by that of sampling it under the masks: the product
+    of the kept masses of its tokens. Outputs that do not satisfy the constraint, because they were cut off, have none.
+    """
+    complete = [one for one in group.sequences if one.status is SequenceStatus.FINISHED_STOPPED] or group.sequences
+    logs = [math.fsum(log for log in one.details.kept if log is not None) if one.details else 0.0 for one in complete]
+    weights = [math.exp(log - max(logs)) for log in logs]
+    effective = sum(weights) ** 2 / sum(weight * weight for weight in weights)
+    return random.Random(group.seed).choices(complete, weights, k=group.sampling_params.n), effective
 
 
 def _read_text(sequence: Sequence, finished: bool, count: int) -> None:

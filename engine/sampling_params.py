@@ -65,13 +65,17 @@ class SamplingParams:
             include bias and penalties: they are what the search adds up.
         logprobs_mode: `raw`: log-probabilities of the model's own distribution. `masked`: of the distribution after
             bias, penalties and mask; forbidden tokens are not reported.
-        mask_details: report the allowed tokens and the time of each mask (`CompletionOutput.mask_details`).
+        mask_details: report the allowed tokens, the kept mass and the time of each mask
+            (`CompletionOutput.mask_details`). With it, forced tokens are scored by the model, too.
         prompt_logprobs: number of alternatives to report per prompt token, as `logprobs`. None is off.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: write a space between special tokens that follow each other. Without effect with
             a constraint, which the text has to satisfy.
         extra_args: passed on to custom logits processors.
         best_of: number of outputs, or beams, of which the `n` most likely are returned. None: `n`.
+        resample: draw `n` of the `best_of` outputs, with replacement, instead of returning the most likely. The weight
+            is the product of the kept masses of an output's tokens. So outputs come closer to the model's own
+            distribution, conditioned on the constraint. It needs temperature 1, no truncation and no penalties.
         use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`, of
             the distribution at the temperature. There may be fewer than `n` outputs if the constraint allows fewer.
         length_penalty: beams are compared by their log-probability divided by their length to this power, in [-10, 10].
@@ -118,6 +122,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     extra_args: Mapping[str, Any] | None = None
     best_of: int | None = None
+    resample: bool = False
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -140,6 +145,7 @@ class SamplingParams:
         self._check_beams()
         object.__setattr__(self, "constraint", self._build_constraint())
         self._check_constraint()
+        self._check_resample()
 
     @property
     def is_greedy(self) -> bool:
@@ -213,6 +219,18 @@ class SamplingParams:
             if is_given:
                 raise InvalidRequest(f"{name} {how} use_beam_search", param=name)
 
+    def _check_resample(self) -> None:
+        if not self.resample:
+            return
+        if self.constraint is None or self.use_beam_search or self.width == self.n:
+            why = "resample draws n of best_of samples: it requires a constraint, and best_of above n, without beams"
+            raise InvalidRequest(why, param="resample")
+        for name in _DISTORTING:
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value not in (default, {}):
+                why = f"resample weighs samples of the model's own distribution: {name} must be {default}"
+                raise InvalidRequest(why, param=name)
+
     def _build_constraint(self) -> Constraint | None:
         fields = {kind: getattr(self, kind) for kind in KINDS} | {"json_object": self.json_object or None}
         given = [GivenConstraint(kind, kind, value) for kind, value in fields.items() if value is not None]
@@ -262,6 +280,9 @@ _RANGES: dict[str, tuple[type, Range]] = {
 }
 
 
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_DISTORTING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "logit_bias", *_PENALTIES)
+"""Parameters that change the distribution of samples. With their default values they do not."""
 _MOST = {"stop": (64, "strings"), "stop_token_ids": (1024, "tokens"), "logit_bias": (MAX_BIASES, "entries")}
 """Maximum number of entries. Each stop string is searched for in every step."""
 

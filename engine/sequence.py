@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
@@ -47,18 +48,30 @@ class SequenceStatus(Enum):
 _UNFINISHED = {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING}
 
 
+Measured = tuple[int, float | None]
+"""Number of tokens that a mask allowed, and the log of its kept mass. None: a forced token, not scored yet."""
+
+
 @dataclass(slots=True)
 class MaskDetails:
-    """What the masks of one sequence allowed, for requests with `SamplingParams.mask_details`."""
+    """What the masks of one sequence allowed, for requests with `mask_details` or `resample`."""
 
     allowed: list[int | None] = field(default_factory=list)
     """For each output token: the number of tokens that could be sampled. None: there was no mask."""
     forced: list[bool] = field(default_factory=list)
     """For each output token: it was appended without a forward pass of its own."""
+    kept: list[float | None] = field(default_factory=list)
+    """For each output token: the log of its kept mass, see `kept_mass`."""
     exposed_seconds: float = 0.0
     """By how much masks have lengthened the sequence's steps."""
     mask_seconds: float = 0.0
     """What its masks took the workers. Set in snapshots."""
+
+    @property
+    def kept_mass(self) -> list[float | None]:
+        """For each output token: the probability of all the tokens that its mask allowed, in the model's own
+        distribution (before bias and penalties, at temperature 1). None: there was no mask, or it is not known yet."""
+        return [None if log is None else math.exp(log) for log in self.kept]
 
 
 @dataclass(slots=True)
@@ -135,7 +148,7 @@ class Sequence:
         self.is_late = False
         """Its mask is late, or that of another beam of its group. It does not run, and keeps its blocks."""
         self.group: SequenceGroup
-        self.details = MaskDetails() if params.mask_details else None
+        self.details = MaskDetails() if params.mask_details or params.resample else None
         self.guided: GuidedSequence | None = None
         """Its view for post-processors, if it has a constraint or one of them handles all rows."""
 
@@ -147,19 +160,20 @@ class Sequence:
         """Return whether it has ended."""
         return self.status not in _UNFINISHED
 
-    def append(
-        self, token_id: int, logprobs: TokenLogprobs | None = None, allowed: int | None = None, *, forced: bool = False
-    ) -> bool:
-        """Add a token, its log-probabilities and the number of tokens that the mask allowed, if they are requested.
-        `forced`: it has no forward pass of its own. Returns whether it has ended the sequence."""
+    def append(self, token_id: int, logprobs: TokenLogprobs | None = None, measured: Measured | None = None) -> bool:
+        """Add a token and, if they are requested, its log-probabilities and what its mask allowed. Returns whether it
+        has ended the sequence."""
         self.data.output_token_ids.append(token_id)
         self.last_token = token_id
         self.length += 1
         if logprobs is not None:
             self.add_logprobs(logprobs)
-        if self.details is not None and allowed is not None:
-            self.details.allowed.append(None if self.params.constraint is None else allowed)
-            self.details.forced.append(forced)
+        if self.details is not None and measured is not None:
+            (allowed, kept), constrained = measured, self.params.constraint is not None
+            self.details.allowed.append(allowed if constrained else None)
+            self.details.forced.append(kept is None)
+            if kept is not None or not constrained:
+                self.details.kept.append(kept if constrained else None)
         if token_id in self.stop_ids or self.length >= self.max_length or self.params.stop:
             return self.end_if_complete()
         return False
@@ -181,14 +195,29 @@ class Sequence:
         self.last_token = self.data.span(self.length - 1, self.length)[0]
         self.detokenizer.rewind(self.num_output_tokens)
         if self.details is not None:
-            del self.details.allowed[self.num_output_tokens :], self.details.forced[self.num_output_tokens :]
+            for each in (self.details.allowed, self.details.forced, self.details.kept):
+                del each[self.num_output_tokens :]
         while len(self.output_logprobs) > self.num_output_tokens:
             self.data.cumulative_logprob -= self.output_logprobs.pop().own
 
     @property
+    def num_scored(self) -> int:
+        """Number of its first output tokens that have what is wanted of them: log-probabilities and kept masses."""
+        scored = len(self.output_logprobs) if self.needs_logprobs else self.num_output_tokens
+        return scored if self.details is None else min(scored, len(self.details.kept))
+
+    @property
     def has_unscored_tokens(self) -> bool:
-        """Log-probabilities are wanted, and output tokens have none yet: the step that computes them scores them."""
-        return self.needs_logprobs and len(self.output_logprobs) < self.num_output_tokens
+        """Forced tokens lack what is wanted of them: the step that computes them scores them."""
+        return self.num_scored < self.num_output_tokens
+
+    def add_score(self, entries: TokenLogprobs) -> None:
+        """Add the log-probabilities of the first forced token that has none. Its kept mass is its own probability."""
+        place = self.num_scored
+        if self.details is not None and len(self.details.kept) == place:
+            self.details.kept.append(entries.own)
+        if self.needs_logprobs and len(self.output_logprobs) == place:
+            self.add_logprobs(entries)
 
     def add_logprobs(self, entries: TokenLogprobs) -> None:
         """Add the log-probabilities that were requested for the newest token."""
@@ -236,6 +265,8 @@ class SequenceGroup:
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
+    seed: int = 0
+    """For draws from its outputs (`SamplingParams.resample`)."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from guided.post_processor import ApplyReport
+
+KEPT_MASS_BOUNDS = (0.0001, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+"""Upper bounds of the classes of `EngineStats.kept_mass`."""
 
 
 @dataclass
@@ -32,6 +38,9 @@ class EngineStats:
     late_rows: int = 0
     computed_again: int = 0
     """Rows without a mask at the deadline, and sequences that ran again after one."""
+    kept_mass: list[int] = field(default_factory=lambda: [0] * len(KEPT_MASS_BOUNDS))
+    """Number of probed masks, by the first of `KEPT_MASS_BOUNDS` that the kept mass does not exceed."""
+    kept_mass_sum: float = 0.0
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
 
@@ -41,6 +50,12 @@ class EngineStats:
         self.kernel_seconds += report.kernel_seconds
         self.mask_seconds += report.mask_seconds
         self.hidden_seconds += max(0.0, report.mask_seconds - report.wait_seconds)
+
+    def note_kept_mass(self, logs: Sequence[float]) -> None:
+        """Add kept masses, given as their logs."""
+        for mass in map(math.exp, logs):
+            self.kept_mass[bisect_left(KEPT_MASS_BOUNDS, mass)] += 1
+            self.kept_mass_sum += mass
 
     def note_step(self, seconds: float, waited: float) -> None:
         """Add a step that waited `waited` of its seconds for masks."""

@@ -9,6 +9,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any, ClassVar
 
 from engine.logprobs import TokenLogprobs
@@ -67,6 +68,8 @@ class Answer(ABC):
         known: dict[str, Any] = {}
         if self.job.params.complete and outputs:
             known["completed_early"] = any(each.completed_early for each in outputs)
+        if sizes := [each.effective_samples for each in requests if each.effective_samples is not None]:
+            known["effective_samples"] = min(sizes)
         details = [each.mask_details for each in outputs if each.mask_details is not None]
         if details and self.guided.backend is not None:
             times = [each.metrics for each in requests if each.metrics is not None]
@@ -77,6 +80,8 @@ class Answer(ABC):
                 exposed=sum(each.exposed_seconds for each in details),
                 total=total,
             )
+            if kept := [mass for each in details for mass in each.kept_mass if mass is not None]:
+                known["kept_mass"] = fmean(kept)
         return self.guided.model_copy(update=known).model_dump(exclude_none=True)
 
 
@@ -123,7 +128,8 @@ class ChoicesAnswer(Answer):
         fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, which)}
         if (details := output.mask_details) is not None:
             texts = [self.context.texts.of(token) for token in output.token_ids[which]]
-            fields["masks"] = {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
+            masks = {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
+            fields["masks"] = {**masks, "kept_mass": details.kept_mass[which]}
         return fields
 
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections import Counter as Counts
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import accumulate
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -20,6 +21,7 @@ from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.errors import QueueFull
+from engine.stats import KEPT_MASS_BOUNDS
 from guided.errors import CompileQueueFull, GuidedError, InternalError, errors_by_code
 from guided.pools.metrics import counts_by, pool_metrics
 
@@ -169,5 +171,9 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"guided_{name}", text, value=value)
         for name, text, value in counters:
             yield CounterMetricFamily(f"guided_{name}", text, value=value)
+        bounds = [*map(str, KEPT_MASS_BOUNDS[:-1]), "+Inf"]
+        kept = list(zip(bounds, accumulate(stats.kept_mass), strict=True))
+        text = "Probability of the allowed tokens before the mask, of a few rows now and then."
+        yield HistogramMetricFamily("guided_kept_mass", text, kept, stats.kept_mass_sum)
         yield from pool_metrics([health.pool])
         yield counts_by("engine_failures", "Groups that ended with an error.", "code", Counts(stats.failures))

@@ -242,6 +242,7 @@ class GenerationRequest(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
+    resample: bool | None = Field(default=None, description="Draw n of best_of outputs, weighted by their kept mass.")
     use_beam_search: bool | None = Field(default=None, description="With temperature 0, and best_of beams.")
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -500,6 +501,10 @@ class GuidedInfo(BaseModel):
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     masks: MaskTimes | None = None
     """With `mask_details`, in a stream in the last chunk of a choice."""
+    kept_mass: float | None = None
+    """With `mask_details`: the mean over the tokens of the probability that the model gave to the allowed ones."""
+    effective_samples: float | None = None
+    """With `resample`: the effective number of the `best_of` outputs; of several prompts the smallest."""
     completed_early: bool | None = None
     """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
     ignored: list[str] | None = None

@@ -134,6 +134,7 @@ class ResponsesRequest(TurnRequest):
     # One output, without log-probabilities: a chat can have more.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
+    resample: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
     include: Many[str] | None = Field(default=None, description="Without effect.")
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter
 from typing import Any
 
@@ -170,3 +171,19 @@ def test_a_garbage_collection_visits_one_object_per_token() -> None:
     before = visited()
     kept = [TokenLogprobs([(n + i, float(n + i), n + i) for i in range(21)]) for n in range(500)]
     assert visited() - before < 1.1 * len(kept)
+
+
+# -- kept mass
+
+
+def test_kept_mass_is_of_the_model_s_own_distribution() -> None:
+    """Bias, penalties and temperature do not change it."""
+    row = [0.0, 1.0, 2.0, 3.0]
+    changed = sequence(prompt=(3,), temperature=0.1, logit_bias={0: 50}, repetition_penalty=3.0, mask_details=True)
+    sampler, batch = begun(sequence(), changed, sequence(mask_details=True))
+    logits = sampler.adjust(lambda: logits_of(row, row, row), batch)
+    logits[1:, [1, *range(3, VOCAB)]] = float("-inf")
+    output = sampler.sample(logits, batch)
+    own = logits_of(row).softmax(-1)[0, [0, 2]].sum().item()
+    assert output.measured == {1: (2, pytest.approx(math.log(own))), 2: (2, pytest.approx(math.log(own)))}
+    assert not output.probed

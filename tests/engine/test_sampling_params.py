@@ -41,6 +41,7 @@ def test_each_refusal_names_its_parameter(param: str, value: Any) -> None:
 
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0, "n": 2}
+RESAMPLED: dict[str, Any] = {"resample": True, "regex": "a", "best_of": 2}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,13 @@ BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0, "n": 2}
         ({**BEAMS, "top_k": 3}, "top_k does not"),
         ({**BEAMS, "mask_details": True}, "mask_details does not"),
         ({**BEAMS, "best_of": 1}, r"best_of is 1; it must be at least n \(2\)"),
+        ({"resample": True, "best_of": 2}, "resample draws n of best_of samples: it requires a constraint"),
+        ({"resample": True, "regex": "a", "n": 2}, "best_of above n"),
+        ({**RESAMPLED, "use_beam_search": True}, "without beams"),
+        ({**RESAMPLED, "temperature": 0.5}, "temperature must be 1"),
+        ({**RESAMPLED, "top_p": 0.9}, "top_p must be 1"),
+        ({**RESAMPLED, "top_k": 5}, "top_k must be 0"),
+        ({**RESAMPLED, "logit_bias": {3: 1.0}}, "logit_bias must be None"),
         ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) is more than max_tokens \(4\)"),
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"),
         ({"json_schema": {}, "regex": "a"}, "json_schema and regex"),

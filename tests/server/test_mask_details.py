@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def test_a_stream_reports_the_same(client: TestClient) -> None:
     # How far a worker looks ahead depends on its time: a token may be forced in one run and sampled in the other.
     for name in ("tokens", "allowed"):
         assert [one for part in parts for one in part[name]] == expected[name]
+    assert [one for part in parts for one in part["kept_mass"]] == pytest.approx(expected["kept_mass"], rel=1e-2)
     assert any(forced for part in parts for forced in part["forced"])
     assert chunks[-1]["guided"]["masks"]["computed"] > 0
     assert "masks" not in chunks[0]["guided"]
@@ -56,7 +58,41 @@ def test_a_stream_reports_the_same(client: TestClient) -> None:
 def test_without_a_constraint_there_is_no_number(client: TestClient) -> None:
     assert "masks" not in ask(client)["choices"][0]
     [choice] = ask(client, mask_details=True, max_tokens=4)["choices"]
-    assert choice["masks"]["allowed"] == [None] * len(choice["masks"]["tokens"])
+    assert choice["masks"]["allowed"] == choice["masks"]["kept_mass"] == [None] * len(choice["masks"]["tokens"])
+
+
+def test_kept_mass_is_what_the_masks_left(client: TestClient) -> None:
+    """The quotient of a token's probability before the mask and after it, forced or not."""
+    fields = {"json_schema": SCHEMA, "mask_details": True, "logprobs": True}
+    raw, masked = (ask(client, **fields, logprobs_mode=mode) for mode in ("raw", "masked"))
+    before, after = ([one["logprob"] for one in each["choices"][0]["logprobs"]["content"]] for each in (raw, masked))
+    expected = [math.exp(left - right) for left, right in zip(before, after, strict=True)]
+    for body in (raw, masked):
+        kept = body["choices"][0]["masks"]["kept_mass"]
+        assert kept == pytest.approx(expected, rel=1e-2)
+        assert body["guided"]["kept_mass"] == pytest.approx(sum(kept) / len(kept))
+
+
+def test_outputs_are_drawn_by_their_kept_mass(client: TestClient) -> None:
+    fields = {"choice": ["yes", "no", "maybe"], "n": 2, "best_of": 6, "temperature": 1, "seed": 3, "resample": True}
+    body = ask(client, **fields)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert 1 <= body["guided"]["effective_samples"] <= 6
+    assert [one["message"] for one in ask(client, **fields)["choices"]] == [one["message"] for one in body["choices"]]
+    for path, fault, param in (
+        ("/v1/chat/completions", {**fields, "stream": True}, "best_of"),
+        ("/v1/chat/completions", {**fields, "temperature": 0}, "temperature"),
+        ("/v1/responses", {"input": "hello", "resample": True}, "resample"),
+    ):
+        answer = client.post(path, json=fault if "input" in fault else {**HELLO, **fault})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_the_metrics_have_a_histogram_of_it(client: TestClient) -> None:
+    ask(client, regex="[0-9]{150}", max_tokens=200)
+    buckets = re.findall(r'^guided_kept_mass_bucket\{le="(.*)"\} (.*)$', client.get("/metrics").text, re.MULTILINE)
+    assert [bound for bound, _ in buckets][-2:] == ["0.99", "+Inf"]
+    assert float(buckets[-1][1]) >= 2
 
 
 def test_masked_choices_have_all_of_the_probability(client: TestClient) -> None:

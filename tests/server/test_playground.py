@@ -97,6 +97,9 @@ class TestInABrowser:
         assert "json_schema, enforced by llguidance" in facts
         assert "nothing: all of it is enforced" in facts
         assert re.search(r"exposed\s+[\d.]+ ms: [\d.]+ % of", facts)
+        assert re.search(r"kept mass\s+[\d.]+ % on average", facts)
+        assert page.locator("#tokens .token .kept").count() == len(counts)
+        assert "very small embedded model" in page.inner_text("#model")
         assert wait_for(page, "#progress", "tokens").startswith("stop · ")
 
     def test_a_constraint_is_checked_while_it_is_typed(self, page: Page, inline_server: ServerProcess) -> None:
@@ -112,7 +115,7 @@ class TestInABrowser:
 
     def test_the_first_example_of_each_kind(self, page: Page, inline_server: ServerProcess) -> None:
         page.goto(inline_server.url)
-        for kind in ("None", "Regex", "Choice", "Lark", "Tools"):
+        for kind in ("None", "Regex", "Choice", "Lark", "Structural tag", "Tools"):
             choose(page, kind)
             wait_for(page, "#status", "Accepted")
             assert send(page)
@@ -139,6 +142,70 @@ class TestInABrowser:
         program = page.inner_text("#code")
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.strip() == answer
+
+    def test_a_refused_constraint_is_not_sent(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        wait_for(page, "#status", "Accepted")
+        page.fill("#constraint", '{"type": "int"}')
+        wait_for(page, "#status", "invalid_constraint")
+        assert page.locator("#send").is_disabled()
+        page.fill("#constraint", '{"type": "integer"')
+        assert page.locator("#send").is_disabled()
+        page.fill("#constraint", '{"type": "integer"}')
+        wait_for(page, "#status", "Accepted")
+        assert page.locator("#send").is_enabled()
+
+    def test_a_refusal_names_no_constraint(self, page: Page, inline_server: ServerProcess) -> None:
+        page.route("**/v1/check", lambda route: route.abort())  # the page cannot know
+        page.goto(inline_server.url)
+        wait_for(page, "#model", "context")
+        page.fill("#constraint", '{"type": "int"}')
+        assert "invalid_constraint" in send(page)
+        facts = page.inner_text("#facts")
+        assert "invalid_constraint" in facts
+        assert "constraint\nnone" not in facts
+
+    def test_an_answer_to_another_request_is_marked(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        choose(page, "Choice", "yes")
+        wait_for(page, "#status", "Accepted")
+        assert send(page) == "yes"
+        assert page.locator("#stale").is_hidden()
+        page.fill("#constraint", "no")
+        assert page.locator("#stale").is_visible()
+        assert send(page) == "no"
+        assert page.locator("#stale").is_hidden()
+
+    def test_a_reload_keeps_the_form(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        choose(page, "Regex", "[0-9]{3}")
+        page.fill("#max_tokens", "77")
+        page.locator("#messages textarea").first.fill("Which number?")
+        page.click("#add")
+        page.locator("#messages select").last.select_option("assistant")
+        before = json.loads(page.evaluate("JSON.stringify(request())"))
+        assert before["regex"] == "[0-9]{3}"
+        page.reload()
+        wait_for(page, "#status", "Accepted")
+        assert json.loads(page.evaluate("JSON.stringify(request())")) == before | {"model": "guided-default"}
+        page.click("#reset")
+        wait_for(page, "#model", "context")
+        assert "json_schema" in json.loads(page.evaluate("JSON.stringify(request())"))
+
+    def test_a_tool_call_and_its_result_are_messages(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        choose(page, "Tools")
+        wait_for(page, "#status", "Accepted")
+        assert send(page).startswith("get_weather(")
+        page.click("#continue")
+        page.locator("#messages textarea:visible").last.fill("18 degrees")
+        wait_for(page, "#status", "Accepted")
+        messages = json.loads(page.evaluate("JSON.stringify(request())"))["messages"]
+        assert [one["role"] for one in messages] == ["user", "assistant", "tool"]
+        assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"]
+        page.locator("#tool_choice").select_option("auto")
+        assert send(page)
+        assert wait_for(page, "#progress", "tokens in")
 
     def test_stop_ends_the_generation(self, page: Page, inline_server: ServerProcess) -> None:
         page.goto(inline_server.url)
