@@ -197,7 +197,7 @@ class Dispatcher:
         lost, self._lost = self._lost, {}
         return lost
 
-    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
         self._handle_events()
         previous = self._step
         same = sequences is previous.sequences and type(sequences) is tuple
@@ -205,14 +205,10 @@ class Dispatcher:
             step = self._step = _Step(sequences)
             step.parts = previous.parts
         else:
-            step, new_tokens = self._assign(sequences), None
-        if new_tokens is not None:
-            for part in step.parts:
-                part.send_tokens(new_tokens)
-        elif step.parts:
-            outputs = last_tokens(sequences)
-            for part in step.parts:
-                part.send_outputs(*outputs)
+            step = self._assign(sequences)
+        outputs = last_tokens(sequences)
+        for part in step.parts:
+            part.send_outputs(*outputs)
         send_all(self.workers)
 
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:

@@ -71,10 +71,7 @@ class GuidedProcessor(LogitPostProcessor):
         return future
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        new_tokens: NDArray[np.int32] | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp] | Sequence[int] | None = None
     ) -> None:
         if self._prepared is not None:
             raise RuntimeError("prepare() was called twice without apply() between")
@@ -87,7 +84,7 @@ class GuidedProcessor(LogitPostProcessor):
                 self._open(unknown)
             self._opened = sequences if isinstance(sequences, tuple) else None
         self._logits_rows = None if logits_rows is None else np.asarray(logits_rows, np.intp)
-        self._pool.submit(sequences, new_tokens)
+        self._pool.submit(sequences)
         self._prepared = sequences
 
     def _open(self, sequences: Iterable[GuidedSequence]) -> None:
@@ -204,14 +201,8 @@ class GuidedProcessor(LogitPostProcessor):
 
     def free(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        self._close(list(request.sequences))
-        request.future.add_done_callback(self._release)
-
-    def _release(self, compiled: Future[Grammar]) -> None:
-        if compiled.exception() is None:
-            self._pool.release(compiled.result())
+        if request is not None:
+            self._close(list(request.sequences))
 
     def rollback(self, sequence_id: int, length: int) -> None:
         self._pool.rollback(sequence_id, length)

@@ -148,7 +148,8 @@ class GuidedLogitsProcessor:
         self._ids = ids
         rows = self._collect()
         masked = scores.clone(memory_format=torch.contiguous_format)
-        apply_bitmask(masked, (self._bitmask[row] for row in rows), rows, _FLOOR)
+        masked[rows] = masked[rows].clamp_(min=_FLOOR)
+        apply_bitmask(masked, (self._bitmask[row] for row in rows), rows)
         self._mask_ended(scores, masked)
         return masked
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 import numpy as np
-from numpy.typing import NDArray
 
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, WorkerDied
@@ -37,7 +36,6 @@ class FaultyPool(InlinePool):
         self.parents: list[int | None] = []
         """Of each opened sequence."""
         self.freed: set[int] = set()
-        self.released = 0
         self._held: list[tuple[Future[Grammar], Future[Grammar]]] = []
         self._lost: dict[int, GuidedError] = {}
         self._rows: Sequence[GuidedSequence] = ()
@@ -59,10 +57,6 @@ class FaultyPool(InlinePool):
                 held.set_exception(error)
         self._held.clear()
 
-    def release(self, grammar: Grammar) -> None:
-        self.released += 1
-        super().release(grammar)
-
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         self.opened.append(sequence.sequence_id)
         self.parents.append(sequence.parent_id)
@@ -75,9 +69,9 @@ class FaultyPool(InlinePool):
             self._asked.pop(sequence_id, None)
         super().free(sequence_ids)
 
-    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
         self._rows = sequences
-        super().submit(sequences, new_tokens)
+        super().submit(sequences)
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         step = super().collect(deadline)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from byte_vocabulary import tokens
 from hypothesis import given, settings
@@ -66,17 +65,25 @@ def test_an_actor_that_comes_up_ends_the_wait_of_a_step(cluster: Cluster) -> Non
     assert cluster.collect() == ["ax", "ax"]
 
 
-def test_a_grammar_is_sent_with_its_first_sequence_only(cluster: Cluster) -> None:
-    cluster.actors[0].connection.loaded.clear()
-    cluster.open(1, 2)
-    row, other = cluster.step((1, ""), (2, ""))
-    assert isinstance(row, GuidedError), "it cannot be loaded: there is no backend `scripted`"
-    assert other == "ax"
-    assert cluster.actors[0].connection.loaded == {"fast"}
-    for worker in cluster.dispatcher.workers:
-        worker.unload({"fast", "none"})
-    cluster.step((2, "a"))
-    assert {frozenset(actor.connection.loaded) for actor in cluster.actors} == {frozenset(), frozenset({"slow"})}
+def test_a_grammar_is_sent_with_its_first_sequence_only() -> None:
+    cluster = Cluster(number=1)
+    for number, grammar in enumerate(["fast", "slow", "fast", "slow"]):
+        cluster.open(number, grammar=grammar)
+        assert cluster.step((number, "")) == ["ax"]
+    assert cluster.actors[0].backend.loaded == ["fast", "slow"]
+    cluster.close()
+
+
+def test_a_worker_keeps_the_grammars_that_were_used_last() -> None:
+    cluster = Cluster(number=1, max_cache_bytes=0)  # one grammar: the newest
+    for number, grammar in enumerate(["fast", "fast", "slow", "fast"]):
+        cluster.open(number, grammar=grammar)
+        assert cluster.step((number, "")) == ["ax"]
+    assert cluster.actors[0].backend.loaded == ["fast", "slow", "fast"]
+    assert cluster.step((0, "a"), (1, "x"), (2, "")) == ["b", "y", "ax"], "open sequences keep theirs"
+    cluster.open(4, parent=0)
+    assert cluster.step((4, "a")) == ["b"]
+    cluster.close()
 
 
 # slots
@@ -314,19 +321,17 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_output(
             assert isinstance(outcome, GuidedError) or outcome in ("late", wants[text])
 
     def continues() -> None:
-        """Rows that go on by the token that is allowed first, given as an array."""
+        """Rows that go on by the token that is allowed first."""
         rows = tuple(cluster.sequences[number] for number in numbers)
-        new = None
         for _ in range(3):
-            cluster.dispatcher.submit(rows, new)
+            cluster.dispatcher.submit(rows)
             found = outcomes(cluster.dispatcher.collect(1.0), len(rows))
             wanted = [wants["".join(letters[token] for token in row.output_token_ids)] for row in rows]
             assert all(isinstance(a, GuidedError) or a in ("late", b) for a, b in zip(found, wanted, strict=True))
             if not all_ready(found) or set(found) & {"cd", "z", "."}:  # the next output may be none of `wants`
                 return
-            new = np.array([tokens(str(outcome))[0] for outcome in found], np.int32)
-            for row, token in zip(rows, new.tolist(), strict=True):
-                row.output_token_ids = [*row.output_token_ids, token]
+            for row, outcome in zip(rows, found, strict=True):
+                row.output_token_ids = [*row.output_token_ids, tokens(str(outcome))[0]]
 
     def asks() -> None:
         assert set(cluster.dispatcher.decided()) <= set(numbers)
