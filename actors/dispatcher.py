@@ -88,8 +88,6 @@ class Dispatcher:
         """Sequences that were edited, moved or failed since the last step."""
         self._holding: set[SequenceState] = set()
         """Sequences of a backend that holds the interpreter lock while it computes a mask."""
-        self._lost: dict[int, GuidedError] = {}
-        """Errors for `failures`, by sequence id."""
         self._deaths: Counter[str] = Counter()
         """Number of workers that died while they filled a first mask and no other row, by the grammar's key."""
         self.replays = 0
@@ -151,9 +149,8 @@ class Dispatcher:
         worker.close()
 
     def _fail(self, state: SequenceState, error: GuidedError) -> None:
-        """Fail a sequence for another reason than a worker's answer. `failures` reports it."""
+        """Fail a sequence for another reason than a worker's answer."""
         state.error = state.error or error
-        self._lost[state.sequence.sequence_id] = state.error
         self._changed.add(state)
 
     def close(self) -> None:
@@ -174,7 +171,6 @@ class Dispatcher:
 
     def free(self, sequence_ids: Collection[int]) -> None:
         for sequence_id in sequence_ids:
-            self._lost.pop(sequence_id, None)
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
                 self._late.discard(state)
@@ -191,11 +187,6 @@ class Dispatcher:
         if state is not None and state.worker is not None:
             state.changed_from = length if state.changed_from is None else min(state.changed_from, length)
             self._changed.add(state)
-
-    def failures(self) -> dict[int, GuidedError]:
-        self._handle_events()
-        lost, self._lost = self._lost, {}
-        return lost
 
     def submit(self, sequences: Sequence[GuidedSequence]) -> None:
         self._handle_events()

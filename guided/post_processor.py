@@ -152,7 +152,7 @@ class LogitPostProcessor:
         return []
 
     def failures(self) -> dict[str, GuidedError]:
-        """Return requests that lost a matcher between steps because its worker ended, each reported once."""
+        """Return requests that failed between two steps, each once. Others fail in the report of their next step."""
         return {}
 
     def rollback(self, sequence_id: int, length: int) -> None:

@@ -195,10 +195,6 @@ class GuidedProcessor(LogitPostProcessor):
     def decided(self) -> list[int]:
         return self._pool.decided()
 
-    def failures(self) -> dict[str, GuidedError]:
-        lost = self._pool.failures()
-        return {self._request_ids[each]: error for each, error in lost.items() if each in self._request_ids}
-
     def free(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
         if request is not None:

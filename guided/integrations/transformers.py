@@ -211,7 +211,6 @@ class GuidedLogitsProcessor:
 
     def _collect(self) -> list[int]:
         """Write the masks of the rows into `_bitmask`. Returns the rows that have one."""
-        self._processor.failures()  # a lost sequence fails below, in its row
         if self._step is None:
             step = [(row, one) for row, one in self._rows.items() if not one.ended]
             step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens

@@ -149,9 +149,6 @@ class InlinePool:
     def decided(self) -> list[int]:
         return []  # no row is ever late
 
-    def failures(self) -> dict[int, GuidedError]:
-        return {}  # the worker ends with its caller
-
     def status(self) -> PoolStatus:
         worker = WorkerStatus(0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0)
         return PoolStatus("inline", [worker], backends=[BackendStatus(name) for name in BACKENDS])

@@ -192,9 +192,6 @@ class MaskPool(Protocol):
         Called between `collect` and `submit`. Returned again until they are submitted again, unchanged.
         """
 
-    def failures(self) -> dict[int, GuidedError]:
-        """Return open sequences that were lost since the last call because their worker ended, each once."""
-
     def status(self) -> PoolStatus:
         """Return a snapshot; from any thread."""
 

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import tempfile
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -117,17 +116,13 @@ class TestEveryError:
         assert [server.metric(name, **labels) for name, labels in counters] == [count + 2 for count in before]
 
     @pytest.mark.parametrize("code", ["dead_end", "worker_died"])
-    def test_after_it_an_event_and_the_end(self, server: Hosted, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        reported, before = threading.Event(), server.metric("guided_generation_tokens_total")
+    def test_after_it_an_event_and_the_end(self, server: Hosted, code: str) -> None:
+        def fails(sequence: int, position: int) -> bool:
+            if position == 5:
+                server.pool.lose(sequence, errors_by_code(GuidedError)[code]("told to"))
+            return False
 
-        def failures() -> dict[int, GuidedError]:
-            open_now = [each for each in server.pool.opened if each not in server.pool.freed]
-            if reported.is_set() or not open_now or server.metric("guided_generation_tokens_total") == before:
-                return {}
-            reported.set()
-            return {open_now[0]: errors_by_code(GuidedError)[code]("told to")}
-
-        monkeypatch.setattr(server.pool, "failures", failures)
+        server.pool.fails = fails
         answer = server.post(regex=LONG, max_tokens=None, stream=True)
         assert answer.status_code == 200
         *_, last = sse(answer.text)

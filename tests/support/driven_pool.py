@@ -133,4 +133,3 @@ class DrivenPool:
         self._sequences.clear()
         self.errors.clear()
         until(self.all_up, WAIT)
-        self.pool.failures()

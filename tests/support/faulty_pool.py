@@ -19,7 +19,7 @@ class FaultyPool(InlinePool):
     """An `InlinePool` that fails rows, or makes them late, as told.
 
     `fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often `decided` is called
-    before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures of
+    before a row's mask is there; `lose` loses an open sequence; with `hold_compiles` the futures of
     `compile` stay open until `finish_compiles`.
     """
 
@@ -80,6 +80,8 @@ class FaultyPool(InlinePool):
             position = len(sequence.output_token_ids)
             if self.fails(sequence.sequence_id, position):
                 step.failed[row] = BackendError("told to fail")
+            elif sequence.sequence_id in self._lost:
+                step.failed[row] = self._lost[sequence.sequence_id]
             elif row not in step.failed and self._is_late(sequence.sequence_id, position, deadline is None):
                 late.append(row)
         return without_rows(step, late)
@@ -96,14 +98,10 @@ class FaultyPool(InlinePool):
     def decided(self) -> list[int]:
         for sequence_id in self.late:
             self.late[sequence_id] -= 1
-        return [sequence_id for sequence_id, looks in self.late.items() if looks <= 0]
+        return [sequence_id for sequence_id, looks in self.late.items() if looks <= 0 or sequence_id in self._lost]
 
-    def lose(self, sequence_id: int) -> None:
-        self._lost[sequence_id] = WorkerDied("told to die")
-
-    def failures(self) -> dict[int, GuidedError]:
-        lost, self._lost = self._lost, {}
-        return lost
+    def lose(self, sequence_id: int, error: GuidedError | None = None) -> None:
+        self._lost[sequence_id] = error or WorkerDied("told to die")
 
 
 def without_rows(step: StepMasks, late: Collection[int]) -> StepMasks:
