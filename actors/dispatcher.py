@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from actors.connection import SequenceState, StepPart, WorkerConnection, last_tokens, send_all
 from actors.protocol import FREE, STEERED

@@ -13,7 +13,6 @@ from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine.admission import Admission, Prompt

@@ -54,7 +54,6 @@ def apply_bitmask(
 
 def _apply_on_cpu(logits: torch.Tensor, masks: list[NDArray[np.int32]], rows: list[int]) -> None:
     """Take the maximum of each logit and -inf or 0, as integers. If few are allowed, do so only for their bytes."""
-    import torch
 
     width = min(len(masks[0]) * 32, logits.shape[1])
     if width < logits.shape[1]:

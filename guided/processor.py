@@ -16,7 +16,6 @@ import numpy as np
 from guided.backends import candidates
 from guided.bitmask import pack, words
 from guided.constraint import Constraint
-from guided.errors import GuidedError
 from guided.kernel import apply_bitmask
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit

@@ -40,21 +40,16 @@ class InlinePool:
     """A `MaskPool` without processes: `compile()` compiles, `collect()` fills the masks.
 
     Args:
-        backends: tokenizer data to share with other pools.
         max_cache_bytes: size of the cache of compiled grammars (see `GrammarCache`).
         forced_tokens: look ahead where a mask allows only one token (`StepMasks.forced`).
     """
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        backends: Backends | None = None,
-        max_cache_bytes: int = DEFAULT_CACHE_BYTES,
-        forced_tokens: bool = False,
+        self, vocabulary: Vocabulary, max_cache_bytes: int = DEFAULT_CACHE_BYTES, forced_tokens: bool = False
     ) -> None:
         self._forced_tokens = forced_tokens
         self._vocabulary = vocabulary
-        self._backends = backends or Backends(vocabulary)
+        self._backends = Backends(vocabulary)
         self._cache = GrammarCache(max_cache_bytes)
         self._worker = MaskWorker(vocabulary)
         self._grammars: dict[int, Grammar] = {}
@@ -79,9 +74,17 @@ class InlinePool:
         except GuidedError as error:
             future.set_exception(error)
         else:
-            checked, nbytes = made.grammar.checked, made.nbytes
+            grammar = made.grammar
             future.set_result(
-                Grammar(key, made.backend, constraint, made.seconds, checked=checked, nbytes=nbytes, compiled=made.grammar)
+                Grammar(
+                    key,
+                    made.backend,
+                    constraint,
+                    made.seconds,
+                    checked=grammar.checked,
+                    nbytes=made.nbytes,
+                    compiled=grammar,
+                )
             )
         return future
 
