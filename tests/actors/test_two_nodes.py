@@ -25,6 +25,7 @@ class TwoNodes:
         self.directory = Path(directory)
         self.process = start("-m", "ray_clusters", directory, "2", TMPDIR=directory)
         self.address = self.process.stdout.readline().strip()
+        assert self.address, "Ray did not start"
 
     def raylets(self) -> list[psutil.Process]:
         family = psutil.Process(self.process.pid).children(recursive=True)
