@@ -23,8 +23,6 @@ from guided.sequence import GuidedSequence
 _LOOK_SECONDS = 0.001
 """Poll interval while waiting for masks, workers and slots: a worker that finishes just before `wake` is set sends no
 message."""
-_LEAST_DEATHS = 2
-"""A grammar is not rejected before this many workers have died with its first mask: one may be killed by anything."""
 
 
 class _Step:
@@ -232,7 +230,7 @@ class Dispatcher:
         if self._closed:
             self._fail(state, PoolUnavailable("the pool is shut down"))
             return
-        if self._deaths[state.grammar.key] >= max(_LEAST_DEATHS, self._max_replays + 1):
+        if self._deaths[state.grammar.key] > max(1, self._max_replays):  # one may be killed by anything
             error = WorkerDied("this constraint ended several mask workers with its first mask: it is rejected")
             error.retryable = False
             self._fail(state, error)

@@ -1,7 +1,7 @@
 """Clusters of Ray on this machine, and programs in processes of their own: a process may join one cluster only.
 
 As a program it runs a cluster in the directory `sys.argv[1]` with `sys.argv[2]` nodes, and prints its address. A line
-of its input replaces the second node (`lose`), ends the cluster (`down`), or starts it again at the same address (`up`).
+of its input replaces the second node (`lose`), ends the cluster (`down`), or starts it again with its address (`up`).
 """
 
 from __future__ import annotations
