@@ -392,7 +392,7 @@ def with_method(name: str, method: Any) -> tuple[type, str]:
         ("nowhere:It", "It can't be loaded"),
         (dict, "not a subclass"),
         (Broken, "can't be made"),
-        with_method("prepare", lambda self, sequences, rows: None),
+        with_method("prepare", lambda self, sequences, rows, tokens: None),
         with_method("apply", lambda self, *, logits: None),
         with_method("initialize", lambda self: None),
         with_method("sampled", lambda self, seq, token: None),
