@@ -90,6 +90,9 @@ def test_a_worker_keeps_the_grammars_that_were_used_last() -> None:
 
 
 def test_a_slot_is_used_again_only_after_the_worker_has_freed_it(cluster: Cluster) -> None:
+    cluster.open(9, 10)
+    cluster.step((9, ""), (10, ""))  # the grammar is loaded
+    cluster.dispatcher.free([9, 10])
     cluster.open(1, grammar="slow")
     cluster.open(2)
     assert cluster.step((1, "a"), (2, ""), deadline=0.05) == ["late", "ax"]
