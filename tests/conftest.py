@@ -44,6 +44,7 @@ CHAT_TEMPLATE = (
 
 LONGEST = (
     "test_ray_loss.py",
+    "test_ray_rejoin.py",
     "test_two_nodes.py",
     "test_serve_app.py",
     "test_docs.py",
