@@ -69,7 +69,6 @@ class CompileResult(msgspec.Struct, array_like=True):
     """Memory of the grammar in a process that has loaded it, as measured here."""
     dumped: bytes = b""
     checked: tuple[str, ...] = ()
-    mask_seconds: float = 0.0
 
 
 # the engine's side
@@ -241,7 +240,7 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
             )
     except Exception as error:
         return CompileResult(to_wire(error))
-    return CompileResult(None, size, dumped, checked, compiled.mask_seconds)
+    return CompileResult(None, size, dumped, checked)
 
 
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> None:

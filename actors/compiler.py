@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 from actors.compile_process import CompileProcess, CompileRequest, CompileResult, ForkServer
@@ -21,7 +22,7 @@ from guided.backends import BACKENDS
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
 from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, PoolUnavailable, from_wire
-from guided.pools.grammar_cache import GrammarCache, cache_key
+from guided.pools.grammar_cache import GrammarCache
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import BackendStatus, Grammar
 from guided.process_resources import available_cpus
@@ -42,22 +43,13 @@ class _Task(NamedTuple):
 
 
 class Compiler:
-    """Warm compile processes, a thread for each constraint that is being compiled, and the cache. For any thread.
+    """Warm compile processes, a thread for each constraint that is being compiled, and the cache. For any thread."""
 
-    Args:
-        when_unused: called with the keys of the grammars that the cache has dropped, if any.
-    """
-
-    def __init__(
-        self, vocabulary: Vocabulary, options: RayPoolOptions, when_unused: Callable[[Collection[str]], None]
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._limits = options.compile_limits
-        self._max_compiling = options.max_compiling
-        self._when_unused = when_unused
         self._lock = threading.Lock()
+        """For the counters, and for `_closing` together with `_queue`."""
         self._cache = GrammarCache(options.max_cache_bytes)
-        self.compiling = 0
-        """Number of constraints that are being compiled, or wait for it."""
         self._crashes: Counter[str] = Counter()
         self._timeouts: Counter[str] = Counter()
         self._closing = threading.Event()
@@ -70,27 +62,23 @@ class Compiler:
         for thread in self._threads:
             thread.start()
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        key = cache_key(constraint, backends)
-        with self._lock:
-            future, new = self._cache.acquire(key)
-            if not new:
-                return future
-            error: GuidedError | None = _closed() if self._closing.is_set() else None
-            if self.compiling >= self._max_compiling:
-                error = CompileQueueFull(f"{self.compiling} constraints are being compiled or waiting: try again")
-            if error is not None:
-                self._cache.fail(key, error)
-                future.set_exception(error)
-                return future
-            future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
-            self.compiling += 1
-        self._queue.put(_Task(constraint, backends, key, future, time.monotonic()))
-        return future
+    @property
+    def compiling(self) -> int:
+        """Number of constraints that are being compiled, or wait for it."""
+        return self._cache.compiling
 
-    def release(self, grammar: Grammar) -> None:
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+        return self._cache.get(constraint, backends, partial(self._enqueue, constraint, backends))
+
+    def _enqueue(self, constraint: Constraint, backends: Sequence[str], key: str) -> Future[Grammar]:
+        future: Future[Grammar] = Future()
+        future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
         with self._lock:
-            self._when_unused(self._cache.release(grammar))
+            if not self._closing.is_set():
+                self._queue.put(_Task(constraint, backends, key, future, time.monotonic()))
+                return future
+        future.set_exception(_closed())
+        return future
 
     def backends(self) -> list[BackendStatus]:
         """Return how often each backend has crashed or exceeded a time limit."""
@@ -112,26 +100,16 @@ class Compiler:
             with contextlib.suppress(PoolUnavailable):
                 self._idle.append(self._take())
         while (task := self._queue.get()) is not None:
-            error: GuidedError | None = None
             try:
-                grammar, nbytes = self._compile(task)
-            except GuidedError as raised:
-                error = raised
+                task.future.set_result(self._compile(task))
+            except GuidedError as error:
+                task.future.set_exception(error)
             except Exception as raised:  # a bug, or a garbled answer: fails one constraint, and does not end the thread
                 _log.exception("a constraint was not compiled")
-                error = BackendError(f"compiling failed: {type(raised).__name__}")
-            with self._lock:
-                self.compiling -= 1
-                # Within the lock, so that no grammar is reported as unused after it was compiled again.
-                cache = self._cache
-                self._when_unused(cache.admit(grammar, nbytes) if error is None else cache.fail(task.key, error))
-            if error is None:
-                task.future.set_result(grammar)
-            else:
-                task.future.set_exception(error)
+                task.future.set_exception(BackendError(f"compiling failed: {type(raised).__name__}"))
 
-    def _compile(self, task: _Task) -> tuple[Grammar, int]:
-        """Compile with the first backend that can enforce all of a constraint. Returns the grammar and its size."""
+    def _compile(self, task: _Task) -> Grammar:
+        """Compile with the first backend that can enforce all of a constraint."""
         waited = time.monotonic() - max(task.submitted, self._fork_server.started)
         if waited > self._limits.wait_seconds:
             raise CompileQueueFull(f"this constraint waited {waited:.0f} s for others: try again later")
@@ -152,16 +130,15 @@ class Compiler:
                 failed.append((name, error))
                 spent += time.monotonic() - began
             else:
-                grammar = Grammar(
+                return Grammar(
                     task.key,
                     name,
                     task.constraint,
                     spent + time.monotonic() - began,
                     checked=result.checked,
-                    mask_seconds=result.mask_seconds,
+                    nbytes=result.nbytes,
                     dumped=result.dumped,
                 )
-                return grammar, result.nbytes
         raise conclusion(failed)
 
     def _run(self, process: CompileProcess, request: CompileRequest, seconds: float) -> CompileResult:

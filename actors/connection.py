@@ -17,7 +17,6 @@ from actors.protocol import (
     FREE,
     IDLE,
     POSITION,
-    SLOW_SECONDS,
     UNKNOWN,
     Channel,
     Edit,
@@ -32,6 +31,7 @@ from actors.protocol import (
     freed,
 )
 from guided.errors import GuidedError, from_wire
+from guided.pools.grammar_cache import LeastRecentlyUsed
 from guided.pools.protocol import Grammar
 from guided.sequence import GuidedSequence
 
@@ -96,7 +96,6 @@ class StepPart:
         self.target = self.table.target[self.slots]
         """int64 `[n]`: the version that each row's mask is wanted for."""
         self.ready: NDArray[np.bool_] = np.zeros(len(states), np.bool_)
-        self._fill: Fill | None = None
 
     def look(self) -> bool:
         """Compare the versions; return whether a mask is missing."""
@@ -106,18 +105,6 @@ class StepPart:
     def ready_states(self) -> list[SequenceState]:
         """Return the sequences with a mask, as of the last `look`."""
         return [self.states[index] for index in np.flatnonzero(self.ready).tolist()]
-
-    def send_tokens(self, tokens: NDArray[np.int32]) -> None:
-        """Write one new token per row and request the next masks. All masks of the previous step are ready.
-
-        Args:
-            tokens: int32 `[rows of the whole step]`.
-        """
-        self.target += 1
-        self.table.tokens[self.slots] = tokens[self.rows]
-        self.table.target[self.slots] = self.target
-        self._fill = self._fill or _fill(self.slots)
-        self.worker.requests.append(self._fill)
 
     def send_outputs(self, last: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
         """Send the new tokens of each row's output, and request the masks that were not requested yet.
@@ -129,15 +116,12 @@ class StepPart:
         self.target = table.target[slots]
         new = lengths[self.rows] - (self.target & POSITION)
         usual = (new == 1) & (table.ready[slots] == self.target)
-        if usual.all():
-            self.send_tokens(last)
-            return
         for index in np.flatnonzero(~usual & (new != 0)).tolist():
             self.worker.edit(self.states[index])
         if usual.any():
             table.tokens[slots[usual]] = last[self.rows[usual]]
             table.target[slots[usual]] += 1
-            self.worker.requests.append(_fill(slots[usual]))
+            self.worker.requests.append(Fill(slots[usual].astype(np.int32).tobytes()))
         self.target = table.target[slots]
 
 
@@ -147,16 +131,17 @@ class WorkerConnection:
     Args:
         name: of the worker, for messages.
         segment: the memory of the table.
+        max_cache_bytes: size of the grammars that the worker keeps (see `LeastRecentlyUsed`).
     """
 
-    def __init__(self, name: str, pid: int, channel: Channel, segment: Segment) -> None:
+    def __init__(self, name: str, pid: int, channel: Channel, segment: Segment, max_cache_bytes: int) -> None:
         self.name = name
         self.pid = pid
         self.channel = channel
         self.table = segment.table
         self.sequences: dict[int, SequenceState] = {}
         """The open sequences, by slot."""
-        self.loaded: set[str] = set()
+        self._loaded = LeastRecentlyUsed(max_cache_bytes)
         """Keys of the grammars that the worker has."""
         self._segment = segment
         self._free_slots: list[int] = []
@@ -175,17 +160,16 @@ class WorkerConnection:
         slot = self._free_slots.pop()
         sequence, grammar = state.sequence, state.grammar
         tokens = list(sequence.output_token_ids)
-        seconds = grammar.mask_seconds
-        if grammar.key not in self.loaded:
-            self.loaded.add(grammar.key)
+        if grammar.key not in self._loaded:
             self.requests.append(Load(grammar.key, grammar.backend, grammar.constraint, grammar.dumped))
-            seconds += SLOW_SECONDS  # it is filled after quick rows
         self.sequences[slot] = state
         state.worker, state.slot, state.waiting_since = self, slot, 0.0
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
-        opened = Open(slot, version, grammar.key, parent_slot, tokens, sequence.request_id, sequence.budget, seconds)
+        opened = Open(slot, version, grammar.key, parent_slot, tokens, sequence.request_id, sequence.budget)
         self.requests.append(opened)
+        if left := self._loaded.use(grammar.key, grammar.nbytes):
+            self.requests.append(Unload(left))
 
     def edit(self, state: SequenceState) -> None:
         """Send the part of a sequence's output that has changed, or that the worker may not know, in a message."""
@@ -213,13 +197,6 @@ class WorkerConnection:
         self.table.target[slot] = version
         self.requests.append(Free(slot, version))
         state.leave()
-
-    def unload(self, keys: Collection[str]) -> None:
-        """Have the worker drop grammars that are not used any more."""
-        found = self.loaded.intersection(keys)
-        if found:
-            self.loaded -= found
-            self.requests.append(Unload(list(found)))
 
     def request_wakeup(self) -> None:
         """Have the worker send a message once it has filled what it was asked for."""
@@ -266,10 +243,6 @@ class WorkerConnection:
         """Close the connection and drop the memory. Idempotent."""
         self.channel.close()
         self._segment.close()
-
-
-def _fill(slots: NDArray[np.intp]) -> Fill:
-    return Fill(slots.astype(np.int32).tobytes())
 
 
 def send_all(workers: Collection[WorkerConnection]) -> None:

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from actors.connection import SequenceState, StepPart, WorkerConnection, last_tokens, send_all
 from actors.protocol import FREE, STEERED
@@ -24,8 +23,6 @@ from guided.sequence import GuidedSequence
 _LOOK_SECONDS = 0.001
 """Poll interval while waiting for masks, workers and slots: a worker that finishes just before `wake` is set sends no
 message."""
-_LEAST_DEATHS = 2
-"""A grammar is not rejected before this many workers have died with its first mask: one may be killed by anything."""
 
 
 class _Step:
@@ -88,8 +85,6 @@ class Dispatcher:
         """Sequences that were edited, moved or failed since the last step."""
         self._holding: set[SequenceState] = set()
         """Sequences of a backend that holds the interpreter lock while it computes a mask."""
-        self._lost: dict[int, GuidedError] = {}
-        """Errors for `failures`, by sequence id."""
         self._deaths: Counter[str] = Counter()
         """Number of workers that died while they filled a first mask and no other row, by the grammar's key."""
         self.replays = 0
@@ -151,9 +146,8 @@ class Dispatcher:
         worker.close()
 
     def _fail(self, state: SequenceState, error: GuidedError) -> None:
-        """Fail a sequence for another reason than a worker's answer. `failures` reports it."""
+        """Fail a sequence for another reason than a worker's answer."""
         state.error = state.error or error
-        self._lost[state.sequence.sequence_id] = state.error
         self._changed.add(state)
 
     def close(self) -> None:
@@ -174,7 +168,6 @@ class Dispatcher:
 
     def free(self, sequence_ids: Collection[int]) -> None:
         for sequence_id in sequence_ids:
-            self._lost.pop(sequence_id, None)
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
                 self._late.discard(state)
@@ -192,12 +185,7 @@ class Dispatcher:
             state.changed_from = length if state.changed_from is None else min(state.changed_from, length)
             self._changed.add(state)
 
-    def failures(self) -> dict[int, GuidedError]:
-        self._handle_events()
-        lost, self._lost = self._lost, {}
-        return lost
-
-    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
         self._handle_events()
         previous = self._step
         same = sequences is previous.sequences and type(sequences) is tuple
@@ -205,14 +193,10 @@ class Dispatcher:
             step = self._step = _Step(sequences)
             step.parts = previous.parts
         else:
-            step, new_tokens = self._assign(sequences), None
-        if new_tokens is not None:
-            for part in step.parts:
-                part.send_tokens(new_tokens)
-        elif step.parts:
-            outputs = last_tokens(sequences)
-            for part in step.parts:
-                part.send_outputs(*outputs)
+            step = self._assign(sequences)
+        outputs = last_tokens(sequences)
+        for part in step.parts:
+            part.send_outputs(*outputs)
         send_all(self.workers)
 
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
@@ -246,7 +230,7 @@ class Dispatcher:
         if self._closed:
             self._fail(state, PoolUnavailable("the pool is shut down"))
             return
-        if self._deaths[state.grammar.key] >= max(_LEAST_DEATHS, self._max_replays + 1):
+        if self._deaths[state.grammar.key] > max(1, self._max_replays):  # one may be killed by anything
             error = WorkerDied("this constraint ended several mask workers with its first mask: it is rejected")
             error.retryable = False
             self._fail(state, error)

@@ -147,7 +147,7 @@ class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
 
 
 class Load(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
-    """Load a compiled grammar when a sequence of it is first filled. Sent before the first `Open` with its key."""
+    """Load a compiled grammar when a sequence of it is first filled. Sent before the `Open`s with its key."""
 
     key: str
     backend: str
@@ -157,7 +157,7 @@ class Load(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
 
 
 class Unload(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
-    """Drop grammars that are not used any more."""
+    """Drop grammars that the engine has not used for long. Open sequences keep theirs."""
 
     keys: list[str]
 
@@ -176,8 +176,6 @@ class Open(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
     request_id: str = ""
     budget: Budget | None = None
     """The constraint is completed within it."""
-    seconds: float = 0.0
-    """Estimate for this mask: slow rows are filled last."""
 
 
 class Edit(msgspec.Struct, array_like=True, tag=4, gc=False, frozen=True):

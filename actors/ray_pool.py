@@ -11,7 +11,7 @@ import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, as_completed, wait
 from dataclasses import replace
 from functools import partial
@@ -56,7 +56,7 @@ class RayPool(Dispatcher):
         self._supervisors: list[Supervisor] = []
         with contextlib.ExitStack() as undo:
             # Its processes take seconds to warm up, so they start before Ray.
-            self._compiler = Compiler(vocabulary, options, self._unload)
+            self._compiler = Compiler(vocabulary, options)
             undo.callback(self._compiler.close)
             self.cluster = Cluster.join(options.address)
             undo.callback(self.cluster.leave)
@@ -84,15 +84,8 @@ class RayPool(Dispatcher):
         for supervisor in self._supervisors:
             supervisor.join(max(0.0, deadline - time.monotonic()))
 
-    def _unload(self, keys: Collection[str]) -> None:
-        for worker in list(self.workers) if keys else ():
-            self.announce(partial(worker.unload, keys))
-
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         return self._compiler.compile(constraint, backends)
-
-    def release(self, grammar: Grammar) -> None:
-        self._compiler.release(grammar)
 
     def status(self) -> PoolStatus:
         return PoolStatus(
@@ -227,7 +220,8 @@ class Supervisor:
             channel.close()
             segment.close()
             raise
-        return WorkerConnection(f"mask worker {self.index}, pid {pid}", pid, channel, segment), is_local
+        name = f"mask worker {self.index}, pid {pid}"
+        return WorkerConnection(name, pid, channel, segment, self._options.max_cache_bytes), is_local
 
     def _record_end(self, cause: EndCause, message: str) -> None:
         self._causes[cause] += 1

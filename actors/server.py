@@ -41,7 +41,7 @@ from actors.protocol import (
     Unload,
 )
 from guided.backends import Backends
-from guided.backends.base import guard
+from guided.backends.base import CompiledGrammar, guard
 from guided.errors import BackendError, GuidedError, to_wire
 from guided.worker import MaskWorker
 
@@ -54,11 +54,21 @@ _Wanted = tuple[int, int]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class _Grammar:
+    """A grammar, for all sequences that are opened with it."""
+
+    source: Load | CompiledGrammar
+    """It is loaded when a sequence is first filled."""
+    seconds: float = SLOW_SECONDS
+    """What its quickest mask took, at most: an estimate for the first one of a sequence. Loading it is slow."""
+
+
 @dataclass(slots=True)
 class _Slot:
     """An open sequence."""
 
-    grammar: str
+    grammar: _Grammar
     request_id: str
     edit: int
     """The edit count of its output."""
@@ -105,8 +115,8 @@ class StepServer:
         self._quick: dict[int, _Wanted] = {}
         self._slow: dict[int, _Wanted] = {}
         """Requested masks by slot: those that are expected to be quick, in the order of the requests; the others."""
-        self._unloaded: dict[str, Load] = {}
-        """Grammars of which no sequence was filled yet."""
+        self._grammars: dict[str, _Grammar] = {}
+        """By key: those that may be opened."""
         self._filling: list[int | None] = [None, None]
         """The slot that each thread fills."""
         self._news = threading.Event()
@@ -197,7 +207,7 @@ class StepServer:
             choices = [self._slow]
         slots, avoided = self._slots, None if other is None else self._slots[other].grammar
         for rows in choices:
-            able = (slot for slot in rows if slots[slot].grammar != avoided)
+            able = (slot for slot in rows if slots[slot].grammar is not avoided)
             if rows is self._quick:
                 slot = next(able, None)
             else:  # the one that is expected to take least: a grammar is loaded before a row that is always slow
@@ -220,7 +230,9 @@ class StepServer:
                 state.edit = request.version // EDIT
                 self._want(request.slot, state, (request.version, -1))
             case Open():
-                state = _Slot(request.grammar, request.request_id, request.version // EDIT, request.seconds, [request])
+                parent = None if request.parent is None else self._slots.get(request.parent)
+                grammar = self._grammars[request.grammar] if parent is None else parent.grammar
+                state = _Slot(grammar, request.request_id, request.version // EDIT, grammar.seconds, [request])
                 self._slots[request.slot] = state
                 self._want(request.slot, state, (request.version, -1))
             case Free():
@@ -231,11 +243,10 @@ class StepServer:
                 else:
                     self._free(request.slot, request.version)
             case Load():
-                self._unloaded[request.key] = request
+                self._grammars[request.key] = _Grammar(request)
             case Unload():
                 for key in request.keys:
-                    self._unloaded.pop(key, None)
-                    self._worker.uninstall(key)
+                    del self._grammars[key]
 
     def _want_all(self, slots: NDArray[np.int32]) -> None:
         table = self._table
@@ -264,7 +275,7 @@ class StepServer:
         try:
             for change in changes:
                 if isinstance(change, Open):
-                    self._open(thread, change)
+                    self._open(thread, state.grammar, change)
                 else:
                     self._worker.edit(slot, change.start, change.tokens)
             known, length = self._worker.length(slot), target & POSITION
@@ -278,6 +289,7 @@ class StepServer:
             self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
         seconds = time.monotonic() - started
         state.seconds = self._seconds[slot] = seconds
+        state.grammar.seconds = min(state.grammar.seconds, seconds)
         if error is None:
             if slot in self._worker.steered:
                 table.status[slot] = STEERED
@@ -289,18 +301,17 @@ class StepServer:
         self._busy[thread] = IDLE
         self._filled[0] += 1
 
-    def _open(self, thread: int, opening: Open) -> None:
+    def _open(self, thread: int, grammar: _Grammar, opening: Open) -> None:
         """Open a matcher. For a grammar's first one: load the grammar, and its library if none has needed it before."""
-        load = self._unloaded.get(opening.grammar)
-        if load is not None:
+        load = grammar.source
+        if isinstance(load, Load):
             with guard(load.backend):
                 self._busy[thread] = IMPORTING
                 backend = self._backends[load.backend]
                 self._since[thread] = time.monotonic()
                 self._busy[thread] = opening.slot
-                self._worker.install(load.key, backend.load(load.constraint, load.dumped))
-            self._unloaded.pop(load.key, None)
-        self._worker.open(opening.slot, opening.grammar, opening.parent, opening.tokens, opening.budget)
+                grammar.source = load = backend.load(load.constraint, load.dumped)
+        self._worker.open(opening.slot, load, opening.parent, opening.tokens, opening.budget)
 
     def _wake_engine(self) -> None:
         if self._wake[0]:

@@ -59,9 +59,8 @@ def measure(rows: Sequence[tuple[CompiledGrammar, Document]], vocabulary: Vocabu
     table = np.zeros((len(rows), words(vocabulary.padded_vocab_size)), dtype=np.int32)
     matchers = [grammar.matcher() for grammar, _ in rows]
     worker = MaskWorker(vocabulary)
-    for row, (grammar, document) in enumerate(rows):
-        worker.install(document.name, grammar)
-        worker.open(row, document.name)
+    for row, (grammar, _) in enumerate(rows):
+        worker.open(row, grammar)
     taken: dict[str, list[float]] = {"adapter": [], "worker": []}
     for step in range(min(len(document.tokens) for _, document in rows)):
         new = [document.tokens[max(0, step - 1) : step] for _, document in rows]

@@ -117,8 +117,7 @@ def sample(vocabulary: Vocabulary, grammar: CompiledGrammar, source: random.Rand
         GuidedError: the row failed.
     """
     worker = MaskWorker(vocabulary)
-    worker.install("grammar", grammar)
-    worker.open(0, "grammar")
+    worker.open(0, grammar)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
     logits, generator = _logits(vocabulary, source), np.random.default_rng(source.getrandbits(32))
     text = b""

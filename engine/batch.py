@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -60,8 +59,6 @@ class Batch:
         self.copies = copies
         self.is_repeatable = True
         """The next step may use this object again."""
-        self.appended: NDArray[np.int32] | None = None
-        """int32 `[rows]`: the tokens of the last step with this object, if that is all that has changed since."""
         self.sequences = decodes
         """The sampled sequences. The row of each draft follows that of its sequence."""
         self.selected: list[int] | None = None

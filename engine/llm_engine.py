@@ -13,7 +13,6 @@ from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine.admission import Admission, Prompt
@@ -266,9 +265,8 @@ class LLMEngine:
         """Ask the post-processor for the masks of constrained rows, and announce the batch to the logits processors."""
         if batch.guided:
             started = time.perf_counter()
-            new_tokens = None if batch.appended is None else batch.appended[batch.guided_rows]
             self._prepared = batch
-            self.processor.prepare(batch.guided, batch.guided_rows, new_tokens)
+            self.processor.prepare(batch.guided, batch.guided_rows)
             self._preparing = time.perf_counter() - started
             self.stats.prepare_seconds += self._preparing
         self.logits_processors.begin(batch)
@@ -359,7 +357,6 @@ class LLMEngine:
         skipped = sampled.skipped
         others = skipped | batch.draft_rows
         any_ended = self._append_tokens(sampled, batch, others)
-        batch.appended = None if skipped or batch.drafted else np.array(sampled.token_ids, np.int32)
         for row, drafts in batch.drafted.items():
             if row not in skipped:
                 any_ended |= self._accept(batch.sequences[row], row, drafts, sampled)

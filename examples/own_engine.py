@@ -76,8 +76,6 @@ def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_
                 running.append(index)
             except GuidedError as error:
                 end(index, error)
-        for name, lost in processor.failures().items():  # a worker died between two steps
-            end(int(name), lost)
         for index in processor.decided() if running else list(late):  # late rows with a mask by now
             late.remove(index)
             running.append(index)

@@ -41,10 +41,10 @@ class _Member:
         self.sequences: Sequence[GuidedSequence] = ()
         self.error: GuidedError | None = None
         """It has raised in `prepare` or `apply` of this step."""
-        self._places: NDArray[np.intp] | None = None
-        """Places of its rows among those of the bundle. None: all."""
+        self._places: NDArray[np.intp] = np.empty(0, np.intp)
+        """Places of its rows among those of the bundle."""
         self.has_config = self._form("initialize", 3, 1) == 1
-        self._takes_rows = self._form("prepare", 3, 1) == 3
+        self._takes_rows = self._form("prepare", 2, 1) == 2
         self._takes_deadline = self._form("apply", 2, 1) == 2
         self._form("sampled", 3)
         if self.has_config:
@@ -68,22 +68,15 @@ class _Member:
     def select(self, sequences: Sequence[GuidedSequence]) -> None:
         """Select the member's rows of a new batch."""
         places = [place for place, one in enumerate(sequences) if self.handles(one)]
-        everything = len(places) == len(sequences)
-        self._places = None if everything else np.array(places, np.intp)
-        self.sequences = sequences if everything else tuple(sequences[place] for place in places)
+        self._places = np.array(places, np.intp)
+        self.sequences = tuple(sequences[place] for place in places)
 
     def handles(self, sequence: GuidedSequence) -> bool:
         return self.processor.all_rows or sequence.constrained
 
-    def prepare(self, logits_rows: Any, new_tokens: NDArray[np.int32] | None) -> None:
-        if not self._takes_rows:
-            self.processor.prepare(self.sequences)
-        elif self._places is None:
-            self.processor.prepare(self.sequences, logits_rows, new_tokens)
-        else:
-            rows = self._places if logits_rows is None else np.asarray(logits_rows, np.intp)[self._places]
-            tokens = None if new_tokens is None else new_tokens[self._places]
-            self.processor.prepare(self.sequences, rows, tokens)
+    def prepare(self, logits_rows: Any) -> None:
+        rows = self._places if logits_rows is None else np.asarray(logits_rows, np.intp)[self._places]
+        self.processor.prepare(self.sequences, *(rows,) if self._takes_rows else ())
 
     def apply(self, logits: torch.Tensor, deadline: float | None) -> ApplyReport:
         found: Any = self.processor.apply(logits, *(deadline,) if self._takes_deadline else ())
@@ -96,7 +89,7 @@ class _Member:
 
     def sampled(self, place: int, samples: Sequence[SequenceOutput | None]) -> SampledEdit | None:
         """Return the edit that `sampled` wants for one of the member's rows; None if there is none."""
-        sample = samples[place if self._places is None else self._places[place]]
+        sample = samples[self._places[place]]
         if sample is None:
             return None
         token = sample.output_token
@@ -163,10 +156,7 @@ class ProcessorBundle(LogitPostProcessor):
         return compiled
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        new_tokens: NDArray[np.int32] | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp] | Sequence[int] | None = None
     ) -> None:
         if sequences is not self._batch:
             self._open.update((sequence.sequence_id, sequence) for sequence in sequences)
@@ -177,7 +167,7 @@ class ProcessorBundle(LogitPostProcessor):
             member.error = None
             if member.sequences:
                 try:
-                    member.prepare(logits_rows, new_tokens)
+                    member.prepare(logits_rows)
                 except Exception as error:
                     member.error = member.failure("prepare", error)
 

@@ -200,9 +200,8 @@ def _values_of(root: Any) -> str:
 def _sample(budget: Budget, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:
     """Generate a random output, of printable characters if possible. It may end early, with `_END_CHANCE`."""
     worker = MaskWorker(vocabulary)
-    worker.install("sample", compiled.grammar)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
-    worker.open(0, "sample", budget=budget)
+    worker.open(0, compiled.grammar, budget=budget)
     stops, output = frozenset(vocabulary.stop_token_ids), list[int]()
     while True:
         if error := worker.fill(0, output[-1:], row):

@@ -35,8 +35,7 @@ class Compiled:
     backend: str
     grammar: CompiledGrammar
     seconds: float
-    mask_seconds: float
-    """Seconds that the first mask took. `seconds` includes them."""
+    """Includes the first mask."""
     nbytes: int
     """Growth of the process's memory during the compilation, including what other threads allocated meanwhile."""
 
@@ -81,10 +80,8 @@ def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compi
         if isinstance(error.__cause__, RecursionError):
             raise ConstraintTooLarge(f"{name} failed: the {constraint.kind} is nested too deep, or too long") from None
         raise
-    compiled = time.perf_counter()
     _check_first_mask(backends.vocabulary, grammar)
-    ended = time.perf_counter()
-    return Compiled(name, grammar, ended - started, ended - compiled, max(0, held_bytes() - before))
+    return Compiled(name, grammar, time.perf_counter() - started, max(0, held_bytes() - before))
 
 
 def is_about_backend(error: GuidedError) -> bool:
@@ -117,8 +114,7 @@ def conclusion(failed: Sequence[tuple[str, GuidedError]]) -> GuidedError:
 
 def _check_first_mask(vocabulary: Vocabulary, grammar: CompiledGrammar) -> None:
     worker = MaskWorker(vocabulary)
-    worker.install("first", grammar)
-    worker.open(0, "first")
+    worker.open(0, grammar)
     error = worker.fill(0, (), np.empty(words(vocabulary.padded_vocab_size), np.int32))
     if isinstance(error, DeadEnd):
         raise InvalidConstraint("no output satisfies this constraint with the model's vocabulary")

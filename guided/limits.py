@@ -162,7 +162,7 @@ class CompileLimits:
     grammar_bytes: int = 128 << 20
     """Size of one compiled grammar in each process that holds it."""
     wait_seconds: float = 30.0
-    """Maximum time that a constraint waits for a process, or for memory while no request releases any."""
+    """Maximum time that a constraint waits for a process, before it is refused with `CompileQueueFull`."""
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("processes", "memory_bytes", "grammar_bytes"), Range(1)),

@@ -85,10 +85,7 @@ class LogitPostProcessor:
         return None
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        new_tokens: NDArray[np.int32] | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp] | Sequence[int] | None = None
     ) -> None:
         """Start one step; return in microseconds. `apply` follows.
 
@@ -96,7 +93,6 @@ class LogitPostProcessor:
             sequences: the sequences of the batch, each at most once. While the batch does not change, pass the same
                 tuple object again: this is the fastest.
             logits_rows: the logits row of each sequence, all different. None: row i for sequence i.
-            new_tokens: int32 `[len(sequences)]`: see `MaskPool.submit`.
 
         Raises:
             ValueError: a sequence's request is not initialized, its grammar is still being compiled, or its id is used
@@ -156,7 +152,7 @@ class LogitPostProcessor:
         return []
 
     def failures(self) -> dict[str, GuidedError]:
-        """Return requests that lost a matcher between steps because its worker ended, each reported once."""
+        """Return requests that failed between two steps, each once. Others fail in the report of their next step."""
         return {}
 
     def rollback(self, sequence_id: int, length: int) -> None:
@@ -166,4 +162,4 @@ class LogitPostProcessor:
         """End one sequence of a request; the others continue. Idempotent."""
 
     def free(self, request_id: str) -> None:
-        """End a request, for whatever reason: close its matchers and release its grammar. Idempotent."""
+        """End a request, for whatever reason: close its matchers. Idempotent."""

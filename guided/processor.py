@@ -16,7 +16,6 @@ import numpy as np
 from guided.backends import candidates
 from guided.bitmask import pack, words
 from guided.constraint import Constraint
-from guided.errors import GuidedError
 from guided.kernel import apply_bitmask
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
@@ -71,10 +70,7 @@ class GuidedProcessor(LogitPostProcessor):
         return future
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        new_tokens: NDArray[np.int32] | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp] | Sequence[int] | None = None
     ) -> None:
         if self._prepared is not None:
             raise RuntimeError("prepare() was called twice without apply() between")
@@ -87,7 +83,7 @@ class GuidedProcessor(LogitPostProcessor):
                 self._open(unknown)
             self._opened = sequences if isinstance(sequences, tuple) else None
         self._logits_rows = None if logits_rows is None else np.asarray(logits_rows, np.intp)
-        self._pool.submit(sequences, new_tokens)
+        self._pool.submit(sequences)
         self._prepared = sequences
 
     def _open(self, sequences: Iterable[GuidedSequence]) -> None:
@@ -198,20 +194,10 @@ class GuidedProcessor(LogitPostProcessor):
     def decided(self) -> list[int]:
         return self._pool.decided()
 
-    def failures(self) -> dict[str, GuidedError]:
-        lost = self._pool.failures()
-        return {self._request_ids[each]: error for each, error in lost.items() if each in self._request_ids}
-
     def free(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        self._close(list(request.sequences))
-        request.future.add_done_callback(self._release)
-
-    def _release(self, compiled: Future[Grammar]) -> None:
-        if compiled.exception() is None:
-            self._pool.release(compiled.result())
+        if request is not None:
+            self._close(list(request.sequences))
 
     def rollback(self, sequence_id: int, length: int) -> None:
         self._pool.rollback(sequence_id, length)

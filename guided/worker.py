@@ -46,14 +46,13 @@ class _SlotState:
 
 
 class MaskWorker:
-    """Compiled grammars and open matchers for one vocabulary.
+    """Open matchers for one vocabulary.
 
     Every row is ANDed with the vocabulary's text tokens (and the special tokens that a structural tag names), and its
     stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._grammars: dict[str, CompiledGrammar] = {}
         self._slots: dict[int, _SlotState] = {}
         self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
@@ -73,18 +72,10 @@ class MaskWorker:
         """Slots in use."""
         return len(self._slots)
 
-    def install(self, key: str, grammar: CompiledGrammar) -> None:
-        """Make a compiled grammar available under `key`."""
-        self._grammars[key] = grammar
-
-    def uninstall(self, key: str) -> None:
-        """Drop a grammar; open matchers keep what they need of it."""
-        self._grammars.pop(key, None)
-
     def open(
         self,
         slot: int,
-        grammar: str,
+        grammar: CompiledGrammar,
         parent: int | None = None,
         tokens: Sequence[int] = (),
         budget: Budget | None = None,
@@ -103,20 +94,17 @@ class MaskWorker:
         except GuidedError as error:
             state.error = error
 
-    def _start(self, state: _SlotState, grammar: str, parent: int | None, budget: Budget | None) -> None:
+    def _start(self, state: _SlotState, grammar: CompiledGrammar, parent: int | None, budget: Budget | None) -> None:
         with _native:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
                 state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
                 state.permitted, state.rules = source.permitted, source.rules
-            elif grammar in self._grammars:
-                compiled = self._grammars[grammar]
-                state.matcher, state.rules = compiled.matcher(), compiled.rules
-                if compiled.special_token_ids:
-                    special = pack(compiled.special_token_ids, self._vocabulary.padded_vocab_size)
-                    state.permitted = self._permitted | special
             else:
-                raise BackendError(f"grammar {grammar} is not installed on this worker")
+                state.matcher, state.rules = grammar.matcher(), grammar.rules
+                if grammar.special_token_ids:
+                    special = pack(grammar.special_token_ids, self._vocabulary.padded_vocab_size)
+                    state.permitted = self._permitted | special
             if budget is not None:
                 if source is not None and source.budgeted is not None:
                     state.budgeted = source.budgeted.fork(budget)

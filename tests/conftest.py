@@ -7,9 +7,7 @@ before the others start.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +42,15 @@ CHAT_TEMPLATE = (
 )
 
 
-LONGEST = ("test_ray_loss.py", "test_ray_pool.py", "test_serve_app.py", "test_docs.py", "test_default_server.py")
+LONGEST = (
+    "test_ray_loss.py",
+    "test_ray_rejoin.py",
+    "test_two_nodes.py",
+    "test_serve_app.py",
+    "test_docs.py",
+    "test_default_server.py",
+    "test_server_faults.py",
+)
 WAITING = ("actors", "deploy", "examples", "faults", "server", "test_docs.py")
 """Where tests start servers and clusters, and mostly wait for them: the files that take minutes."""
 
@@ -147,11 +153,3 @@ def local_ray() -> Iterator[None]:
             cluster = Cluster.join()
         yield
         cluster.leave()
-
-
-@pytest.fixture
-def short_directory() -> Iterator[str]:
-    """For sockets: their paths are limited."""
-    directory = tempfile.mkdtemp(prefix="g", dir="/tmp")
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)

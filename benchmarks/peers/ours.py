@@ -38,13 +38,12 @@ class Guided(Way):
         self._late: set[int] = set()
         """Ids of sequences that wait for a late mask."""
         self._backend = ""
-        self._grammars: dict[tuple[str, str], Future[Grammar]] = {}  # never released: they stay compiled
+        self._grammars: dict[tuple[str, str], Future[Grammar]] = {}
         self._guided: dict[int, GuidedSequence] = {}
         self._batch: tuple[GuidedSequence, ...] = ()
         self._logits_rows: NDArray[np.intp] = np.empty(0, np.intp)
         self._changed = True
         """The batch is not that of the last step."""
-        self._new_tokens: NDArray[np.int32] | None = None
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         self._backend = backend
@@ -98,9 +97,9 @@ class Guided(Way):
             running = [sequence for sequence in sequences if sequence.id not in self._late]
             self._batch = tuple(self._guided[sequence.id] for sequence in running)
             self._logits_rows = np.array([sequence.row for sequence in running], np.intp)
-            self._changed, self._new_tokens = False, None
+            self._changed = False
         started = time.perf_counter()
-        self._processor.prepare(self._batch, self._logits_rows, self._new_tokens)
+        self._processor.prepare(self._batch, self._logits_rows)
         prepared = time.perf_counter() - started
         forward.start()
         logits = forward.wait()
@@ -135,6 +134,5 @@ class Guided(Way):
         return max(0.001, 0.05 * self._mean_step) if self._has_deadline else None
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
-        """The engine's sampler has the tokens as an array: that costs nothing here."""
-        self._new_tokens = np.array(tokens, np.int32)[self._logits_rows]
+        """The next `prepare` reads the outputs."""
         return 0.0

@@ -135,8 +135,6 @@ class CheckedMatcher(TextMatcher):
         self._tokens = tokens
         self._readings = readings
         """Of longer and longer parts of the output."""
-        self._text, self._spelled = b"", 0
-        """The text of the first tokens, and how many they are."""
 
     def accept_text(self, token_ids: list[int]) -> None:
         self._inner.accept_tokens(token_ids)
@@ -154,7 +152,6 @@ class CheckedMatcher(TextMatcher):
     def rollback_text(self, count: int) -> None:
         self._inner.rollback(count)
         del self._tokens[-count:]
-        self._text, self._spelled = b"", 0
         while self._readings[-1].length > len(self._tokens):
             del self._readings[-1]
 
@@ -172,9 +169,8 @@ class CheckedMatcher(TextMatcher):
         """Return why the output may not go on, or why it may not end though the library has it complete."""
         if self._readings[-1].length < len(self._tokens):
             with _native:
-                self._text += self._grammar.vocabulary.spelled(self._tokens[self._spelled :])
-                self._spelled = len(self._tokens)
-                self._readings.append(self._grammar.reader.read(self._readings[-1], self._text, self._spelled))
+                text = self._grammar.vocabulary.spelled(self._tokens)
+                self._readings.append(self._grammar.reader.read(self._readings[-1], text, len(self._tokens)))
         reading = self._readings[-1]
         if reading.complete or (reading.states and not self._inner.is_accepting()):
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,8 +12,7 @@ from guided import regex
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.regex_parser import parse
-from guided.schema.graph import REFERENCES, Node, SchemaGraph
-from guided.schema.keywords import listed
+from guided.schema.graph import Node, SchemaGraph
 
 _MARGIN = 24
 """Tokens that a JSON value can need beyond the estimate: an escape, the rest of a number, closing brackets."""
@@ -42,7 +40,7 @@ class Budget(NamedTuple):
     text_jump: int
     """Maximum jump of a token that is plain text within a JSON string."""
     hint: str = ""
-    """A text that is probably a short output. The matcher checks whether it is one."""
+    """A text that is probably a short output, if one is known. The matcher checks whether it is one."""
 
 
 def budget_of(constraint: Constraint, tokens: int) -> Budget:
@@ -87,50 +85,7 @@ def _of_schema(schema: Any) -> Budget:
     first = _size(graph.root, sizes) + _MARGIN
     jump = max((_size(node, sizes) for node in graph.nodes() if node is not graph.root), default=0) + _MARGIN
     has_patterns = re.search(r'"(pattern|patternProperties|format|propertyNames)":', json.dumps(schema))
-    return Budget(0, max(first, jump), jump, jump if has_patterns else 0, _written(_instance(graph.root, {})))
-
-
-def _written(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _instance(node: Node, known: dict[int, Any]) -> Any:
-    """Guess a short instance. A wrong guess does no harm.
-
-    Args:
-        known: the guesses for other subschemas, by `id` of the node.
-    """
-    if id(node) not in known:
-        known[id(node)] = 0  # for a recursive reference
-        values = listed(node.schema)
-        value = min(values, key=lambda each: len(_written(each))) if values else _combined(node, known)
-        if len(_written(value)) <= _MAX_HINT:  # parts recur: without a limit, a small schema has huge instances
-            known[id(node)] = value
-    return known[id(node)]
-
-
-def _combined(node: Node, known: dict[int, Any]) -> Any:
-    """Guess an instance by type. Of objects, those of the subschemas that apply too are merged into it."""
-    schema = node.schema
-    applied = [_instance(each, known) for keyword, each in node.same if keyword in ("allOf", *REFERENCES)]
-    for keyword in ("anyOf", "oneOf"):
-        options = [_instance(each, known) for name, each in node.same if name == keyword]
-        applied += [min(options, key=lambda value: len(_written(value)))] if options else []
-    kind, required = schema.get("type"), schema.get("required", ())
-    kind = kind[0] if isinstance(kind, list) else kind
-    parts = {part.path: _instance(part, known) for part in node.parts}
-    if kind == "object" or "properties" in schema:
-        names = dict.fromkeys([*filter(required.__contains__, schema.get("properties", ())), *required])
-        own = {name: parts.get(("properties", name), 0) for name in names}
-        return own | {name: value for each in applied if isinstance(each, dict) for name, value in each.items()}
-    if applied:
-        return applied[0]
-    if kind == "array":
-        item = parts.get(("items",), 0)
-        return [parts.get(("prefixItems", place), item) for place in range(min(schema.get("minItems", 0), 99))]
-    if kind == "string":
-        return "a" * schema.get("minLength", 0)
-    return {"null": None, "boolean": True}.get(kind, math.ceil(schema.get("minimum", 0)))
+    return Budget(0, max(first, jump), jump, jump if has_patterns else 0)
 
 
 def _size(node: Node, known: dict[int, int]) -> int:

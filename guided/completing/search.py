@@ -11,6 +11,7 @@ completion after this token is known and fits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -93,7 +94,28 @@ class Completions:
             return Completion(b"", ())
         hinted = self.checked(matcher, hint.encode()) if hint else None
         # Maximum number of tokens that the search for a sequence's first completion tries.
-        return hinted or self.find(matcher, Steps(1000))
+        found = hinted or self.find(matcher, Steps(4000))
+        return found and self._shortened(matcher, found)
+
+    def _shortened(self, matcher: Matcher, found: Completion) -> Completion:
+        """Leave out members of JSON objects, one by one, where the matcher accepts the rest."""
+        try:
+            value = json.loads(found.text)
+        except ValueError:  # other text
+            return found
+        parts = [value]
+        for part in parts:  # grows
+            for name in list(part) if isinstance(part, dict) else ():
+                members = dict(part)
+                del part[name]
+                text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+                shorter = self.checked(matcher, text.encode())
+                if shorter is None:
+                    part.clear()
+                    part.update(members)
+                found = shorter or found
+            parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return found
 
     def find(self, matcher: Matcher, steps: Steps) -> Completion | None:
         """Search for a short completion of `matcher`'s state, which does not change."""

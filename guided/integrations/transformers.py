@@ -107,8 +107,6 @@ class GuidedLogitsProcessor:
         """Number of tokens of the prompts."""
         self._rows: dict[int, _Row] = {}
         """By index. Rows without a constraint have none."""
-        self._step: tuple[list[int], tuple[GuidedSequence, ...]] | None = None
-        """The rows that need a mask, and their sequences. None: they have changed since the last step."""
         self._unused: list[int] = []
         """Ids of sequences to be freed after this step: until then, their matchers may be copied."""
         try:
@@ -148,7 +146,8 @@ class GuidedLogitsProcessor:
         self._ids = ids
         rows = self._collect()
         masked = scores.clone(memory_format=torch.contiguous_format)
-        apply_bitmask(masked, (self._bitmask[row] for row in rows), rows, _FLOOR)
+        masked[rows] = masked[rows].clamp_(min=_FLOOR)
+        apply_bitmask(masked, (self._bitmask[row] for row in rows), rows)
         self._mask_ended(scores, masked)
         return masked
 
@@ -182,10 +181,10 @@ class GuidedLogitsProcessor:
                 del output[length:]
                 self._processor.rollback(one.sequence_id, length)
                 if one.ended and not one.failed and self._text.issuperset(output):
-                    one.ended, self._step = False, None
+                    one.ended = False
             output.append(tokens[row])
-            if tokens[row] not in self._text and not one.ended:
-                one.ended, self._step = True, None
+            if tokens[row] not in self._text:
+                one.ended = True
         return True
 
     def _move(self, ids: NDArray[np.int64], stayed: list[bool]) -> bool:
@@ -200,7 +199,7 @@ class GuidedLogitsProcessor:
         }
         if None in parents.values():
             return False
-        dropped, self._rows, self._step = set(before), {}, None
+        dropped, self._rows = set(before), {}
         for row, parent in sorted(parents.items(), key=lambda pair: pair[0] != pair[1]):
             assert parent is not None
             self._rows[row] = before[parent] if parent in dropped else before[parent].copy()
@@ -210,12 +209,9 @@ class GuidedLogitsProcessor:
 
     def _collect(self) -> list[int]:
         """Write the masks of the rows into `_bitmask`. Returns the rows that have one."""
-        self._processor.failures()  # a lost sequence fails below, in its row
-        if self._step is None:
-            step = [(row, one) for row, one in self._rows.items() if not one.ended]
-            step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens
-            self._step = [row for row, _ in step], tuple(sequence for _, sequence in step)
-        rows, sequences = self._step
+        step = [(row, one) for row, one in self._rows.items() if not one.ended]
+        step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens
+        rows, sequences = [row for row, _ in step], tuple(one for _, one in step)
         failed = self._fill(rows, sequences)
         for sequence in sequences:
             sequence.parent_id = None
@@ -229,7 +225,6 @@ class GuidedLogitsProcessor:
                 raise _prefixed(error, f"row {row} of {len(self._bitmask)}") from error
             if error is not None:
                 self._rows[row].ended = self._rows[row].failed = True
-                self._step = None
                 self.failed.setdefault(row, error)
         return sorted(row for row in rows if not self._rows[row].ended)
 
@@ -264,7 +259,6 @@ class GuidedLogitsProcessor:
         self._unused += [one.sequence_id for one in self._rows.values()]
         self._free_unused()
         self._rows.clear()
-        self._step = None
         self._ids = np.empty((0, 0), np.int64)
 
     def _free_unused(self) -> None:

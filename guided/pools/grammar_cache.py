@@ -1,17 +1,19 @@
-"""Cache of compiled constraints: equal ones share one compilation, and their memory stays within bounds.
+"""Cache of compiled constraints: equal ones share one compilation, and its memory stays within bounds.
 
-An `InvalidConstraint` is cached too. A timeout or an internal error never is.
+An `InvalidConstraint` is cached too. A timeout or an internal error never is. A grammar that leaves the cache stays
+with the requests that use it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 
 from guided.constraint import Constraint
-from guided.errors import GuidedError, InvalidConstraint
+from guided.errors import InvalidConstraint
 from guided.pools.protocol import Grammar
 
 _LEAST_BYTES = 4096
@@ -24,100 +26,78 @@ def cache_key(constraint: Constraint, backends: Sequence[str]) -> str:
     return ":".join((constraint.key, *backends))
 
 
-@dataclass(slots=True)
-class Entry:
-    """One constraint: its future grammar, its number of users, and its size."""
+class LeastRecentlyUsed:
+    """Keys with sizes in bytes. While they have more than `max_bytes`, the least recently used one leaves.
 
-    future: Future[Grammar]
-    users: int = 1
-    nbytes: int = 0
-    """0: not known yet."""
-    refused: bool = False
-    """The constraint is invalid, and its error is cached."""
+    The newest one stays, whatever its size. Not thread-safe.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._total = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sizes
+
+    def use(self, key: str, nbytes: int) -> list[str]:
+        """Add a key, or note that it is used again. Returns the keys that leave."""
+        nbytes = max(nbytes, _LEAST_BYTES)
+        self._total += nbytes - self._sizes.pop(key, 0)
+        self._sizes[key] = nbytes
+        left: list[str] = []
+        while self._total > self._max_bytes and len(self._sizes) > 1:
+            oldest, size = self._sizes.popitem(last=False)
+            self._total -= size
+            left.append(oldest)
+        return left
 
 
 class GrammarCache:
-    """Reference-counted entries, bounded in bytes. Not thread-safe.
+    """The futures of compiled grammars. For any thread.
 
     Args:
-        max_bytes: total size of grammars and cached errors. Unused grammars take the part that the grammars in use
-            leave, at least a quarter; the least recently used ones are evicted. An unused grammar of more than a
-            quarter is not kept: it would evict many others.
+        max_bytes: total size of the grammars and errors that are kept (see `LeastRecentlyUsed`).
     """
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._quarter = max_bytes // 4
-        self._entries: dict[str, Entry] = {}
-        self._unused: OrderedDict[str, Entry] = OrderedDict()
-        """Entries without users, the least recently used first."""
-        self._unused_bytes = 0
-        self._used_bytes = 0
+        self._futures: dict[str, Future[Grammar]] = {}
+        self._kept = LeastRecentlyUsed(max_bytes)
+        """Keys of the futures that are done."""
+        self._lock = threading.RLock()  # a future may be done when its callback is added
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    @property
+    def compiling(self) -> int:
+        """Number of constraints that are being compiled, or wait for it."""
+        with self._lock:
+            return sum(not future.done() for future in self._futures.values())
 
-    def acquire(self, key: str) -> tuple[Future[Grammar], bool]:
-        """Add a user. Returns the future and whether it is new: then the caller must resolve it."""
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = Entry(Future())
-            return entry.future, True
-        if entry.refused:
-            self._unused.move_to_end(key)
-            return entry.future, False
-        if self._unused.pop(key, None) is not None:
-            self._unused_bytes -= entry.nbytes
-            self._used_bytes += entry.nbytes
-        entry.users += 1
-        return entry.future, False
+    def get(
+        self, constraint: Constraint, backends: Sequence[str], start: Callable[[str], Future[Grammar]]
+    ) -> Future[Grammar]:
+        """Return the future of a grammar.
 
-    def admit(self, grammar: Grammar, nbytes: int) -> list[str]:
-        """Count a compiled grammar of `nbytes` bytes, before its future is resolved. Returns the same as `release`."""
-        entry = self._entries.get(grammar.key)
-        if entry is None or entry.nbytes:
-            return []  # nothing to count, or counted before
-        entry.nbytes = max(nbytes, _LEAST_BYTES)
-        self._used_bytes += entry.nbytes
-        return self._evict()
+        Args:
+            start: called with the key, if there is none: starts the compilation and returns its future.
+        """
+        key = cache_key(constraint, backends)
+        with self._lock:
+            if (known := self._futures.get(key)) is not None and known.done():
+                self._use(key, known)
+            if key not in self._futures:
+                self._futures[key] = future = start(key)
+                future.add_done_callback(partial(self._use, key))
+                return future
+            return self._futures[key]
 
-    def fail(self, key: str, error: GuidedError) -> list[str]:
-        """Record that there is no grammar, before the future gets `error`. Returns the same as `release`."""
-        entry = self._entries.get(key)
-        if entry is None or entry.future.done():
-            return []
-        self._used_bytes -= entry.nbytes
-        if not isinstance(error, InvalidConstraint):
-            del self._entries[key]
-            return []
-        entry.users, entry.refused, entry.nbytes = 0, True, _LEAST_BYTES
-        return self._keep_unused(key, entry)
-
-    def release(self, grammar: Grammar) -> list[str]:
-        """Remove a user. Returns the keys of evicted grammars, which workers no longer need."""
-        entry = self._entries.get(grammar.key)
-        if entry is None or not entry.users:
-            return []
-        entry.users -= 1
-        if entry.users:
-            return []
-        self._used_bytes -= entry.nbytes
-        return self._keep_unused(grammar.key, entry)
-
-    def _keep_unused(self, key: str, entry: Entry) -> list[str]:
-        if entry.nbytes > self._quarter:
-            del self._entries[key]
-            return [key]
-        self._unused[key] = entry
-        self._unused_bytes += entry.nbytes
-        return self._evict()
-
-    def _evict(self) -> list[str]:
-        evicted: list[str] = []
-        room = max(self._max_bytes - self._used_bytes, self._quarter)
-        while self._unused_bytes > room:
-            key, entry = self._unused.popitem(last=False)
-            del self._entries[key]
-            self._unused_bytes -= entry.nbytes
-            evicted += [] if entry.refused else [key]
-        return evicted
+    def _use(self, key: str, future: Future[Grammar]) -> None:
+        """Note that a future is done, or used again. Forgets it if the same constraint may succeed next time."""
+        error = future.exception()
+        with self._lock:
+            if self._futures.get(key) is not future:
+                return
+            if error is not None and not isinstance(error, InvalidConstraint):
+                del self._futures[key]
+                return
+            for left in self._kept.use(key, 0 if error is not None else future.result().nbytes):
+                del self._futures[left]

@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from guided.bitmask import words
 from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError
-from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES, GrammarCache, cache_key
+from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES, GrammarCache
 from guided.pools.protocol import (
     MAX_FORCED_TOKENS,
     BackendStatus,
@@ -39,25 +40,20 @@ class InlinePool:
     """A `MaskPool` without processes: `compile()` compiles, `collect()` fills the masks.
 
     Args:
-        backends: tokenizer data to share with other pools.
         max_cache_bytes: size of the cache of compiled grammars (see `GrammarCache`).
         forced_tokens: look ahead where a mask allows only one token (`StepMasks.forced`).
     """
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        backends: Backends | None = None,
-        max_cache_bytes: int = DEFAULT_CACHE_BYTES,
-        forced_tokens: bool = False,
+        self, vocabulary: Vocabulary, max_cache_bytes: int = DEFAULT_CACHE_BYTES, forced_tokens: bool = False
     ) -> None:
         self._forced_tokens = forced_tokens
         self._vocabulary = vocabulary
-        self._backends = backends or Backends(vocabulary)
+        self._backends = Backends(vocabulary)
         self._cache = GrammarCache(max_cache_bytes)
         self._worker = MaskWorker(vocabulary)
-        self._grammars: dict[int, str] = {}
-        """Key of the grammar of each sequence that has no matcher yet. The worker's slots are sequence ids."""
+        self._grammars: dict[int, Grammar] = {}
+        """The grammar of each sequence that has no matcher yet. The worker's slots are sequence ids."""
         self._open: set[int] = set()
         self._step: Sequence[GuidedSequence] = ()
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
@@ -69,31 +65,31 @@ class InlinePool:
         return self._vocabulary
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        key = cache_key(constraint, backends)
-        future, new = self._cache.acquire(key)
-        if new:
-            try:
-                future.set_result(self._compile(constraint, backends, key))
-            except GuidedError as error:
-                for name in self._cache.fail(key, error):
-                    self._worker.uninstall(name)
-                future.set_exception(error)
+        return self._cache.get(constraint, backends, partial(self._compile, constraint, backends))
+
+    def _compile(self, constraint: Constraint, backends: Sequence[str], key: str) -> Future[Grammar]:
+        future: Future[Grammar] = Future()
+        try:
+            made = compile_constraint(self._backends, constraint, backends)
+        except GuidedError as error:
+            future.set_exception(error)
+        else:
+            grammar = made.grammar
+            future.set_result(
+                Grammar(
+                    key,
+                    made.backend,
+                    constraint,
+                    made.seconds,
+                    checked=grammar.checked,
+                    nbytes=made.nbytes,
+                    compiled=grammar,
+                )
+            )
         return future
 
-    def _compile(self, constraint: Constraint, backends: Sequence[str], key: str) -> Grammar:
-        compiled = compile_constraint(self._backends, constraint, backends)
-        grammar = Grammar(key, compiled.backend, constraint, compiled.seconds, checked=compiled.grammar.checked)
-        self._worker.install(key, compiled.grammar)
-        for evicted in self._cache.admit(grammar, compiled.nbytes):
-            self._worker.uninstall(evicted)
-        return grammar
-
-    def release(self, grammar: Grammar) -> None:
-        for key in self._cache.release(grammar):
-            self._worker.uninstall(key)
-
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
-        self._grammars[sequence.sequence_id] = grammar.key
+        self._grammars[sequence.sequence_id] = grammar
 
     def free(self, sequence_ids: Collection[int]) -> None:
         self._worker.free(sequence_ids)
@@ -105,7 +101,7 @@ class InlinePool:
         if length < self._worker.length(sequence_id):
             self._worker.edit(sequence_id, length, ())
 
-    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
         self._step = sequences
 
     def collect(self, deadline: float | None = None) -> StepMasks:
@@ -140,7 +136,9 @@ class InlinePool:
         slot, tokens = sequence.sequence_id, sequence.output_token_ids
         if slot in self._grammars:
             parent = sequence.parent_id if sequence.parent_id in self._open else None
-            self._worker.open(slot, self._grammars.pop(slot), parent, budget=sequence.budget)
+            grammar = self._grammars.pop(slot).compiled
+            assert grammar is not None
+            self._worker.open(slot, grammar, parent, budget=sequence.budget)
             self._open.add(slot)
         elif slot not in self._open:
             return BackendError(f"sequence {slot} is not open")
@@ -153,9 +151,6 @@ class InlinePool:
 
     def decided(self) -> list[int]:
         return []  # no row is ever late
-
-    def failures(self) -> dict[int, GuidedError]:
-        return {}  # the worker ends with its caller
 
     def status(self) -> PoolStatus:
         worker = WorkerStatus(0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0)

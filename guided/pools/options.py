@@ -87,10 +87,8 @@ class RayPoolOptions:
             was filling fails. None: 2 GiB or half of the machine's memory, whichever is less.
         forced_tokens: workers look ahead where a mask allows only one token (`StepMasks.forced`). For engines that call
             `LogitPostProcessor.sampled`; the engine of this project sets it (`EngineConfig.forced_tokens`).
-        max_cache_bytes: size of the cache of compiled grammars in each process. Unused grammars take the part that the
-            grammars in use leave.
-        max_compiling: maximum number of distinct constraints that are being compiled or queued. More are rejected with
-            `CompileQueueFull`.
+        max_cache_bytes: size of the cache of compiled grammars in each process. The least recently used ones leave it.
+            Those that sequences use stay in memory until then.
         compile_limits: limits on the resources of one compilation.
 
     Raises:
@@ -108,11 +106,10 @@ class RayPoolOptions:
     actor_memory_bytes: int | None = None
     forced_tokens: bool = False
     max_cache_bytes: int = DEFAULT_CACHE_BYTES
-    max_compiling: int = 256
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
     RANGES: ClassVar[Mapping[str, Range]] = {
-        **dict.fromkeys(("num_actors", "slots", "max_compiling"), Range(1)),
+        **dict.fromkeys(("num_actors", "slots"), Range(1)),
         **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus"), Range(0)),
         "mask_limit": Range(0.001),
         "actor_memory_bytes": Range(256 << 20),

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.backends.base import CompiledGrammar
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
@@ -35,10 +36,12 @@ class Grammar:
     """`time.monotonic()` of its end."""
     checked: tuple[str, ...] = ()
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
-    mask_seconds: float = 0.0
-    """Seconds that its first mask took when it was compiled: an estimate for the first mask of each sequence."""
+    nbytes: int = field(default=0, compare=False)
+    """Its size in memory, as measured when it was compiled."""
     dumped: bytes = field(default=b"", repr=False, compare=False)
     """The serialized grammar, for workers in other processes."""
+    compiled: CompiledGrammar | None = field(default=None, repr=False, compare=False)
+    """The grammar itself, for a worker in this process."""
 
 
 class ReadyMasks(NamedTuple):
@@ -140,7 +143,7 @@ def forced_runs(runs: NDArray[np.int32], rows: NDArray[np.intp]) -> dict[int, li
 
 
 class MaskPool(Protocol):
-    """Workers that compute masks. All methods but `release` and `status` are called from one thread, the engine's."""
+    """Workers that compute masks. All methods but `status` are called from one thread, the engine's."""
 
     @property
     def vocabulary(self) -> Vocabulary: ...
@@ -151,9 +154,6 @@ class MaskPool(Protocol):
         The future may end with `InvalidConstraint`, `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or
         `BackendError`.
         """
-
-    def release(self, grammar: Grammar) -> None:
-        """Drop one use of `grammar` (each `compile` counts one). An unused grammar may be evicted. From any thread."""
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         """Add a sequence. Its matcher is opened on a worker when the sequence is first submitted.
@@ -171,13 +171,11 @@ class MaskPool(Protocol):
         Not needed for an output that is only shorter. Unknown ids are ignored.
         """
 
-    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
         """Send one step's new tokens to the workers; return in microseconds. One `collect` follows.
 
         Args:
             sequences: open sequences, each at most once. A tuple that is passed again, the same object, costs least.
-            new_tokens: int32 `[len(sequences)]`, if `sequences` is the tuple of the previous step and each sequence
-                has exactly one more token since: that token. Optional; the pool then does not read the outputs.
         """
 
     def collect(self, deadline: float | None = None) -> StepMasks:
@@ -193,9 +191,6 @@ class MaskPool(Protocol):
 
         Called between `collect` and `submit`. Returned again until they are submitted again, unchanged.
         """
-
-    def failures(self) -> dict[int, GuidedError]:
-        """Return open sequences that were lost since the last call because their worker ended, each once."""
 
     def status(self) -> PoolStatus:
         """Return a snapshot; from any thread."""

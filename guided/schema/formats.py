@@ -87,15 +87,3 @@ FORMATS = _formats()
 all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. The limit of the whole length
 follows from those of the parts: of the eight labels of a hostname (253 characters), only the first may have 63
 characters, the others 24. (Source: RFC 3339, 5321, 1123, 2673, 4291, 6901, 3986, 3987, 6570, 4122.)"""
-NECESSARY = {
-    "date": r"^\d{4}-\d\d-\d\d$",
-    "date-time": r"^\d{4}-\d\d-\d\d[Tt ]\d",
-    "time": r"^\d+:\d",
-    "duration": "^P",
-    "email": "@",
-    "ipv4": r"^\d+\.\d+\.\d+\.\d+$",
-    "ipv6": "^[^@/]*:",
-    "uri": "^[A-Za-z][A-Za-z0-9+.-]*:",
-    "uuid": "^[0-9A-Fa-f-]+$",
-}
-"""Format -> a pattern that each of its values matches, for any validator. `not` excludes all strings that match."""

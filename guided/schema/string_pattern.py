@@ -15,7 +15,7 @@ from guided import automaton, regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.regex import UNIVERSE, Chars, Node, Repeat, Sequence
 from guided.regex_parser import parse, parse_search, width
-from guided.schema.formats import FORMATS, NECESSARY
+from guided.schema.formats import FORMATS
 from guided.schema.keywords import Schema, listed, types_of
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
@@ -131,7 +131,7 @@ def _whole(node: Node) -> str:
 
 
 def _strings(schema: Schema, *, exact: bool = False) -> Node:
-    """Return the strings that satisfy `schema`. `exact`: all of them (our patterns of a `format` match fewer)."""
+    """Return the strings that satisfy `schema`. `exact`: all of them, or refuse."""
     if schema is True or schema == {}:
         return _ANY
     if isinstance(schema, dict) and "string" in types_of(schema):
@@ -140,7 +140,7 @@ def _strings(schema: Schema, *, exact: bool = False) -> Node:
             return regex.choice(literals)
         if schema.keys() == {"anyOf"}:
             return regex.choice(_strings(part, exact=exact) for part in schema["anyOf"])
-        formats = NECESSARY if exact else FORMATS
+        formats = {} if exact else FORMATS  # our patterns match fewer strings
         if schema.keys() <= {"type", "pattern", "minLength", "maxLength", "format"}:
             pattern = schema.get("pattern", formats.get(schema.get("format", "")))
             if not {"pattern", "format"} <= schema.keys() and ("format" not in schema or pattern is not None):

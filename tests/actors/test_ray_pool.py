@@ -1,4 +1,4 @@
-"""The Ray pool beyond the contract: what of it can be reached, other nodes, shutting down."""
+"""The Ray pool beyond the contract: what of it can be reached, shutting down."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(BYTES, num_actors=1, max_cache_bytes=0)
+    pool = RayPool(BYTES, num_actors=1)
     yield pool
     pool.shutdown()
 
@@ -167,75 +167,3 @@ def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch:
     monkeypatch.setattr(processes, "package_version", lambda: "0.0.1")
     with pytest.raises(PoolUnavailable, match=r"has version .* of guided, and this process 0\.0\.1: install the same"):
         RayPool(BYTES, num_actors=1)
-
-
-TWO_NODES = """
-import tempfile, time
-import numpy as np
-import psutil
-import ray
-from byte_vocabulary import BYTES, WORDS, allowed, tokens
-from driven_pool import copy_masks, until
-from ray_clusters import cluster_in
-from actors import RayPool, ray_pool
-from engine.server.commands import doctor
-from engine.server.options import ServeOptions
-from guided.constraint import Constraint
-from guided.errors import PoolUnavailable
-from guided.pools.options import RayPoolOptions
-from guided.sequence import GuidedSequence
-
-with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
-    cluster = cluster_in(directory)
-    other = cluster.add_node(num_cpus=1, resources={"guided_mask": 2}, labels={"pool": "masks"})
-    pool = RayPool(BYTES, num_actors=2, address=cluster.address, placement="spread", actor_cpus=0)
-    until(lambda: all(worker.state == "up" for worker in pool.status().workers), 120)
-    assert len({psutil.Process(worker.pid).ppid() for worker in pool.status().workers}) == 2, "one of each raylet"
-    grammar = pool.compile(Constraint.regex("ab+"), ("llguidance",)).result(60)
-    sequences = [GuidedSequence("request", each, tokens("a")) for each in range(4)]
-    for sequence in sequences:
-        pool.open(sequence, grammar)
-    bitmask = np.zeros((4, WORDS), np.int32)
-    pool.submit(sequences)
-    copy_masks(pool.collect(), bitmask)
-    print([allowed(row) for row in bitmask])
-    pool.shutdown()
-
-    reserved = dict(num_actors=2, address=cluster.address, actor_cpus=0.4)
-    for placement, cpus in (("guided_mask", 0.4), ("pool=masks", 0.4), ("pool=masks", 0)):
-        pool = RayPool(BYTES, placement=placement, **{**reserved, "actor_cpus": cpus})
-        until(lambda: all(worker.state == "up" for worker in pool.status().workers), 120)
-        print(placement, {worker.node_id for worker in pool.status().workers} == {other.node_id})
-        pool.shutdown()
-    for wrong in ({"placement": "nonesuch"}, {"num_actors": 5}):
-        started = time.monotonic()
-        try:
-            RayPool(BYTES, **{**reserved, **wrong})
-        except PoolUnavailable as error:
-            print(error, "after seconds" if time.monotonic() - started < 30 else "too late")
-    assert not ray.is_initialized()
-    given = RayPoolOptions(address=cluster.address)
-    finding = next(each for each in doctor.examine(ServeOptions(ray=given)) if each.subject == "Ray")
-    print(finding.level, finding.text)
-
-    # There is room for the other pool's three actors, but not before the first one has ended.
-    ray_pool.CALL_SECONDS = 1.0
-    first = RayPool(BYTES, **{**reserved, "num_actors": 1})
-    pool = RayPool(BYTES, **reserved)
-    print([worker.state for worker in pool.status().workers].count("up"), "of 2 actors are up")
-    first.shutdown()
-    until(lambda: all(worker.state == "up" for worker in pool.status().workers), 120)
-    pool.shutdown()
-    cluster.shutdown()
-"""
-
-
-def test_a_cluster_of_two_nodes_is_joined_and_used() -> None:
-    lines = run(TWO_NODES).splitlines()
-    assert lines[0] == "['b', 'b', 'b', 'b']"
-    assert lines[1:4] == ["guided_mask True", "pool=masks True", "pool=masks True"]
-    assert "no node of the Ray cluster has the resource of placement 'nonesuch' after seconds" in lines[4]
-    assert "reserves 0.4 CPU for each of 5 mask actors, and the nodes of placement 'local' have 1 CPU" in lines[5]
-    assert "lower num_actors, actor_cpus or the amount in placement after seconds" in lines[5]
-    assert lines[6].startswith("error the pool reserves 1 CPU for each of 2")  # guided doctor
-    assert lines[7:] == ["1 of 2 actors are up"]

@@ -40,7 +40,7 @@ class Own(LogitPostProcessor):
         self.decide = decide
         self.max_rollback = max_rollback
 
-    def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None, new_tokens: Any = None) -> None:
+    def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None) -> None:
         self.sequences = sequences
 
     def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:

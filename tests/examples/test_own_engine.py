@@ -116,4 +116,3 @@ def test_a_fault_ends_its_request_and_no_other(
     assert [request.error is None for request in found] == [True, False, True, True]
     assert [texts(vocabulary, found)[index] for index in (0, 2)] == [undisturbed[index] for index in (0, 2)]
     assert set(pool.opened) == pool.freed
-    assert pool.released == len(pool.freed)

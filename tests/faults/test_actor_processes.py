@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 from byte_vocabulary import BYTES
-from driven_pool import DrivenPool, freeze, placement, until
+from driven_pool import DrivenPool, freeze, gone, placement, until
 
 from actors import RayPool, processes
-from guided.errors import GuidedError, MaskTimeout, WorkerDied
+from guided.errors import MaskTimeout, WorkerDied
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +72,13 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
     until(lambda: not psutil.pid_exists(pid))
 
 
-def test_an_idle_actors_death_is_reported_between_steps(driven: DrivenPool) -> None:
+def test_an_idle_actors_death_ends_its_sequences(driven: DrivenPool) -> None:
     sequences = driven.open("sound", number=4)
     driven.go_on(sequences)
     victim, lost = next(iter(placement(driven.pool).items()))
     (before,) = [worker for worker in driven.pool.status().workers if worker.pid == victim]
     os.kill(victim, signal.SIGKILL)
-    failures: dict[int, GuidedError] = {}
-    until(lambda: bool(failures.update(driven.pool.failures()) or failures))
-    assert set(failures) == lost
+    gone(victim)
     driven.go_on(sequences, 2)
     assert set(driven.errors) == lost
     until(driven.all_up)

@@ -71,7 +71,7 @@ def payload(entry: dict[str, Any]) -> Any:
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
     limits = CompileLimits(processes=2, seconds=SECONDS)
-    compiler = Compiler(BYTES, RayPoolOptions(compile_limits=limits), lambda keys: None)
+    compiler = Compiler(BYTES, RayPoolOptions(compile_limits=limits))
     compiler.compile(Constraint.regex("a"), ["llguidance"]).result(120)
     yield compiler
     compiler.close()

@@ -10,10 +10,7 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import ray_clusters
+from driven_pool import assert_all_end, family_of
 from faulty_backend import ADAPTER, NAME, environment
 from hosting import WAIT, Hosted, events_in, hosted, read_to_the_end
 from serving import ServerProcess, serving, sse, wait_until
@@ -119,17 +116,13 @@ class TestEveryError:
         assert [server.metric(name, **labels) for name, labels in counters] == [count + 2 for count in before]
 
     @pytest.mark.parametrize("code", ["dead_end", "worker_died"])
-    def test_after_it_an_event_and_the_end(self, server: Hosted, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        reported, before = threading.Event(), server.metric("guided_generation_tokens_total")
+    def test_after_it_an_event_and_the_end(self, server: Hosted, code: str) -> None:
+        def fails(sequence: int, position: int) -> bool:
+            if position == 5:
+                server.pool.lose(sequence, errors_by_code(GuidedError)[code]("told to"))
+            return False
 
-        def failures() -> dict[int, GuidedError]:
-            open_now = [each for each in server.pool.opened if each not in server.pool.freed]
-            if reported.is_set() or not open_now or server.metric("guided_generation_tokens_total") == before:
-                return {}
-            reported.set()
-            return {open_now[0]: errors_by_code(GuidedError)[code]("told to")}
-
-        monkeypatch.setattr(server.pool, "failures", failures)
+        server.pool.fails = fails
         answer = server.post(regex=LONG, max_tokens=None, stream=True)
         assert answer.status_code == 200
         *_, last = sse(answer.text)
@@ -198,14 +191,12 @@ class TestClientsThatGo:
     def test_while_its_grammar_is_compiled(self, server: Hosted, stream: bool) -> None:
         server.pool.opened.clear()
         server.pool.hold_compiles = True
-        released = server.pool.released
         client = server.connect(regex="[a-f]{30}", stream=stream)
         wait_until(lambda: server.engine.health().num_waiting_for_grammar == 1)
         client.close()
         server.wait_empty()
         server.pool.finish_compiles()
         server.pool.hold_compiles = False
-        wait_until(lambda: server.pool.released == released + 1)
         assert not server.pool.opened, "the request of the disconnected client was never opened"
 
     def test_while_it_waits_in_the_queue(self, server: Hosted) -> None:
@@ -303,18 +294,6 @@ class TestActors:
         assert self.post(real, regex="[0-9]{4}").status_code == 200
 
 
-def family_of(pid: int) -> list[psutil.Process]:
-    """Return the descendants of a process, except the cleanup processes, which must outlive it."""
-    found = psutil.Process(pid).children(recursive=True)
-    return [process for process in found if "guided-cleanup" not in process.cmdline()]
-
-
-def assert_all_end(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
-    left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert not left, [process.cmdline() for process in left]
-
-
 def test_a_server_killed_in_mid_stream(real: ServerProcess) -> None:
     """The last one with this server."""
     wait_up(real)
@@ -330,46 +309,5 @@ def test_a_server_killed_in_mid_stream(real: ServerProcess) -> None:
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
     real.process.wait(SECONDS)
-    assert_all_end(family)
+    assert_all_end(family, SECONDS)
     wait_until(lambda: not os.listdir(directory), SECONDS)
-
-
-ENGINE = """
-import sys, time
-from byte_vocabulary import BYTES
-from actors import RayPool
-
-pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], placement="spread", actor_cpus=0.25)
-while not all(worker.pid for worker in pool.status().workers):
-    time.sleep(0.1)
-print(*[worker.pid for worker in pool.status().workers], flush=True)
-time.sleep(600)
-"""
-
-
-def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
-    """The actors are on the engine's node and on another one. The cluster itself stays."""
-    start: dict[str, Any] = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-m", "ray_clusters", short_directory, "2"]
-    cluster = subprocess.Popen(command, **start, env=ray_clusters.environment(TMPDIR=short_directory))
-    engine: subprocess.Popen[Any] | None = None
-    try:
-        address = cluster.stdout.readline().strip()
-        scratch = Path(short_directory, "e")
-        scratch.mkdir()
-        command = [sys.executable, "-c", ENGINE, address]
-        engine = subprocess.Popen(command, **start, env=ray_clusters.environment(TMPDIR=str(scratch)))
-        actors = [psutil.Process(int(pid)) for pid in engine.stdout.readline().split()]
-        assert len({actor.ppid() for actor in actors}) == 2, "each raylet has started one"
-        family = [*actors, *family_of(engine.pid)]
-        engine.kill()
-        engine.wait(SECONDS)
-        assert_all_end(family)
-        assert not list(scratch.glob("guided-*")), "only a local Ray has files"
-        raylets = [each for each in psutil.Process(cluster.pid).children(recursive=True) if each.name() == "raylet"]
-        assert len(raylets) == 2
-    finally:
-        if engine is not None:
-            engine.kill()
-            engine.communicate()
-        cluster.communicate(timeout=SECONDS)

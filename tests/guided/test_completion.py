@@ -59,7 +59,7 @@ class Generator:
         self.vocabulary = vocabulary
         self.constraint = constraint
         self.worker = MaskWorker(vocabulary)
-        self.worker.install("g", compile_constraint(Backends(vocabulary), constraint, [backend]).grammar)
+        self.grammar = compile_constraint(Backends(vocabulary), constraint, [backend]).grammar
         self.row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
 
     def mask(self, slot: int, new: list[int]) -> list[int] | GuidedError:
@@ -69,7 +69,7 @@ class Generator:
     def generate(self, budget: int, seed: int) -> tuple[str, bool] | GuidedError:
         """The text and whether a mask was restricted."""
         slot, chance = next(_slots), random.Random(seed)
-        self.worker.open(slot, "g", budget=budget_of(self.constraint, budget))
+        self.worker.open(slot, self.grammar, budget=budget_of(self.constraint, budget))
         output: list[int] = []
         while len(output) < budget:
             mask = self.mask(slot, output[-1:])
@@ -112,7 +112,7 @@ def test_outputs_fit_and_satisfy_the_constraint(vocabulary: Vocabulary, name: st
 
 def compile_accepts(one: Generator, text: str) -> bool:
     slot = next(_slots)
-    one.worker.open(slot, "g", tokens=one.vocabulary.encode(text))
+    one.worker.open(slot, one.grammar, tokens=one.vocabulary.encode(text))
     mask = one.mask(slot, [])
     return not isinstance(mask, GuidedError) and one.vocabulary.stop_token_ids[0] in mask
 

@@ -90,17 +90,6 @@ def test_misuse_is_an_error() -> None:
         subject.prepare([good])
 
 
-def test_a_grammar_is_released_once_it_is_compiled() -> None:
-    pool = FaultyPool(LETTERS)
-    pool.hold_compiles = True
-    subject = GuidedProcessor(pool)
-    subject.initialize("r", Constraint.choice(["a"]))
-    subject.free("r")
-    assert pool.released == 0
-    pool.finish_compiles()
-    assert pool.released == 1
-
-
 def test_masks_can_be_collected_instead_of_applied() -> None:
     pool = FaultyPool(LETTERS)
     pool.fails = lambda sequence_id, position: sequence_id == 1

@@ -28,8 +28,8 @@ class Filled:
 
     def __init__(self, grammar: ScriptedGrammar | None = None) -> None:
         self.worker = MaskWorker(VOCABULARY)
-        self.worker.install("g", grammar or ScriptedGrammar(SENTENCES))
-        self.worker.open(SLOT, "g")
+        self.grammar = grammar or ScriptedGrammar(SENTENCES)
+        self.worker.open(SLOT, self.grammar)
         self.bitmask = np.full((3, words(VOCABULARY.padded_vocab_size)), -1, np.int32)
 
     def mask(self, *tokens: int) -> list[int]:
@@ -62,19 +62,11 @@ class Panic(BaseException):
 @pytest.mark.parametrize("failure", [ValueError("the library raised"), Panic("the library panicked")])
 def test_a_library_that_raises_ends_its_slot_and_no_other(failure: BaseException) -> None:
     filled = Filled(ScriptedGrammar(SENTENCES, fail_at=2, failure=failure))
-    filled.worker.open(1, "g")
+    filled.worker.open(1, filled.grammar)
     error = filled.worker.fill(1, [1, 2], filled.bitmask[0])
     assert isinstance(error, BackendError)
     assert filled.mask(6) == [6]
     assert filled.worker.fill(1, [], filled.bitmask[0]) is error
-
-
-def test_an_unknown_grammar_is_a_failure_not_an_unmasked_row() -> None:
-    filled = Filled()
-    filled.worker.uninstall("g")
-    assert filled.mask() == [1, 6]
-    filled.worker.open(8, "g")
-    assert isinstance(filled.worker.fill(8, [], filled.bitmask[1]), BackendError)
 
 
 @settings(max_examples=60)

@@ -51,6 +51,18 @@ def compile_pids() -> list[int]:
     return [each.pid for each in found if each.pid in program and each.ppid() in program]
 
 
+def family_of(pid: int) -> list[psutil.Process]:
+    """Return the descendants of a process, except the cleanup processes, which must outlive it."""
+    found = psutil.Process(pid).children(recursive=True)
+    return [process for process in found if "guided-cleanup" not in process.cmdline()]
+
+
+def assert_all_end(processes: list[psutil.Process], seconds: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not left, [process.cmdline() for process in left]
+
+
 def placement(pool: RayPool) -> dict[int, set[int]]:
     """Return the ids of the open sequences of each actor that is up, by its pid."""
     return {each.pid: {state.sequence.sequence_id for state in each.sequences.values()} for each in pool.workers}
@@ -121,4 +133,3 @@ class DrivenPool:
         self._sequences.clear()
         self.errors.clear()
         until(self.all_up, WAIT)
-        self.pool.failures()

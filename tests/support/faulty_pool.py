@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 import numpy as np
-from numpy.typing import NDArray
 
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, WorkerDied
@@ -20,7 +19,7 @@ class FaultyPool(InlinePool):
     """An `InlinePool` that fails rows, or makes them late, as told.
 
     `fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often `decided` is called
-    before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures of
+    before a row's mask is there; `lose` loses an open sequence; with `hold_compiles` the futures of
     `compile` stay open until `finish_compiles`.
     """
 
@@ -37,7 +36,6 @@ class FaultyPool(InlinePool):
         self.parents: list[int | None] = []
         """Of each opened sequence."""
         self.freed: set[int] = set()
-        self.released = 0
         self._held: list[tuple[Future[Grammar], Future[Grammar]]] = []
         self._lost: dict[int, GuidedError] = {}
         self._rows: Sequence[GuidedSequence] = ()
@@ -59,10 +57,6 @@ class FaultyPool(InlinePool):
                 held.set_exception(error)
         self._held.clear()
 
-    def release(self, grammar: Grammar) -> None:
-        self.released += 1
-        super().release(grammar)
-
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         self.opened.append(sequence.sequence_id)
         self.parents.append(sequence.parent_id)
@@ -75,9 +69,9 @@ class FaultyPool(InlinePool):
             self._asked.pop(sequence_id, None)
         super().free(sequence_ids)
 
-    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
         self._rows = sequences
-        super().submit(sequences, new_tokens)
+        super().submit(sequences)
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         step = super().collect(deadline)
@@ -86,6 +80,8 @@ class FaultyPool(InlinePool):
             position = len(sequence.output_token_ids)
             if self.fails(sequence.sequence_id, position):
                 step.failed[row] = BackendError("told to fail")
+            elif sequence.sequence_id in self._lost:
+                step.failed[row] = self._lost[sequence.sequence_id]
             elif row not in step.failed and self._is_late(sequence.sequence_id, position, deadline is None):
                 late.append(row)
         return without_rows(step, late)
@@ -102,14 +98,10 @@ class FaultyPool(InlinePool):
     def decided(self) -> list[int]:
         for sequence_id in self.late:
             self.late[sequence_id] -= 1
-        return [sequence_id for sequence_id, looks in self.late.items() if looks <= 0]
+        return [sequence_id for sequence_id, looks in self.late.items() if looks <= 0 or sequence_id in self._lost]
 
-    def lose(self, sequence_id: int) -> None:
-        self._lost[sequence_id] = WorkerDied("told to die")
-
-    def failures(self) -> dict[int, GuidedError]:
-        lost, self._lost = self._lost, {}
-        return lost
+    def lose(self, sequence_id: int, error: GuidedError | None = None) -> None:
+        self._lost[sequence_id] = error or WorkerDied("told to die")
 
 
 def without_rows(step: StepMasks, late: Collection[int]) -> StepMasks:

@@ -1,7 +1,7 @@
 """Clusters of Ray on this machine, and programs in processes of their own: a process may join one cluster only.
 
-As a program it runs a cluster in the directory `sys.argv[1]` with `sys.argv[2]` nodes, and prints its address. It ends
-the cluster after a line of its input, and starts it again, at the same address, after another.
+As a program it runs a cluster in the directory `sys.argv[1]` with `sys.argv[2]` nodes, and prints its address. A line
+of its input replaces the second node (`lose`), ends the cluster (`down`), or starts it again with its address (`up`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+MASKS: dict[str, Any] = {"num_cpus": 1, "resources": {"guided_mask": 2}, "labels": {"pool": "masks"}}
+"""Every node but the first."""
 PATHS = [str(ROOT), str(ROOT / "tests" / "support" / "startup"), str(ROOT / "tests" / "support")]
 
 
@@ -42,17 +44,27 @@ def cluster_in(directory: str, **head: Any) -> Any:
 
 def main() -> None:
     head: dict[str, Any] = {}
-    while True:
-        cluster = cluster_in(sys.argv[1], **head)
-        for _ in range(1, int(sys.argv[2])):
-            cluster.add_node(num_cpus=1)
-        head["gcs_server_port"] = int(cluster.address.rpartition(":")[2])
-        print(cluster.address, flush=True)
-        sys.stdin.readline()
-        cluster.shutdown()
-        print("down", flush=True)
-        if not sys.stdin.readline():
-            return
+    cluster = start(head)
+    for line in sys.stdin:
+        if line == "lose\n":
+            cluster.remove_node(*cluster.worker_nodes, allow_graceful=False)
+            cluster.add_node(**MASKS)
+        elif line == "down\n":
+            cluster.shutdown()
+        elif line == "up\n":
+            cluster = start(head)
+        print("done", flush=True)
+    cluster.shutdown()
+
+
+def start(head: dict[str, Any]) -> Any:
+    """Start the cluster of this program, and print its address. It gets the same address again."""
+    cluster = cluster_in(sys.argv[1], **head)
+    for _ in range(1, int(sys.argv[2])):
+        cluster.add_node(**MASKS)
+    head["gcs_server_port"] = int(cluster.address.rpartition(":")[2])
+    print(cluster.address, flush=True)
+    return cluster
 
 
 if __name__ == "__main__":

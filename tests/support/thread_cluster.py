@@ -18,7 +18,6 @@ from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
 from actors.protocol import IDLE, Channel, Segment, attach, connect, hang_up
 from actors.server import StepServer
-from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
 from guided.constraint import Constraint
 from guided.errors import GuidedError, MaskTimeout, WorkerDied
@@ -36,30 +35,43 @@ _living: list[ThreadActor] = []
 class ConnectedPair:
     """Both ends of a channel, and the slot table between them."""
 
-    def __init__(self, *, slots: int = 8, index: int = 0) -> None:
+    def __init__(self, *, slots: int = 8, index: int = 0, max_cache_bytes: int = 1 << 20) -> None:
         self.segment = Segment(slots, WORDS)
         self.channel = Channel()
         self.end = connect(self.channel.path)
         assert self.channel.accept(10)
-        self.connection = WorkerConnection(f"mask worker {index}", os.getpid(), self.channel, self.segment)
+        name = f"mask worker {index}"
+        self.connection = WorkerConnection(name, os.getpid(), self.channel, self.segment, max_cache_bytes)
+
+
+class ScriptedBackend:
+    """Loads grammars by the names that their `dumped` has."""
+
+    def __init__(self, grammars: Mapping[str, CompiledGrammar]) -> None:
+        self._grammars = grammars
+        self.loaded: list[str] = []
+
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+        self.loaded.append(dumped.decode())
+        return self._grammars[dumped.decode()]
 
 
 class ThreadActor:
     """A worker with grammars, served by a `StepServer` for as long as the test runs."""
 
-    def __init__(self, grammars: Mapping[str, CompiledGrammar], *, slots: int = 8, index: int = 0) -> None:
-        self.pair = ConnectedPair(slots=slots, index=index)
+    def __init__(
+        self, grammars: Mapping[str, CompiledGrammar], *, slots: int = 8, index: int = 0, max_cache_bytes: int = 1 << 20
+    ) -> None:
+        self.pair = ConnectedPair(slots=slots, index=index, max_cache_bytes=max_cache_bytes)
         self.connection = self.pair.connection
         self.worker = MaskWorker(BYTES)
-        for key, grammar in grammars.items():
-            self.worker.install(key, grammar)
-            self.connection.loaded.add(key)
+        self.backend = ScriptedBackend(grammars)
         table = attach(self.pair.segment.name)
         assert table is not None
         self.table = table
         self.ended = threading.Event()
         """The server has given up: the process of a real actor ends here."""
-        StepServer(self.worker, Backends(BYTES), self.pair.end, table, False, self._give_up).start()
+        StepServer(self.worker, {"scripted": self.backend}, self.pair.end, table, False, self._give_up).start()
         _living.append(self)
 
     def _give_up(self) -> None:
@@ -76,12 +88,13 @@ def close_all() -> None:
 class Cluster:
     """A dispatcher with actors that know the grammars `fast` and `slow`. Opens sequences by number and runs steps."""
 
-    def __init__(self, number: int = 2, slots: int = 8, **options: Any) -> None:
+    def __init__(self, number: int = 2, slots: int = 8, max_cache_bytes: int = 1 << 20, **options: Any) -> None:
         self.dispatcher = Dispatcher(**{"pool_wait": 30.0, "max_replays": 0, **options})
         self.slow = SlowGrammar(ABC, slow_at=1)
         self.actors: list[ThreadActor] = []
         self.sequences: dict[int, GuidedSequence] = {}
         self._num_rows = 0
+        self._max_cache_bytes = max_cache_bytes
         for _ in range(number):
             self.join(slots)
 
@@ -107,7 +120,8 @@ class Cluster:
 
     def join(self, slots: int = 8) -> ThreadActor:
         grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
-        actor = ThreadActor(grammars, slots=slots, index=len(self.actors))
+        size = self._max_cache_bytes
+        actor = ThreadActor(grammars, slots=slots, index=len(self.actors), max_cache_bytes=size)
         self.actors.append(actor)
         self.dispatcher.announce(partial(self.dispatcher.add, actor.connection))
         return actor
@@ -134,7 +148,7 @@ class Cluster:
 
 
 def grammar_named(key: str) -> Grammar:
-    return Grammar(key, "scripted", Constraint.json_object())
+    return Grammar(key, "scripted", Constraint.json_object(), dumped=key.encode())
 
 
 def outcomes(found: StepMasks, count: int) -> list[Outcome]:

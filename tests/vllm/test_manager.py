@@ -147,9 +147,9 @@ class TestLateMasks:
         asked: Counter[tuple[int, int]] = Counter()
         submit = host.pool.submit
 
-        def counted(sequences: Any, new_tokens: Any = None) -> None:
+        def counted(sequences: Any) -> None:
             asked.update((each.sequence_id, len(each.output_token_ids)) for each in sequences)
-            submit(sequences, new_tokens)
+            submit(sequences)
 
         monkeypatch.setattr(host.pool, "submit", counted)
         host.pool.delay = lambda sequence_id, position: int(position == 3)

@@ -21,7 +21,7 @@ from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from msgspec.msgpack import Decoder, encode
 from scripted_grammar import ScriptedGrammar, SlowGrammar
 from serving import wait_until as until
-from thread_cluster import ConnectedPair, ThreadActor
+from thread_cluster import ConnectedPair, ScriptedBackend, ThreadActor
 
 from actors.mask_actor import Lines, RemoteSteps, forward
 from actors.protocol import (
@@ -44,8 +44,6 @@ from actors.protocol import (
     hang_up,
 )
 from actors.server import StepServer
-from guided.backends import Backends
-from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, from_wire
 from guided.worker import MaskWorker
@@ -58,12 +56,15 @@ class RemoteActor:
 
     def __init__(self, grammars: dict[str, ScriptedGrammar]) -> None:
         self.pair = ConnectedPair()
-        worker = MaskWorker(BYTES)
-        for key, grammar in grammars.items():
-            worker.install(key, grammar)
         self.server_ended = threading.Event()
         self.has_ended = threading.Event()
-        serve = partial(StepServer, worker, Backends(BYTES), forced_tokens=False, give_up=self.server_ended.set)
+        serve = partial(
+            StepServer,
+            MaskWorker(BYTES),
+            {"scripted": ScriptedBackend(grammars)},
+            forced_tokens=False,
+            give_up=self.server_ended.set,
+        )
 
         def start(end: Connection[Any, Any], table: SlotTable) -> None:
             self._server_end = end
@@ -86,21 +87,26 @@ class RemoteActor:
         assert self.server_ended.wait(10)
 
 
-class Peer:
-    """The engine's side, by hand."""
+def load(grammar: str) -> Load:
+    return Load(grammar, "scripted", Constraint.json_object(), grammar.encode())
 
-    def __init__(self, pair: ConnectedPair) -> None:
+
+class Peer:
+    """The engine's side, by hand. It loads `grammars`."""
+
+    def __init__(self, pair: ConnectedPair, *grammars: str) -> None:
         self.connection = pair.connection
         self.channel = pair.channel
         self.table = pair.segment.table
+        self.send(*map(load, grammars))
 
     def send(self, *requests: Request) -> None:
         self.channel.send(encode(list(requests)))
 
-    def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1, seconds: float = 0.0) -> Open:
+    def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1) -> Open:
         """A request to open a sequence; writes its target."""
         self.table.target[slot] = version = edit * EDIT + len(text)
-        return Open(slot, version, grammar, None, tokens(text), seconds=seconds)
+        return Open(slot, version, grammar, None, tokens(text))
 
     def fill(self, slot: int, text: str) -> Fill:
         """A request to fill a slot after one more token; writes its columns."""
@@ -138,7 +144,7 @@ def slow() -> Iterator[SlowGrammar]:
 
 @pytest.fixture
 def actor(slow: SlowGrammar) -> Iterator[ThreadActor]:
-    actor = ThreadActor({"g": FAST, "slow": slow})
+    actor = ThreadActor({"g": FAST, "slow": slow, "new": FAST})
     yield actor
     slow.release.set()
     actor.connection.close()
@@ -147,7 +153,7 @@ def actor(slow: SlowGrammar) -> Iterator[ThreadActor]:
 @pytest.fixture
 def peer(actor: ThreadActor) -> Peer:
     """Of an actor beside the engine."""
-    return Peer(actor.pair)
+    return Peer(actor.pair, "g", "slow", "new")
 
 
 @pytest.fixture
@@ -164,7 +170,7 @@ def remote(slow: SlowGrammar) -> Iterator[RemoteActor]:
 @pytest.fixture(params=["actor", "remote"])
 def either(request: pytest.FixtureRequest) -> Peer:
     """Of an actor beside the engine, and of one on another node."""
-    return Peer(request.getfixturevalue(request.param).pair)
+    return Peer(request.getfixturevalue(request.param).pair, "g", "slow")
 
 
 def test_masks_are_written_into_the_table(either: Peer) -> None:
@@ -217,11 +223,11 @@ def test_a_position_that_does_not_fit_is_a_failure(peer: Peer) -> None:
 # two threads
 
 
-def stick(peer: Peer, slow: SlowGrammar, slot: int = 0) -> None:
-    """Have the first thread stuck in a row."""
-    peer.send(peer.open(slot, grammar="slow"))
-    peer.wait(slot)
-    peer.send(peer.fill(slot, "a"))
+def stick(peer: Peer, slow: SlowGrammar, other: str = "g") -> None:
+    """Have the first thread stuck in the row of slot 0. Another grammar is loaded too."""
+    peer.send(peer.open(0, grammar="slow"), peer.open(7, grammar=other))
+    peer.wait(0), peer.wait(7)
+    peer.send(peer.free(7), peer.fill(0, "a"))
     assert slow.reached.wait(10)
 
 
@@ -242,26 +248,29 @@ def test_quick_rows_do_not_wait_for_a_slow_one(either: Peer, slow: SlowGrammar) 
 
 
 def test_a_grammar_is_loaded_after_quick_rows_and_before_slow_ones(peer: Peer, slow: SlowGrammar) -> None:
-    constraint = Constraint.choice(["ab", "cd"])
-    dumped = compile_with(Backends(BYTES), constraint, "llguidance").grammar.dump()
-    load = Load("key", "llguidance", constraint, dumped)
-    blocked = peer.open(0, "a", grammar="slow", seconds=0.5)
-    peer.send(load, blocked, peer.open(1, grammar="key", seconds=0.01), peer.open(2))
-    assert (peer.wait(1), peer.wait(2)) == ("ac", "ax")
+    peer.send(peer.open(7), peer.open(0, "a", grammar="slow"))
+    peer.wait(7)
     assert slow.reached.wait(10)
-    assert peer.table.mark["busy"].tolist() == [[IDLE, 0]], "the second thread is in the slow row"
+    time.sleep(0.05)  # from now on, its row is a slow one
+    slow.release.set()
+    peer.wait(0)
+    slow.release.clear()
+    slow.reached.clear()
+    peer.table.target[0] = version = 2 * EDIT + 1
+    peer.send(Edit(0, version, 0, tokens("a")), peer.open(1, grammar="new"), peer.open(2))
+    assert (peer.wait(1), peer.wait(2)) == ("ax", "ax")
+    assert slow.reached.wait(10)
+    until(lambda: peer.table.mark["busy"].tolist() == [[IDLE, 0]])  # the second thread is in the slow row
     peer.send(peer.fill(2, "a"))
     assert peer.wait(2) == "bc"
     slow.release.set()
     assert peer.wait(0) == "b"
-    peer.send(Unload(["key"]), peer.open(3, grammar="key"))
-    assert isinstance(peer.answer(), Failed)
 
 
-@pytest.mark.parametrize(("grammar", "seconds"), [("g", 0.5), ("slow", 0.0)], ids=["slow", "of the same grammar"])
-def test_rows_that_the_second_thread_leaves(peer: Peer, slow: SlowGrammar, grammar: str, seconds: float) -> None:
+@pytest.mark.parametrize("grammar", ["new", "slow"], ids=["slow", "of the same grammar"])
+def test_rows_that_the_second_thread_leaves(peer: Peer, slow: SlowGrammar, grammar: str) -> None:
     stick(peer, slow)
-    peer.send(peer.open(1, grammar=grammar, seconds=seconds), peer.open(2))
+    peer.send(peer.open(1, grammar=grammar), peer.open(2))
     assert peer.wait(2) == "ax"
     time.sleep(0.05)
     assert peer.table.ready[1] == FREE
@@ -303,8 +312,8 @@ def test_a_slot_is_free_only_after_its_row_was_filled(actor: ThreadActor, peer: 
 
 def test_rows_of_a_grammar_of_the_second_thread_are_all_filled() -> None:
     first, second = (SlowGrammar([tokens("abc")], slow_at=1) for _ in range(2))
-    peer = Peer(ThreadActor({"slow": first, "second": second}).pair)
-    stick(peer, first)
+    peer = Peer(ThreadActor({"slow": first, "second": second}).pair, "slow", "second")
+    stick(peer, first, "second")
     peer.send(peer.open(1, grammar="second"), peer.open(2, grammar="second"))
     peer.wait(1), peer.wait(2)
     peer.send(peer.fill(1, "a"))
@@ -317,14 +326,20 @@ def test_rows_of_a_grammar_of_the_second_thread_are_all_filled() -> None:
     peer.connection.close()
 
 
-def test_slow_and_quick_rows_of_one_grammar_are_all_filled(peer: Peer, request: pytest.FixtureRequest) -> None:
+def test_slow_and_quick_rows_of_one_grammar_are_all_filled(
+    peer: Peer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.server.SLOW_SECONDS", 5e-5)  # what a row takes: some are slow, some are quick
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)  # threads interrupt each other everywhere
     slots = range(8)
-    for edit in range(1, 3000):
-        peer.send(*(peer.open(slot, edit=edit, seconds=0.5 * (slot == 0)) for slot in slots))
-        assert [peer.wait(slot) for slot in slots] == ["ax"] * len(slots)
-        peer.send(*(peer.free(slot) for slot in slots))
+    peer.send(*map(peer.open, slots))
+    assert [peer.wait(slot) for slot in slots] == ["ax"] * len(slots)
+    for edit in range(2, 3000):
+        text, mask = [("", "ax"), ("a", "bc")][edit % 2]
+        peer.table.target[slots] = version = edit * EDIT + len(text)
+        peer.send(*(Edit(slot, version, 0, tokens(text)) for slot in slots))
+        assert [peer.wait(slot) for slot in slots] == [mask] * len(slots)
 
 
 def test_the_server_ends_with_its_connection(actor: ThreadActor, peer: Peer, slow: SlowGrammar) -> None:
@@ -335,7 +350,7 @@ def test_the_server_ends_with_its_connection(actor: ThreadActor, peer: Peer, slo
 
 def test_the_channel_ends_with_an_actor_on_another_node(remote: RemoteActor) -> None:
     remote.has_ended.set()
-    peer = Peer(remote.pair)
+    peer = Peer(remote.pair, "g")
     peer.send(peer.open(1))
     poller = select.poll()
     poller.register(peer.channel.fd, 0)

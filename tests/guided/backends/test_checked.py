@@ -44,8 +44,7 @@ class Row:
     def __init__(self, vocabulary: Vocabulary, grammar: CompiledGrammar) -> None:
         self.vocabulary, self.worker = vocabulary, MaskWorker(vocabulary)
         self.mask = np.empty(words(vocabulary.padded_vocab_size), np.int32)
-        self.worker.install("g", grammar)
-        self.worker.open(0, "g")
+        self.worker.open(0, grammar)
 
     def write(self, document: Any) -> Any:
         """Write a whole document. Returns the error of the mask after it."""

@@ -113,8 +113,7 @@ def test_special_tokens(backends: Backends, vocabulary: Vocabulary, form: dict[s
     grammar = backends["llguidance"].compile(of(form))
     names = vocabulary.special_names
     worker = MaskWorker(vocabulary)
-    worker.install("g", grammar)
-    worker.open(0, "g")
+    worker.open(0, grammar)
     row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
     call = [names["<|system|>"], *vocabulary.encode("f"), names["<|user|>"], *vocabulary.encode("12"), names["<|pad|>"]]
     output = [*vocabulary.encode("Hi <|sys"), *call, *vocabulary.encode("!"), *call]
@@ -190,8 +189,7 @@ def test_a_limit_on_the_tokens_of_free_text(
 ) -> None:
     grammar = backends[backend].compile(of(limited(5, begin, end)))
     worker = MaskWorker(vocabulary)
-    worker.install("g", grammar)
-    worker.open(0, "g")
+    worker.open(0, grammar)
     row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
     names = vocabulary.special_names
     first = [names[begin]] if begin in names else vocabulary.encode(begin)
@@ -211,13 +209,13 @@ def test_a_limit_on_the_tokens_of_free_text(
     # A character is completed first.
     wide = vocabulary.encode("狐")
     assert len(wide) > 1
-    worker.open(4, "g", tokens=[*first, a, a, a, a, wide[0]])
+    worker.open(4, grammar, tokens=[*first, a, a, a, a, wide[0]])
     assert worker.fill(4, (), row) is None
     assert wide[1] in allowed_ids(row)
     worker.edit(4, len(first) + 5, wide[1:])
     assert worker.fill(4, (), row) is None
     assert list(allowed_ids(row)) == last[:1]
     # Text that ends by itself has no more to spell.
-    worker.open(3, "g", tokens=[*first, a, *last])
+    worker.open(3, grammar, tokens=[*first, a, *last])
     assert worker.fill(3, (), row) is None
     assert list(allowed_ids(row)) == vocabulary.encode("!")

@@ -25,8 +25,7 @@ def test_a_model_that_repeats_digits_comes_to_an_end(
     """A long number ends, while the digits of a string may be required."""
     for wanted in (schema, {"enum": ["1" * 60]}):
         worker = MaskWorker(vocabulary)
-        worker.install("key", backends[backend].compile(Constraint.json_schema(wanted)))
-        worker.open(1, "key")
+        worker.open(1, backends[backend].compile(Constraint.json_schema(wanted)))
         row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
         output: list[int] = []
         while stop(vocabulary) not in output:
