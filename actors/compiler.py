@@ -73,11 +73,16 @@ class Compiler:
     def _enqueue(self, constraint: Constraint, backends: Sequence[str], key: str) -> Future[Grammar]:
         future: Future[Grammar] = Future()
         future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
+        error: GuidedError | None = None
         with self._lock:
-            if not self._closing.is_set():
+            if self._closing.is_set():
+                error = _closed()
+            elif (waiting := self._queue.qsize()) >= self._limits.waiting:
+                error = CompileQueueFull(f"{waiting} constraints wait to be compiled: try again later")
+            else:
                 self._queue.put(_Task(constraint, backends, key, future, time.monotonic()))
-                return future
-        future.set_exception(_closed())
+        if error is not None:
+            future.set_exception(error)
         return future
 
     def backends(self) -> list[BackendStatus]:

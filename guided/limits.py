@@ -163,9 +163,11 @@ class CompileLimits:
     """Size of one compiled grammar in each process that holds it."""
     wait_seconds: float = 30.0
     """Maximum time that a constraint waits for a process, before it is refused with `CompileQueueFull`."""
+    waiting: int = 256
+    """Maximum number of constraints that wait for a process. More are refused with `CompileQueueFull` at once."""
 
     RANGES: ClassVar[Mapping[str, Range]] = {
-        **dict.fromkeys(("processes", "memory_bytes", "grammar_bytes"), Range(1)),
+        **dict.fromkeys(("processes", "memory_bytes", "grammar_bytes", "waiting"), Range(1)),
         **dict.fromkeys(("seconds", "wait_seconds"), Range(0.001)),
     }
 

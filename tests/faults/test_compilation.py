@@ -59,7 +59,12 @@ def counts(compiler: Compiler) -> tuple[int, int]:
 @contextmanager
 def _compiler(seconds: float, **options: Any) -> Iterator[Compiler]:
     limits = CompileLimits(
-        processes=2, seconds=seconds, memory_bytes=256 << 20, grammar_bytes=200 << 10, wait_seconds=2 * seconds
+        processes=2,
+        seconds=seconds,
+        memory_bytes=256 << 20,
+        grammar_bytes=200 << 10,
+        wait_seconds=2 * seconds,
+        waiting=20,
     )
     with pytest.MonkeyPatch.context() as patch:
         for path in PATHS:
@@ -149,6 +154,18 @@ def test_what_waits_too_long_for_others_gets_an_error(compiler: Compiler) -> Non
     errors = [future.exception(WAIT) for future in flood]
     assert {type(error) for error in errors} == {CompileTimeout, CompileQueueFull}
     assert {(error.status, error.retryable) for error in errors if type(error) is CompileQueueFull} == {(429, True)}
+    quick(compiler)
+
+
+def test_constraints_that_wait_are_bounded(patient_compiler: Compiler, tmp_path: Path) -> None:
+    compiler, go_on = patient_compiler, tmp_path / "go_on"
+    flood = [compiler.compile(new(f"wait@compile={go_on}", f"once={tmp_path / str(n)}"), [NAME]) for n in range(40)]
+    refused = [future.exception(0) for future in flood if future.done()]
+    assert {type(error) for error in refused} == {CompileQueueFull}
+    assert len(refused) in (18, 19, 20), "two are being compiled, and 20 wait"
+    go_on.touch()
+    for future in flood:
+        future.exception(WAIT)
     quick(compiler)
 
 
