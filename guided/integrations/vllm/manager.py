@@ -32,7 +32,6 @@ from guided.bitmask import words
 from guided.errors import GuidedError, InvalidRequest, TokenRejected
 from guided.integrations.vllm import metrics
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
-from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.inline import InlinePool
 from guided.pools.opening import LazyPool
 from guided.pools.options import RayPoolOptions
@@ -104,9 +103,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         structured = request.structured_output_request
         if structured is None:
             return
-        guided = self._masker.begin(request.request_id, GuidedParams.from_text(structured.params._backend))
-        guided.stops = frozenset(request.sampling_params.stop_token_ids or ())
+        guided = GuidedRequest(request.request_id, frozenset(request.sampling_params.stop_token_ids or ()))
         structured.grammar = guided.compiled
+        self._masker.begin(guided, structured.params._backend)
 
     def grammar_bitmask(
         self,
@@ -179,29 +178,24 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if not slow:
             return set()
         self._step = None
-        held = {
-            name
-            for name, guided in slow.items()
-            if guided.error is not None
-            or (request := requests.get(name)) is None
-            or request.num_output_placeholders > 0  # its last token is being computed
-        }
+        held: set[str] = set()
+        asking: list[GuidedRequest] = []
         decided = self._masker.decided()
-        asking: dict[str, GuidedRequest] = {}
         for name, guided in slow.items():
-            late = guided.late
-            if late and not late <= decided:
+            request = requests.get(name)
+            if request is None or request.num_output_placeholders > 0:  # its last token is being computed
+                held.add(name)
+            elif not guided.late <= decided:
                 guided.quick = 0
-            elif name not in held and (late or guided.asked != len(guided.tokens)):
-                asking[name] = guided
-        if asking:
-            self._masker.prepare([GuidedRow(each, line, each.tokens) for line, each in enumerate(asking.values())])
-            self._masker.collect(np.empty((len(asking), self._words), np.int32), 0.0)
-        for name, guided in asking.items():
+            elif guided.late or guided.asked != len(guided.tokens):
+                asking.append(guided)
+        self._masker.prepare([GuidedRow(guided, line, guided.tokens) for line, guided in enumerate(asking)])
+        self._masker.collect(np.empty((len(asking), self._words), np.int32), 0.0)
+        for guided in asking:
             guided.asked = len(guided.tokens)
             guided.quick += 1
             if guided.quick >= _QUICK_MASKS and not guided.late:
-                del slow[name]
+                del slow[guided.request_id]
         held |= {name for name, guided in slow.items() if guided.late or guided.error is not None}
         returning = [name for name in slow if name not in held and requests[name].status == RequestStatus.PREEMPTED]
         return held.union(returning[1:])
