@@ -93,8 +93,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     def _note_failure(self, request_id: str, error: GuidedError) -> None:
         """Note a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
-        if error.status >= 500:
-            _log.error("guided request %s fails: %s", request_id, error)
+        # Also a client's mistake: a caller of `LLM.generate` is told no message.
+        level = logging.ERROR if error.status >= 500 else logging.INFO
+        _log.log(level, "guided request %s fails: %s", request_id, error)
         code = error.code if error.status >= 429 else "validation_error"
         self.errors[request_id] = RequestError(code, str(error), error.retryable)
 
