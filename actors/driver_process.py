@@ -41,7 +41,9 @@ _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
 def main() -> None:
     """Serve the engine's process. Arguments: descriptor of a socket; directory of a local Ray, "" to join a cluster."""
     control, directory = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-    threading.Thread(target=_exit_with_engine, args=(control, directory), daemon=True).start()
+    if directory:
+        _remove_when_ended(directory)
+    threading.Thread(target=_exit_with_engine, args=(control,), daemon=True).start()
     connections = _connections(control)
     first = next(connections)
     _, (options, sys.argv[0]) = first.recv()
@@ -69,15 +71,25 @@ def _connections(control: socket.socket) -> Iterator[Connection[Any, Any]]:
         yield Connection(descriptors[0])
 
 
-def _exit_with_engine(control: socket.socket, directory: str) -> None:
+def _remove_when_ended(directory: str) -> None:
+    """Have the directory of a local Ray removed once this process has ended, also if it is killed.
+
+    By a process that is no descendant of the engine's: vLLM kills all of those.
+    """
+    reading, _ = os.pipe()  # this process never closes the other end
+    # Ray's processes end with this one, but still write there for a moment.
+    script = 'exec 3<&0; { read _ <&3; for pause in 1 3 5; do sleep $pause; rm -rf "$1"; done; } &'
+    command = ["/bin/sh", "-c", script, "guided-cleanup", directory]
+    null = subprocess.DEVNULL
+    subprocess.run(command, stdin=reading, stdout=null, stderr=null, start_new_session=True, cwd="/", check=True)
+    os.close(reading)
+
+
+def _exit_with_engine(control: socket.socket) -> None:
     """Exit once the engine's process has ended, with a local Ray. Waiting for Ray may take forever."""
     poller = select.poll()
     poller.register(control, 0)  # reports POLLHUP
     poller.poll()
-    if directory:  # Ray's processes end with this one, but still write there for a moment
-        script = 'for pause in 1 3 5; do sleep $pause; rm -rf "$1"; done'
-        command = ["/bin/sh", "-c", script, "guided-cleanup", directory]
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/")
     os._exit(1)
 
 

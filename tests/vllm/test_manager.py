@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from byte_vocabulary import LETTERS, STOP
@@ -26,10 +27,12 @@ from tests.vllm.vllm_server import MAX_MODEL_LEN
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+import torch
 import vllm.v1.engine.core
 from vllm import LLM, SamplingParams
 from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
 from vllm.parser.engine.parser_engine import ReasoningEnd
+from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request
 
@@ -57,6 +60,7 @@ class Host:
             **arguments,
         )
         (self.pool,) = pool
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
 
     def ask(self, *kinds: dict[str, Any], free: int = 1) -> tuple[list[Any], list[Any]]:
         """Run requests with these constraints beside `free` ones. Returns the outputs of both."""
@@ -77,11 +81,20 @@ class Host:
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[{"async_scheduling": False}, {"async_scheduling": True}, {"speculative_config": DRAFTS}],
-    ids=["sync", "async", "drafts"],
-)
+def schedule_asynchronously(patched: pytest.MonkeyPatch) -> None:
+    """Have vLLM schedule a step before it has the tokens of the one before, as it does on GPUs, but not on CPUs."""
+    adapt = CpuPlatform.check_and_update_config
+
+    def adapt_but_for_that(config: Any) -> None:
+        adapt(config)
+        config.scheduler_config.async_scheduling = True
+
+    patched.setattr(CpuPlatform, "check_and_update_config", staticmethod(adapt_but_for_that))
+    for name in ("Event", "Stream", "current_stream", "stream"):  # a CPU computes in the order of the calls
+        patched.setattr(torch.cuda, name, MagicMock())
+
+
+@pytest.fixture(scope="module", params=["sync", "async", "drafts"])
 def host(request: pytest.FixtureRequest, vllm_model: Path) -> Iterator[Host]:
     pools: list[FaultyPool] = []
 
@@ -99,7 +112,10 @@ def host(request: pytest.FixtureRequest, vllm_model: Path) -> Iterator[Host]:
         patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patched.setenv("GUIDED_VLLM", "1")
         activation.activate()
-        host = Host(vllm_model, pools, **request.param)
+        if request.param == "async":
+            schedule_asynchronously(patched)
+        host = Host(vllm_model, pools, speculative_config=DRAFTS if request.param == "drafts" else None)
+        assert host.scheduler.vllm_config.scheduler_config.async_scheduling == (request.param == "async")
         yield host
         host.llm.llm_engine.engine_core.shutdown()
 
@@ -125,7 +141,7 @@ class TestLateMasks:
     def test_late_requests_return_one_at_a_time(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each is computed again from its beginning, while the others of the batch wait."""
         host.calm()
-        scheduler = host.llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler = host.scheduler
         schedule, returned = scheduler.schedule, Counter[int]()
 
         def counted(*args: Any) -> Any:

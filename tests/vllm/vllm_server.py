@@ -18,8 +18,8 @@ import httpx
 import psutil
 from serving import ServerProcess, wait_until
 
-OPTIONS = {"guided": {"pool": "ray", "num_actors": 2, "mask_limit": 30}}
-"""A busy machine needs more than 5 s to load a grammar library for its first mask."""
+OPTIONS = {"guided": {"pool": "ray", "num_actors": 2, "mask_limit": 30, "pool_wait": 120}}
+"""A busy machine needs more than 5 s to load a grammar library for its first mask, and than 30 s to start an actor."""
 MAX_MODEL_LEN = 512
 STARTS = 600.0
 WAIT = 120.0

@@ -34,10 +34,11 @@ def activate() -> None:
     import vllm
 
     check_version(vllm.__version__, forced=switch == "force")
-    ours = logging.getLogger("guided")
-    if not ours.hasHandlers():  # the application has not configured it: write where vLLM writes
-        ours.handlers = list(logging.getLogger("vllm").handlers)
-        ours.setLevel(logging.getLogger("vllm").level)
+    for name in ("guided", "actors"):
+        ours = logging.getLogger(name)
+        if not ours.hasHandlers():  # the application has not configured it: write where vLLM writes
+            ours.handlers = list(logging.getLogger("vllm").handlers)
+            ours.setLevel(logging.getLogger("vllm").level)
     import vllm.v1.engine.core
     from vllm.sampling_params import SamplingParams
 

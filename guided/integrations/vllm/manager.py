@@ -11,6 +11,7 @@ one row at a time, and each answer is waited for.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,7 +32,6 @@ from guided.bitmask import words
 from guided.errors import GuidedError, InvalidRequest, TokenRejected
 from guided.integrations.vllm import metrics
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
-from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.inline import InlinePool
 from guided.pools.opening import LazyPool
 from guided.pools.options import RayPoolOptions
@@ -93,8 +93,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     def _note_failure(self, request_id: str, error: GuidedError) -> None:
         """Note a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
-        if error.status >= 500:
-            _log.error("guided request %s fails: %s", request_id, error)
+        # Also a client's mistake: a caller of `LLM.generate` is told no message.
+        level = logging.ERROR if error.status >= 500 else logging.INFO
+        _log.log(level, "guided request %s fails: %s", request_id, error)
         code = error.code if error.status >= 429 else "validation_error"
         self.errors[request_id] = RequestError(code, str(error), error.retryable)
 
@@ -103,9 +104,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         structured = request.structured_output_request
         if structured is None:
             return
-        guided = self._masker.begin(request.request_id, GuidedParams.from_text(structured.params._backend))
-        guided.stops = frozenset(request.sampling_params.stop_token_ids or ())
+        guided = GuidedRequest(request.request_id, frozenset(request.sampling_params.stop_token_ids or ()))
         structured.grammar = guided.compiled
+        self._masker.begin(guided, structured.params._backend)
 
     def grammar_bitmask(
         self,
@@ -178,29 +179,24 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if not slow:
             return set()
         self._step = None
-        held = {
-            name
-            for name, guided in slow.items()
-            if guided.error is not None
-            or (request := requests.get(name)) is None
-            or request.num_output_placeholders > 0  # its last token is being computed
-        }
+        held: set[str] = set()
+        asking: list[GuidedRequest] = []
         decided = self._masker.decided()
-        asking: dict[str, GuidedRequest] = {}
         for name, guided in slow.items():
-            late = guided.late
-            if late and not late <= decided:
+            request = requests.get(name)
+            if request is None or request.num_output_placeholders > 0:  # its last token is being computed
+                held.add(name)
+            elif not guided.late <= decided:
                 guided.quick = 0
-            elif name not in held and (late or guided.asked != len(guided.tokens)):
-                asking[name] = guided
-        if asking:
-            self._masker.prepare([GuidedRow(each, line, each.tokens) for line, each in enumerate(asking.values())])
-            self._masker.collect(np.empty((len(asking), self._words), np.int32), 0.0)
-        for name, guided in asking.items():
+            elif guided.late or guided.asked != len(guided.tokens):
+                asking.append(guided)
+        self._masker.prepare([GuidedRow(guided, line, guided.tokens) for line, guided in enumerate(asking)])
+        self._masker.collect(np.empty((len(asking), self._words), np.int32), 0.0)
+        for guided in asking:
             guided.asked = len(guided.tokens)
             guided.quick += 1
             if guided.quick >= _QUICK_MASKS and not guided.late:
-                del slow[name]
+                del slow[guided.request_id]
         held |= {name for name, guided in slow.items() if guided.late or guided.error is not None}
         returning = [name for name in slow if name not in held and requests[name].status == RequestStatus.PREEMPTED]
         return held.union(returning[1:])
@@ -288,6 +284,8 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
         options.setdefault("max_replays", 2)  # vLLM has no finish reason for another request's fault
         if config.parallel_config.distributed_executor_backend == "ray":
             options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
+        # vLLM computes its model in other processes, and its engine sleeps while it waits for a mask.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     make = find_pool(options.pop("pool"), options)
     vocabulary = model_vocabulary(config)
 

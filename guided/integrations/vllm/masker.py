@@ -30,10 +30,12 @@ _log = logging.getLogger("guided.integrations")
 
 @dataclass(eq=False, slots=True)
 class GuidedRequest:
-    """One guided request in the engine. Made by `Masker.begin`."""
+    """One guided request in the engine."""
 
     request_id: str
     """vLLM's internal id, which it makes unique."""
+    stops: frozenset[int] = frozenset()
+    """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
     compiled: Future[GuidedRequest] = field(default_factory=Future)
     """Ends with this request when its grammar is compiled. Stays open if the request fails before."""
     error: GuidedError | None = None
@@ -44,8 +46,6 @@ class GuidedRequest:
     committed: dict[int, int] = field(default_factory=dict)
     """By number of draft tokens: the number of last prepared tokens that cannot be rejected."""
 
-    stops: frozenset[int] = frozenset()
-    """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the grammar has consumed, without those of the reasoning."""
     masks: NDArray[np.int32] | None = None
@@ -91,17 +91,19 @@ class Masker:
         self._in_step = False
         """The processor has a prepared step."""
 
-    def begin(self, request_id: str, params: GuidedParams | GuidedError) -> GuidedRequest:
-        """Add a request, and compile its constraint. An error as `params` fails it. From any thread."""
-        request = self.requests[request_id] = GuidedRequest(request_id)
+    def begin(self, request: GuidedRequest, params: str | None) -> None:
+        """Add a request, and compile its constraint. From any thread.
+
+        Args:
+            params: what `GuidedParams.to_text` wrote. Anything else fails the request.
+        """
+        self.requests[request.request_id] = request
         try:
-            if isinstance(params, GuidedError):
-                raise params
-            grammar = self._processor.initialize(request_id, params.constraint, params.backend)
+            guided = GuidedParams.from_text(params)
+            grammar = self._processor.initialize(request.request_id, guided.constraint, guided.backend)
             grammar.add_done_callback(partial(self._compiled, request))
         except Exception as error:
             self.fail(request, error)
-        return request
 
     def _compiled(self, request: GuidedRequest, grammar: Future[Grammar]) -> None:
         if (error := grammar.exception()) is not None:

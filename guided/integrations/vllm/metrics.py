@@ -1,17 +1,15 @@
 """Our metrics in vLLM's `/metrics`: the guided requests, and the state of the pool.
 
-The engine's process has the pool, and its parent answers `/metrics`. So the engine writes the pool's state to a file,
-named by its process id, and the parent reads those of its children.
+The engine's process has the pool, and its parent answers `/metrics`. So the engine writes the pool's state to a file in
+memory, and the parent reads those of its children. vLLM kills its engine's process, so a file on disk would stay.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import multiprocessing
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +26,8 @@ from guided.pools.protocol import MaskPool, PoolStatus
 
 REQUESTS = Counter("guided_requests", "Requests with a constraint that guided enforces, by its kind.", ["kind"])
 """Counted where requests are admitted."""
+_NAME = "guided-pool-status"
+"""Of the file in memory."""
 _log = logging.getLogger("guided.integrations")
 
 
@@ -37,14 +37,13 @@ def report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
 
 
 def _report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
-    file, last = _file(os.getpid()), ""
-    atexit.register(file.unlink, missing_ok=True)
-    try:
+    last = ""
+    with open(os.memfd_create(_NAME), "wb", buffering=0) as file:
         while not is_closed():
             status = pool.status()
-            new = file.with_suffix(f".{os.urandom(8).hex()}")
-            new.write_bytes(msgspec.json.encode(status))
-            new.replace(file)
+            content = msgspec.json.encode(status)
+            os.pwrite(file.fileno(), content, 0)
+            file.truncate(len(content))
             up = sum(worker.state == "up" for worker in status.workers)
             state = f"{up} of {len(status.workers)} workers of the mask pool are up"
             state += f": {status.trouble}" if status.trouble else ""
@@ -52,9 +51,6 @@ def _report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
                 _log.info("%s", state)
             last = state
             time.sleep(2.0)
-    except Exception as error:  # for example a full disk
-        _log.info("the mask pool is not reported any more: %s", error)
-    file.unlink(missing_ok=True)
 
 
 @cache
@@ -66,12 +62,10 @@ def expose() -> None:
 class _Pools(Collector):
     def collect(self) -> Iterator[Metric]:
         pools: list[PoolStatus] = []
-        for file in map(_file, [os.getpid(), *(child.pid for child in multiprocessing.active_children())]):
-            with contextlib.suppress(OSError, ValueError):  # a process without a pool
-                if file.stat().st_uid == os.getuid():
-                    pools.append(msgspec.json.decode(file.read_bytes(), type=PoolStatus))
+        for pid in [os.getpid(), *(child.pid for child in multiprocessing.active_children())]:
+            with contextlib.suppress(OSError):  # it has ended
+                for file in Path(f"/proc/{pid}/fd").iterdir():
+                    with contextlib.suppress(OSError, ValueError):  # it was closed, or is being written
+                        if file.readlink().name.startswith(f"memfd:{_NAME}"):
+                            pools.append(msgspec.json.decode(file.read_bytes(), type=PoolStatus))
         yield from pool_metrics(pools)
-
-
-def _file(pid: int | None) -> Path:
-    return Path(tempfile.gettempdir(), f"guided-vllm-{pid}.json")

@@ -51,10 +51,10 @@ class GuidedParams:
         return _PREFIX + json.dumps([constraint.kind, constraint.source, constraint.whitespace, self.backend])
 
     @classmethod
-    def from_text(cls, text: str | None) -> GuidedParams | InternalError:
-        """Read what `to_text` wrote, without validating it again. Returns an error if it is something else."""
-        if not isinstance(text, str) or not text.startswith(_PREFIX):
-            return InternalError("this request was admitted by a process without guided's structured outputs")
+    def from_text(cls, text: str | None) -> GuidedParams:
+        """Read what `to_text` wrote, without validating it again. Raises `InternalError` if it is something else."""
+        if text is None or not text.startswith(_PREFIX):
+            raise InternalError("this request was admitted by a process without guided's structured outputs")
         kind, source, whitespace, backend = json.loads(text.removeprefix(_PREFIX))
         return cls(Constraint(kind, source, whitespace), backend)
 
