@@ -145,10 +145,6 @@ class Masker:
         for index, row in enumerate(rows):
             if any(token in stops for token in row.token_ids[-max(1, row.drafts) :]):
                 self._discarded.add(index)
-        complete = {rows[index].request.request_id for index in self._discarded if not rows[index].drafts}
-        for name, error in processor.failures().items():  # of requests that lost a matcher between steps
-            if name in self.requests and name not in complete:
-                self.fail(self.requests[name], error)
         sequences: list[GuidedSequence] = []
         for index, row in enumerate(rows):
             if row.request.error is None and index not in self._discarded:
