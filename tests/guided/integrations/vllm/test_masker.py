@@ -11,7 +11,7 @@ from faulty_pool import FaultyPool
 
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
-from guided.errors import GuidedError, InternalError
+from guided.errors import GuidedError
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import GuidedParams
 
@@ -26,8 +26,13 @@ class Subject:
         self.pool = FaultyPool(LETTERS)
         self.masker = Masker(self.pool, lambda *report: self.failed.append(report))
 
+    def admit(self, name: str, params: str) -> GuidedRequest:
+        request = GuidedRequest(name)
+        self.masker.begin(request, params)
+        return request
+
     def begin(self, *choices: str, name: str | None = None) -> GuidedRequest:
-        request = self.masker.begin(name or choices[0], GuidedParams(Constraint.choice(choices)))
+        request = self.admit(name or choices[0], GuidedParams(Constraint.choice(choices)).to_text())
         request.compiled.result(60)
         return request
 
@@ -72,15 +77,13 @@ class TestRows:
 class TestFailures:
     def test_a_constraint_that_does_not_compile(self) -> None:
         subject = Subject()
-        request = subject.masker.begin("a", GuidedParams(Constraint.regex("a(?=b)c")))
+        request = subject.admit("a", GuidedParams(Constraint.regex("a(?=b)c")).to_text())
         assert subject.codes() == [("a", "unsupported_constraint")]
         assert not request.compiled.done(), "vLLM would schedule the request"
 
     def test_a_request_that_was_not_admitted(self) -> None:
         subject = Subject()
-        params = GuidedParams.from_text("auto")
-        assert isinstance(params, InternalError)
-        assert not subject.masker.begin("a", params).compiled.done()
+        assert not subject.admit("a", "auto").compiled.done()
         assert subject.codes() == [("a", "internal_error")]
 
     @pytest.mark.parametrize("raises_in", ["submit", "collect"])

@@ -122,4 +122,5 @@ def test_the_engine_reads_the_validated_constraint(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("guided.schema.document.parse", None)  # it is not validated again
     assert GuidedParams.from_text(given.to_text()) == given
     for text in (None, "xgrammar"):
-        assert isinstance(GuidedParams.from_text(text), InternalError)
+        with pytest.raises(InternalError):
+            GuidedParams.from_text(text)
