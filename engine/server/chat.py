@@ -129,7 +129,11 @@ def build_job(
         except InvalidConstraint as error:
             return relax(error)
         params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
-        custom = {tool.function.name: tool.lark is not None for tool in rest.tools or () if tool.type == "custom"}
+        custom = {
+            tool.function.name: tool.input_grammar("lark") is not None
+            for tool in rest.tools or ()
+            if tool.type == "custom"
+        }
         form = replace(
             form,
             places={place: (names.get(field, field), pointer) for place, (field, pointer) in form.places.items()},

@@ -370,11 +370,10 @@ class Tool(Body):
             self.function.parameters, self.function.strict = {**schema, "additionalProperties": False}, True
         return self
 
-    @property
-    def lark(self) -> str | None:
-        """The Lark grammar of a custom tool's input, if it has one."""
+    def input_grammar(self, syntax: str) -> str | None:
+        """Return the grammar of a custom tool's input, if it has one in this syntax."""
         form = self.function.format if self.type == "custom" else None
-        return form.definition if form is not None and (form.type, form.syntax) == ("grammar", "lark") else None
+        return form.definition if form is not None and (form.type, form.syntax) == ("grammar", syntax) else None
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates."""
@@ -418,8 +417,8 @@ class ChatRequest(TurnRequest):
         if not functions and choice is None:
             return self
         if self.tools:
-            name = "functions" if functions else "function_call"
-            raise InvalidRequest(f"tools do not go with {name}, a former field: use tool_choice", param=name)
+            name, now = ("functions", "tools") if functions else ("function_call", "tool_choice")
+            raise InvalidRequest(f"tools do not go with {name}, a former field: use {now}", param=name)
         self.tools = [Tool(type="function", function=each) for each in functions]
         self.tool_choice = {"type": "function", **choice} if isinstance(choice, dict) else choice
         self.parallel_tool_calls = False

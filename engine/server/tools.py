@@ -15,6 +15,7 @@ from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.limits import Limits
+from guided.regex_parser import parse
 from guided.schema.keywords import escape
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
 from guided.tools.parser import OutputParser
@@ -54,7 +55,10 @@ def requested_calls(
         if is_relaxed := field in relaxed or (is_off and tool.function.strict is False):
             not_enforced.append(field)
         parameters = {"type": "object"} if is_relaxed else _parameters(tool, field)
-        text = None if tool.lark is None else _text_format(tool.lark, field, tool_format)
+        if (pattern := tool.input_grammar("regex")) is not None:
+            parse(pattern, param=field, lookaheads=False)  # one that can't be enforced is an error
+        lark = tool.input_grammar("lark")
+        text = None if lark is None else _text_format(lark, field, tool_format)
         functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
     answer = None if constraint is None else as_format(constraint)

@@ -147,9 +147,9 @@ class OutputParser:
             yield from self._take(r"\s*")
             yield from self._json()
         else:
+            yield self._begun(function)
             reader = ArgumentReader(tools.style, function.parameters)
             arguments = yield from self._elements(reader, r"\s*" + end, tools.call[1].split()[-1])
-            yield self._begun(function)
             yield Piece("arguments", json.dumps(arguments, ensure_ascii=False), self.num_calls - 1)
         self.complete = True
         yield from self._take(rf"\s*{end}", trigger="")

@@ -244,6 +244,14 @@ def test_lark_is_refused_where_text_follows_it(client_with: Callable[..., TestCl
     assert "use a regex" in error["message"]
 
 
+@pytest.mark.parametrize("regex", ["(?<=a)b", r"(a)\1", "[0-9"])
+def test_a_custom_regex_that_cannot_be_enforced(hermes: TestClient, regex: str) -> None:
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": regex}}
+    answer = hermes.post(CHAT, json={**USER, "tools": [custom("calc", form)]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("tools[0].")
+
+
 def test_functions_stand_beside_custom_tools(hermes: TestClient) -> None:
     """A text in Lark is the end of the output, so there is one call."""
     for seed in range(4):
