@@ -212,11 +212,6 @@ def test_the_pool_is_in_the_metrics(server: Server) -> None:
     assert server.metric("guided_mask_actors") == 2
 
 
-def test_mask_actors_have_the_priority_of_vllm(server: Server) -> None:
-    priority = os.getpriority(os.PRIO_PROCESS, server.process.pid)
-    assert [actor.nice() for actor in server.mask_actors()] == [priority] * 2
-
-
 def test_an_untested_version_does_not_start(vllm_model: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "from guided.integrations.vllm import activation\nactivation.TESTED_VERSIONS = ('0.1.0',)\n"
