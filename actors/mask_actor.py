@@ -64,7 +64,7 @@ class MaskActor:
 
     def __init__(self, vocabulary: Vocabulary, memory: int, forced_tokens: bool) -> None:
         limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
-        enter_session(os.getpriority(os.PRIO_PROCESS, 0))
+        enter_session()
         leave_out_torch()
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
         # A backend in Python holds the interpreter lock for the whole switch interval, in every row of a step.

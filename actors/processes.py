@@ -25,8 +25,8 @@ found 0.2 GiB above its limit."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
-def enter_session(niceness: int = 5) -> None:
-    """Move this process to a session of its own, with this niceness. 5 gives precedence to the engine's session.
+def enter_session() -> None:
+    """Move this process to a session of its own, and give precedence to the engine's.
 
     Linux may share out the CPUs among sessions first ("autogroups"; sched(7)). A niceness counts within a session only.
     """
@@ -38,8 +38,8 @@ def enter_session(niceness: int = 5) -> None:
         return
     for _ in range(5):
         try:
-            # 5 is a third of the weight of the engine's session: there is progress while the engine takes all CPUs.
-            Path("/proc/self/autogroup").write_text(str(niceness))
+            # A third of the weight of the engine's session: masks make progress while the engine takes all CPUs.
+            Path("/proc/self/autogroup").write_text("5")
         except BlockingIOError:  # allowed once per 0.1 s, on the whole machine
             time.sleep(0.1)
         except OSError:  # a kernel without them

@@ -130,9 +130,8 @@ class StepServer:
             threading.Thread(target=self._run, args=(loop,), name=loop.__name__, daemon=True).start()
 
     def _run(self, loop: Callable[[], None]) -> None:
-        if os.getpriority(os.PRIO_PROCESS, 0) > 0:
-            # A thread of this class does not take the CPU from the engine's thread when it is woken up (sched(7)).
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        # A thread of this class does not take the CPU from the engine's thread when it is woken up (sched(7)).
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             loop()
         except (EOFError, OSError):

@@ -11,7 +11,6 @@ one row at a time, and each answer is waited for.
 from __future__ import annotations
 
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -284,8 +283,6 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
         options.setdefault("max_replays", 2)  # vLLM has no finish reason for another request's fault
         if config.parallel_config.distributed_executor_backend == "ray":
             options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
-        # vLLM computes its model in other processes, and its engine sleeps while it waits for a mask.
-        os.environ.setdefault("RAY_worker_niceness", "0")
     make = find_pool(options.pop("pool"), options)
     vocabulary = model_vocabulary(config)
 
