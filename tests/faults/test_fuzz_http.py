@@ -190,7 +190,7 @@ def _check_text(body: dict[str, Any], text: str) -> None:
     elif "json_schema" in body:
         schema, value = body["json_schema"], json.loads(text)
         try:
-            jsonschema.Draft202012Validator(schema).validate(value)
+            jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema).validate(value)
         except (jsonschema.ValidationError, re.error):
             # Patterns are in the dialect of ECMA 262, which Python's validator doesn't support.
             if "pattern" not in json.dumps(schema):
