@@ -1,6 +1,6 @@
 """Calls of custom tools: OpenAI's tools whose input is a text, not JSON.
 
-The model is told of a function whose only argument is the input. If the input is any text, or matches a regex, the
+The model is told of a function with the input as its only argument. If the input is any text, or matches a regex, the
 model writes the JSON of this argument. Text in a Lark grammar is written as it is: its lexemes know no JSON.
 """
 

@@ -57,7 +57,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models whose format `xgrammar` knows. The other fields are those of `ToolFormat`."""
+    """A family of models with a format that `xgrammar` knows. The other fields are those of `ToolFormat`."""
 
     name: str
     """xgrammar's name."""
