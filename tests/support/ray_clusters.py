@@ -21,8 +21,11 @@ PATHS = [str(ROOT), str(ROOT / "tests" / "support" / "startup"), str(ROOT / "tes
 
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a program that knows the modules of this folder and the faulty backend."""
-    patient = {"RAY_raylet_start_wait_time_s": "120"}  # for a busy machine
-    return {**os.environ, **patient, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS), **more}
+    ray = {
+        "RAY_raylet_start_wait_time_s": "120",  # for a busy machine
+        "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # what replaces an agent reads its own pipe
+    }
+    return {**os.environ, **ray, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS), **more}
 
 
 def run(code: str, *arguments: str) -> str:
@@ -34,9 +37,17 @@ def run(code: str, *arguments: str) -> str:
 
 
 def cluster_in(directory: str, **head: Any) -> Any:
-    """Start a cluster of one node with one CPU."""
+    """Start a cluster of one node with one CPU.
+
+    It has few processes, as the pool's own Ray: with all, each node takes ten seconds of CPU time to start.
+    """
+    from ray._private.ray_constants import PROCESS_TYPE_RUNTIME_ENV_AGENT
     from ray.cluster_utils import Cluster
 
+    from actors import driver_process
+
+    driver_process._AGENT_PORTS.pop(PROCESS_TYPE_RUNTIME_ENV_AGENT, None)  # actors on other nodes have an environment
+    driver_process._leave_out_processes()
     os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
     quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
     return Cluster(initialize_head=True, head_node_args={**quiet, **head})
