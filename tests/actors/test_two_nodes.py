@@ -48,7 +48,7 @@ def cluster() -> Iterator[TwoNodes]:
 
 
 USED = """
-import sys, time
+import contextlib, sys, threading, time
 import numpy as np
 import psutil
 import ray
@@ -84,12 +84,11 @@ print([allowed(row) for row in bitmask])
 pool.shutdown()
 
 nodes = {}
-for placement, cpus in (("guided_mask", 0.4), ("pool=masks", 0), ("local", 0.4)):
-    pool = open_pool(num_actors=1, placement=placement, actor_cpus=cpus)
-    (worker,) = pool.status().workers
-    nodes[placement] = worker.node_id
-    if placement != "local":
-        pool.shutdown()
+with contextlib.ExitStack() as stack:
+    for placement in ("guided_mask", "pool=masks", "local"):
+        session = stack.enter_context(contextlib.closing(joined.session(threading.Event())))
+        where = joined.reserved(RayPoolOptions(placement=placement, actor_cpus=0.2))
+        nodes[placement] = session.ask("start", "create", *where, 0, BYTES, 1 << 30, False).node_id
 print(nodes["guided_mask"] == nodes["pool=masks"] != nodes["local"])
 
 for wrong in ({"placement": "nonesuch"}, {"num_actors": 5}):
@@ -104,10 +103,11 @@ finding = next(each for each in doctor.examine(ServeOptions(ray=given)) if each.
 print(finding.level, finding.text)
 
 # There is room for the actors of both pools, but not before that of the first one has ended.
+first = open_pool(num_actors=1, placement="local", actor_cpus=0.4)
 ray_pool.CALL_SECONDS = 1.0
 second = RayPool(BYTES, address=address, num_actors=2, actor_cpus=0.4)
 print([worker.state for worker in second.status().workers].count("up"), "of 2 actors are up")
-pool.shutdown()
+first.shutdown()
 until(lambda: all(worker.state == "up" for worker in second.status().workers), 120)
 second.shutdown()
 joined.leave()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 
 CLUSTER = """
 import sys, ray
+from ray._private.node import Node
+for name in ("start_monitor", "start_log_monitor", "start_api_server"):  # nothing here uses them
+    setattr(Node, name, lambda *_, **__: None)
 ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
          _temp_dir=sys.argv[1])
 (node,) = ray.nodes()
@@ -35,12 +37,12 @@ STATUS = """
 import sys, time, ray
 from ray import serve
 ray.init(address=sys.argv[1], log_to_driver=False)
-for _ in range(240):
+for _ in range(1200):
     (application,) = serve.status().applications.values()
     (deployment,) = application.deployments.values()
     if "Resources required for each replica" in deployment.message:
         break
-    time.sleep(0.5)
+    time.sleep(0.1)
 print("status", deployment.replica_states, deployment.message)
 """
 
@@ -51,6 +53,9 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str,
     temporary = str(tmp_path_factory.mktemp("r"))
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "GUIDED_API_KEY": KEY}
     environment["RAY_worker_niceness"] = "0"  # with Ray's 15 the replica starts in minutes beside other tests
+    for name in ("", "_PERIOD"):  # until the state of a replica that waits has a reason
+        environment[f"RAY_SERVE_SLOW_STARTUP_WARNING{name}_S"] = "1"
+    environment["RAY_metrics_report_interval_ms"] = "1000"
     environment.pop("RAY_ADDRESS", None)
     with subprocess.Popen(
         [sys.executable, "-c", CLUSTER, temporary],
@@ -100,12 +105,9 @@ def url(ray_cluster: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
     try:
         wait_until(is_up, 150)
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
+    finally:  # the application ends with its cluster
+        process.kill()
+        process.wait()
 
 
 def test_a_replica_without_cpus_for_its_pool_waits(ray_cluster: tuple[str, str], url: str) -> None:

@@ -23,6 +23,7 @@ def environment(**more: str) -> dict[str, str]:
     """Return the environment of a program that knows the modules of this folder and the faulty backend."""
     ray = {
         "RAY_raylet_start_wait_time_s": "120",  # for a busy machine
+        "RAY_health_check_period_ms": "500",  # until a node is lost
         "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # what replaces an agent reads its own pipe
     }
     return {**os.environ, **ray, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS), **more}
