@@ -6,38 +6,46 @@ import re
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import pytest
 from serving import ServerProcess, serving, wait_until
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 
 
-def test_greeting_holds_lines_that_work(inline_server: ServerProcess) -> None:
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    hanging = ("--logits-processors", "sample_processors:HangsAtAdmission")
+    with serving("--pool", "inline", "--grace-seconds", "1", *hanging, PYTHONPATH=SUPPORT) as server:
+        yield server
+
+
+def test_greeting_holds_lines_that_work(server: ServerProcess) -> None:
     """What it prints when it is up can be pasted into a shell."""
-    greeting = "".join(inline_server.log)
+    greeting = "".join(server.log)
     [command] = re.findall(r"^  (curl .*\\\n.*)$", greeting, re.MULTILINE)
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert '"finish_reason":"stop"' in ran.stdout
-    assert f"{inline_server.url}/docs" in greeting
+    assert f"{server.url}/docs" in greeting
 
 
-def test_sigterm_ends_a_server_with_threads_that_hang() -> None:
+def test_sigterm_ends_a_server_with_threads_that_hang(server: ServerProcess) -> None:
+    """The last one of this module: the server is gone after it."""
+
     def hang() -> None:
         body = {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"hang": True}}
         with suppress(httpx.HTTPError):
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
 
-    hanging = ("--logits-processors", "sample_processors:HangsAtAdmission")
-    with serving("--pool", "inline", "--grace-seconds", "1", *hanging, PYTHONPATH=SUPPORT) as server:
-        clients = [threading.Thread(target=hang) for _ in range(40)]
-        for each in clients:
-            each.start()
-        wait_until(lambda: httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 503)
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(60)
-        for each in clients:
-            each.join()
-    assert "most recent call first" in "".join(server.log), "the stacks of what hangs"
+    clients = [threading.Thread(target=hang) for _ in range(40)]
+    for each in clients:
+        each.start()
+    wait_until(lambda: httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 503)
+    server.stop(signal.SIGTERM)
+    for each in clients:
+        each.join()
+    wait_until(lambda: "most recent call first" in "".join(server.log))  # the stacks of what hangs
