@@ -18,6 +18,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from engine.model_loader import LoadedModel
+
 # On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones.
 settings.register_profile("local", deadline=None, max_examples=40)  # a busy machine is no failure
 settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
@@ -133,6 +135,13 @@ def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
     model.save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_llama_dir: Path) -> LoadedModel:
+    from engine.model_loader import load_model
+
+    return load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session")

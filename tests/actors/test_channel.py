@@ -11,7 +11,7 @@ import time
 import pytest
 from thread_cluster import ConnectedPair
 
-from actors.protocol import IDLE, Channel, Segment, attach, connect
+from actors.protocol import Channel, Segment, attach, connect
 
 
 def test_the_end_of_the_other_side_is_noticed() -> None:
@@ -71,14 +71,3 @@ def test_the_table_cannot_be_shrunk() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 10)
     os.close(fd)
-
-
-def test_the_columns_do_not_overlap() -> None:
-    table = Segment(5, 3).table
-    columns = ("target", "ready", "seconds", "status", "tokens", "forced", "mask")
-    for value, name in enumerate(columns, 1):
-        getattr(table, name)[:] = value
-    for value, name in enumerate(columns, 1):
-        assert (getattr(table, name) == value).all()
-    assert table.tokens.shape == (5,)
-    assert table.mark["busy"].tolist() == [[IDLE, IDLE]]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from engine.async_llm import AsyncLLM
-from engine.model_loader import load_model
+from engine.model_loader import LoadedModel
 from engine.server.metrics import Metrics
 from guided.pools.inline import InlinePool
 
@@ -28,11 +28,10 @@ QUERIES += [alert["expr"] for alert in ALERTS]
 
 
 @pytest.fixture(scope="module")
-def metrics(tiny_llama_dir: Path) -> Iterator[dict[str, str]]:
+def metrics(tiny_model: LoadedModel) -> Iterator[dict[str, str]]:
     """Names and types of all families."""
-    model = load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
-    pool = InlinePool(model.vocabulary)
-    engine = AsyncLLM(model, pool)
+    pool = InlinePool(tiny_model.vocabulary)
+    engine = AsyncLLM(tiny_model, pool)
     yield {family.name: family.type for family in Metrics(engine).registry.collect()}
     engine.shutdown()
     pool.shutdown()

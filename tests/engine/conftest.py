@@ -1,9 +1,8 @@
-"""The tiny model, loaded once for all tests of the engine."""
+"""An engine over the tiny model, and its runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel, load_model
+from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -21,11 +20,6 @@ from guided.vocabulary import Vocabulary
 
 MakeEngine = Callable[..., LLMEngine]
 TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tiny_llama_dir: Path) -> LoadedModel:
-    return load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.errors import BackendError, InternalError, InvalidConstraint, InvalidRequest
+from guided.errors import InternalError, InvalidConstraint, InvalidRequest
 
 PROMPT = "Le cœur déçu"
 
@@ -110,18 +110,6 @@ def test_one_id_twice_is_refused_and_the_first_goes_on(llm: AsyncLLM) -> None:
     first, second = together(*(collect(llm.generate(PROMPT, greedy(), "same")) for _ in range(2)))
     assert first[-1].finished
     assert isinstance(second, ValueError)
-
-
-def test_a_failure_on_the_way_is_the_last_output(llm: AsyncLLM, pool: FaultyPool) -> None:
-    pool.fails = lambda sequence_id, position: position == 4
-    outputs, free = together(
-        collect(llm.generate(PROMPT, greedy(regex="[a-z]{20}"))), collect(llm.generate(PROMPT, greedy()))
-    )
-    assert isinstance(outputs[-1].error, BackendError)
-    assert outputs[-1].finished
-    assert (len(outputs[-1].outputs[0].token_ids), outputs[-1].outputs[0].finish_reason) == (4, "error")
-    assert free[-1].error is None
-    assert len(free[-1].outputs[0].token_ids) == 30
 
 
 def test_leaving_and_cancelling_abort_the_request(llm: AsyncLLM) -> None:

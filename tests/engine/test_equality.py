@@ -111,13 +111,6 @@ def check(pair: Pair, many: list[list[int]], outputs: list[list[list[int]]]) -> 
     assert decided > 0.8 * NEW_TOKENS * len(many), "too many ties for this to show anything"
 
 
-def test_batched_with_mixed_lengths(pair: Pair) -> None:
-    many = prompts()
-    llm = LLM(pair.loaded, config=EngineConfig(max_num_seqs=6, block_size=8))
-    found = llm.generate(many, greedy(), use_tqdm=False)
-    check(pair, many, [[one.token_ids for one in output.outputs] for output in found])
-
-
 def test_prefilled_in_chunks_and_scored(pair: Pair) -> None:
     many = prompts()
     config = EngineConfig(max_num_seqs=4, block_size=4, max_num_batched_tokens=11, num_blocks=60, max_model_len=120)

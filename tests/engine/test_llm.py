@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -130,18 +129,3 @@ def test_answers_are_parsed_back(llm: LLM) -> None:
     assert cut.outputs[0].parsed is None
     with pytest.raises(InvalidConstraint, match="regex and output_type are given"):
         SamplingParams(regex="a", output_type=Color)
-
-
-def test_complete_answers_within_max_tokens(llm: LLM) -> None:
-    params = SamplingParams(output_type=list[dict[str, int]], complete=True, max_tokens=12, temperature=2.0, n=6)
-    [output] = llm.generate("The", params, use_tqdm=False)
-    assert [one.finish_reason for one in output.outputs] == ["stop"] * 6
-    assert all(isinstance(one.parsed, list) for one in output.outputs)
-    assert any(one.completed_early for one in output.outputs)
-    [refused] = llm.generate("The", replace(params, max_tokens=1), use_tqdm=False)
-    assert isinstance(refused.error, InvalidRequest)
-    assert refused.error.param == "max_tokens"
-    [ample] = llm.generate("The", SamplingParams(choice=["a", "b"], complete=True), use_tqdm=False)
-    assert not ample.outputs[0].completed_early
-    with pytest.raises(InvalidRequest, match="complete requires a constraint"):
-        SamplingParams(complete=True)

@@ -1,15 +1,19 @@
-"""The engine on unconstrained requests: ends, limits, repeatability."""
+"""The engine's requests: ends, limits, repeatability, and masks without a token."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from faulty_pool import FaultyPool
 
+from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import sequence_seed
-from guided.errors import InvalidRequest
+from guided.errors import InternalError, InvalidRequest
+from guided.pools.protocol import StepMasks
 from tests.engine.conftest import MakeEngine, finish, run
 
 PROMPT = "The quick brown fox"
@@ -142,3 +146,28 @@ def test_abort_in_every_state(make_engine: MakeEngine) -> None:
 def test_a_cache_too_small_for_one_sequence_is_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ValueError, match=r"max_model_len 128 needs 8 .*kv_cache_bytes"):
         make_engine(num_blocks=7)
+
+
+def test_min_tokens_keeps_an_open_constraint_going(make_engine: MakeEngine) -> None:
+    output = one(make_engine, greedy(regex="[a-z]*", max_tokens=40, min_tokens=12, logit_bias={1: 100.0})).outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (13, "stop")
+    assert re.fullmatch("[a-z]+", output.text)
+
+
+def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
+    make_engine: MakeEngine, tiny_model: LoadedModel
+) -> None:
+    class EmptyPool(FaultyPool):
+        def collect(self, deadline: float | None = None) -> StepMasks:
+            step = super().collect(deadline)
+            for part in step.ready:
+                part.masks[part.slots] = 0
+            return step
+
+    guided = [SamplingParams(regex="[0-9]{3}", n=2), SamplingParams(choice=["x"], use_beam_search=True, temperature=0)]
+    requests = {name: (PROMPT, params) for name, params in zip("abc", (*guided, greedy()), strict=True)}
+    found = run(make_engine(EmptyPool(tiny_model.vocabulary)), requests)
+    assert found.pop("c").error is None
+    for output in found.values():
+        assert isinstance(output.error, InternalError)
+        assert output.outputs[0].token_ids == []

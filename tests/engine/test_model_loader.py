@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -50,7 +49,6 @@ def test_an_unknown_dtype_is_refused(tiny_llama_dir: Path) -> None:
     ("config", "reason"),
     [
         (Gemma2Config(**TINY), "soft caps"),
-        (BloomConfig(vocab_size=640, hidden_size=32, n_layer=1, n_head=2), "attention backend"),
         (MambaConfig(vocab_size=640, hidden_size=32, num_hidden_layers=1), "attention backend"),
         (T5Config(vocab_size=640), "not a causal language model"),
         (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "RoPE"),

@@ -19,14 +19,7 @@ from faulty_backend import ADAPTER, NAME, PATHS, faulty
 from actors.compiler import Compiler
 from guided.backends import BACKENDS
 from guided.constraint import Constraint
-from guided.errors import (
-    BackendError,
-    CompileQueueFull,
-    CompileTimeout,
-    ConstraintTooLarge,
-    GuidedError,
-    InvalidConstraint,
-)
+from guided.errors import BackendError, CompileQueueFull, CompileTimeout, ConstraintTooLarge, GuidedError
 from guided.limits import CompileLimits
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import Grammar
@@ -195,27 +188,3 @@ def test_its_processes_give_precedence_to_all_others(compiler: Compiler) -> None
     for pid in compile_pids():
         assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getsid(pid) == pid
-
-
-def test_invalid_is_remembered_and_a_timeout_is_not(compiler: Compiler, tmp_path: Path) -> None:
-    invalid = Constraint.regex("a(b")
-    first = compiler.compile(invalid, ["llguidance"])
-    assert isinstance(first.exception(WAIT), InvalidConstraint)
-    assert compiler.compile(invalid, ["llguidance"]) is first
-    once = new("hold@compile", f"once={tmp_path / 'once'}")
-    assert type(error_of(compiler, once)) is CompileTimeout
-    assert compiler.compile(once, [NAME]).result(WAIT).backend == NAME
-    assert compiler.compiling == 0
-
-
-def test_equal_constraints_share_one_compilation(patient_compiler: Compiler, tmp_path: Path) -> None:
-    compiler, go_on = patient_compiler, tmp_path / "go_on"
-    waiting = [new(f"wait@compile={go_on}", f"once={tmp_path / str(number)}") for number in range(3)]
-    futures = [compiler.compile(constraint, [NAME]) for constraint in waiting]
-    assert compiler.compiling == 3
-    assert compiler.compile(waiting[0], [NAME]) is futures[0]
-    assert compiler.compiling == 3
-    go_on.touch()
-    for future in futures:
-        assert future.result(WAIT).backend == NAME
-    assert compiler.compiling == 0

@@ -10,7 +10,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,7 +29,7 @@ from benchmarks.random_constraints.languages import Case, random_choice, random_
 from benchmarks.random_constraints.schemas import random_schema
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
-from engine.model_loader import load_model
+from engine.model_loader import LoadedModel
 from engine.server.app import create_app
 from engine.server.options import ServerSettings
 from guided.backends import BACKENDS
@@ -43,10 +42,9 @@ INTERNAL = {"backend_error", "constraint_not_met", "dead_end", "token_rejected",
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_llama_dir: Path, local_ray: None) -> Iterator[AsyncLLM]:
-    model = load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
-    pool = RayPool(model.vocabulary, num_actors=1, compile_limits=CompileLimits(processes=1, seconds=3.0))
-    engine = AsyncLLM(model, pool, EngineConfig(max_num_seqs=8, max_model_len=96))
+def engine(tiny_model: LoadedModel, local_ray: None) -> Iterator[AsyncLLM]:
+    pool = RayPool(tiny_model.vocabulary, num_actors=1, compile_limits=CompileLimits(processes=1, seconds=3.0))
+    engine = AsyncLLM(tiny_model, pool, EngineConfig(max_num_seqs=8, max_model_len=96))
     yield engine
     engine.shutdown()
     pool.shutdown()

@@ -13,7 +13,6 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,7 +23,7 @@ from faulty_backend import ADAPTER, NAME, environment
 from hosting import WAIT, Hosted, events_in, hosted, read_to_the_end
 from serving import ServerProcess, serving, sse, wait_until
 
-from engine.model_loader import LoadedModel, load_model
+from engine.model_loader import LoadedModel
 from guided.backends import BACKENDS
 from guided.errors import GuidedError, errors_by_code
 
@@ -60,13 +59,8 @@ SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama_dir: Path) -> LoadedModel:
-    return load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def shared(model: LoadedModel) -> Iterator[Hosted]:
-    with hosted(model) as server:
+def shared(tiny_model: LoadedModel) -> Iterator[Hosted]:
+    with hosted(tiny_model) as server:
         yield server
 
 
@@ -246,10 +240,10 @@ class TestClientsThatDontRead:
         assert texts == [choice["text"] for choice in whole["choices"]]
         assert len(events) < 4 * 400, "the missed output arrived in one chunk"
 
-    def test_are_given_up_after_a_while(self, model: LoadedModel) -> None:
+    def test_are_given_up_after_a_while(self, tiny_model: LoadedModel) -> None:
         """The kernel ends the connection, with unread data."""
         with (
-            hosted(model, unread_seconds=2.0) as server,
+            hosted(tiny_model, unread_seconds=2.0) as server,
             contextlib.closing(server.connect(receive_buffer=4096, n=4, **self.MUCH)) as client,
         ):
             here = client.getsockname()

@@ -17,7 +17,6 @@ BACKEND = XGrammarBackend(BYTES)
     ("text", "expected"),
     [
         ('root ::= "a"', "gbnf"),
-        ('# comment\n\n  root::= "a"\n', "gbnf"),
         ('my-rule ::= "a"\nroot ::= my-rule', "gbnf"),
         ('start: "a"', "lark"),
         ('%llguidance {}\nstart: "x ::= y"', "lark"),
@@ -50,11 +49,7 @@ def test_gbnf_is_not_for_llguidance() -> None:
         ('rot ::= "a"', '"root" is not found'),
         ("root ::= missing", '"missing" is not defined'),
         ('root ::= "a" )', "line 1, column 14"),
-        ('root ::= "a"\nroot ::= "b"', "multiple times"),
         (r'root ::= "\q"', "escape"),
-        ("root ::= [z-a]", "out of order"),
-        ("root ::= []", "empty"),
-        ('root ::= "a"{3,2}', "Lower bound"),
     ],
 )
 def test_malformed_gbnf_is_the_users(text: str, said: str) -> None:
@@ -66,20 +61,14 @@ def test_malformed_gbnf_is_the_users(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
-        ('root ::= [a-z]+ "x"', ["ax", "xx", "abcx"], ["x", "abc", "xa"]),
         ('word ::= [a-z]+\nroot ::= word "x" root | "."', [".", "abxx.", "xx."], ["x.", "ab."]),
-        ('root ::= "ab" | [a-z] [a-z] "c"', ["ab", "abc", "xyc"], ["xy", "abd"]),
         ('root ::= "a" root "b" | "ab" | [a-z] [a-z] "c"', ["ab", "aabb", "aabcb", "zzc"], ["abb", "aab"]),
         (r'root ::= "\x41\u00e9\U0001F600\n\t\"\\" [\]\-^a]', ['Aé😀\n\t"\\]', 'Aé😀\n\t"\\-', 'Aé😀\n\t"\\^'], ["A"]),
         ("root ::= [^a-z\\n] .", ["A\n", "é😀"], ["ab", "\nx", "A"]),
         ('root ::= "a"{2} "b"{1,} "c"{0,1} "d"?', ["aab", "aabbbcd"], ["ab", "aabccd", "aac"]),
-        ('root ::= "a"? | "b"', ["", "a", "b"], ["ab"]),
         ('root ::= | "x" | "(" root ")"', ["", "x", "((x))", "()"], ["(", "x)"]),
-        ("root ::= a\na ::= b\nb ::= a | [0-9]", ["7"], ["77"]),
-        ('root ::= "/" [/] "//"', ["////"], ["///"]),
         ('Root-1 ::= "q"\nroot ::= Root-1 Root-1\n  Root-1', ["qqq"], ["qq"]),
         ('root ::= expr\nexpr ::= expr "+" num | num\nnum ::= [0-9]+', ["1+22+3", "7"], ["1+", "+1"]),
-        ('root ::= "" "a"', ["a"], [""]),
     ],
 )
 def test_sentences(grammar: str, good: list[str], bad: list[str]) -> None:

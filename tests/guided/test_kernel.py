@@ -1,12 +1,6 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from importlib import import_module
-from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,19 +45,6 @@ def test_forbidden_logits_become_minus_infinity(data: st.DataObject) -> None:
     assert torch.equal(logits, expected)
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `TRITON_INTERPRET=1`, xgrammar's Triton kernel itself runs, on the CPU."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        name = "xgrammar.kernels.apply_token_bitmask_inplace_triton"
-        properties = SimpleNamespace(multi_processor_count=4, gcnArchName="")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr(
-            "xgrammar.apply_token_bitmask_inplace", import_module(name).apply_token_bitmask_inplace_triton
-        )
-
-
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("rows", [[0, 1, 2], [0, 1], [3, 1], [4]], ids=str)
 @pytest.mark.parametrize("beyond", [0, 5])
 def test_the_cuda_way_masks_the_right_rows(monkeypatch: pytest.MonkeyPatch, rows: list[int], beyond: int) -> None:
@@ -79,18 +60,6 @@ def test_the_cuda_way_masks_the_right_rows(monkeypatch: pytest.MonkeyPatch, rows
     expected = masked(logits, allowed, rows)
     kernel._apply_on_cuda(logits, [pack(ids, size) for ids in allowed], rows)
     assert torch.equal(logits, expected)
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_triton_kernel_in_its_interpreter() -> None:
-    """The same tests, with the kernel that runs on CUDA. Triton reads the variable when it is imported."""
-    which = [__file__, "-k", "masks_the_right_rows", "-q", "-p", "no:cacheprovider"]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *which], env=env, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert "8 passed" in done.stdout
 
 
 def test_a_kernel_that_fails_is_replaced_by_torch_for_good(

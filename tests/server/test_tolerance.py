@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ from starlette.testclient import TestClient
 
 CHAT = "/v1/chat/completions"
 USER: dict[str, Any] = {"messages": [{"role": "user", "content": "hi", "annotated": 1}], "max_tokens": 3}
-PROMPT: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
 
 
 def test_what_has_no_effect_is_named(client: TestClient) -> None:
@@ -70,22 +68,3 @@ def test_pages_of_other_origins(client_with: Callable[..., TestClient]) -> None:
     assert "access-control-allow-origin" in refused.headers
     assert allowing.options(CHAT, headers={**asked, "origin": "https://other.org"}).status_code == 400
     assert "access-control-allow-origin" not in client_with().post(CHAT, json=USER, headers=asked).headers
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "says", "param", "pointer"),
-    [
-        ("/v1/completions", {"stop": ["a", "\ud800"]}, "stop is not valid Unicode", "stop", None),
-        ("/v1/completions", {"stream_options": {}}, "stream_options requires stream: true", "stream_options", None),
-        ("/v1/completions", {"json_schema": False}, "(at the root)", "json_schema", ""),
-        ("/tokenize", {"prompt": None}, "give either prompt or messages", None, None),
-    ],
-)
-def test_errors_of_odd_values(
-    client: TestClient, path: str, fields: dict[str, Any], says: str, param: str | None, pointer: str | None
-) -> None:
-    content = json.dumps({**PROMPT, **fields})
-    answer = client.post(path, content=content, headers={"content-type": "application/json"})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["pointer"]) == (400, param, pointer)
-    assert says in error["message"]

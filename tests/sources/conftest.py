@@ -1,4 +1,3 @@
-"""The fixtures of tests/engine: the tiny model, and an engine over it."""
+"""The fixture of tests/engine: an engine over the tiny model."""
 
 from tests.engine.conftest import make_engine as make_engine
-from tests.engine.conftest import tiny_model as tiny_model

@@ -31,7 +31,6 @@ DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 CITIES = ["Lisbon", "Kyoto", "São Paulo"]
 NUMBERS = r"<[0-9]{1,4}(,[0-9]{1,4})?>"
 LARK = 'start: "<" NUMBER ("," NUMBER)? ">"\nNUMBER: /[0-9]{1,4}/'
-GBNF = 'root ::= "<" number ("," number)? ">"\nnumber ::= [0-9] [0-9]? [0-9]?'
 TAG = {
     "type": "tag",
     "begin": "<person>",
@@ -75,11 +74,9 @@ def regex(pattern: str, backend: str | None = None) -> Wanted:
 
 KINDS = [
     own("schema", satisfies(SCHEMA), json=SCHEMA, disable_any_whitespace=True),
-    own("schema as text", satisfies(SCHEMA), json=json.dumps(SCHEMA), whitespace_pattern=""),
     regex(DATE),
     own("choice", CITIES.__contains__, choice=CITIES),
     own("lark", matches(NUMBERS), grammar=LARK),
-    own("gbnf", matches(NUMBERS), grammar=GBNF),
     own(
         "structural tag",
         lambda text: satisfies(SCHEMA)(text.removeprefix("<person>").removesuffix("</person>")),

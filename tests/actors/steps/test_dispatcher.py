@@ -170,24 +170,6 @@ def test_a_late_row_that_is_ready_during_a_step_is_not_forgotten(cluster: Cluste
     assert cluster.dispatcher.decided() == [1], "until it is submitted again"
 
 
-def test_a_late_mask_is_not_that_of_a_later_output(cluster: Cluster) -> None:
-    cluster.open(1, grammar="slow")
-    cluster.open(2)
-    assert cluster.step((1, "a"), (2, ""), deadline=0.05) == ["late", "ax"]
-    cluster.submit((1, "ab"))
-    cluster.slow.release.set()
-    assert cluster.collect() == ["cd"]
-    cluster.slow.release.clear()
-    cluster.dispatcher.rollback(1, 0)
-    assert cluster.step((1, "xy"), (2, "")) == ["z", "ax"]
-    cluster.dispatcher.rollback(1, 0)
-    assert cluster.step((1, "a"), (2, ""), deadline=0.05) == ["late", "ax"]
-    cluster.dispatcher.rollback(1, 0)
-    cluster.submit((1, "x"))
-    cluster.slow.release.set()
-    assert cluster.collect() == ["y"], "of two outputs of one length, the later one"
-
-
 # deaths
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import sample_processors as sample
-import torch
 from faulty_pool import FaultyPool
 
 from engine import LLM, AsyncLLM
@@ -140,19 +139,6 @@ def test_a_processor_that_cannot_be_made_again_fails_all(make_engine: MakeEngine
     assert all("the file has gone" in str(output.error) for output in found.values())
     later = run(engine, {"c": (PROMPT, SamplingParams(max_tokens=3))})
     assert isinstance(later["c"].error, LogitsProcessorFailed), "never without it"
-
-
-def test_what_forbids_all_tokens_is_an_error_of_that_request(make_engine: MakeEngine) -> None:
-    class Nothing(sample.MyBias):
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            logits[list(self.values)] = float("-inf")
-            return logits
-
-    none = SamplingParams(extra_args={"bias": {0: 1.0}})
-    both = {"none": (PROMPT, none), "some": (PROMPT, SamplingParams(max_tokens=3))}
-    found = run(make_engine(logits_processors=(Nothing,)), both)
-    assert "finite" in str(found["none"].error)
-    assert found["some"].error is None
 
 
 # -- loading and admission

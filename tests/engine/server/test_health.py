@@ -6,19 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 from hosting import Hosted, hosted
 from serving import wait_until
 
-from engine.model_loader import load_model
+from engine.model_loader import LoadedModel
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_llama_dir: Path) -> Iterator[Hosted]:
-    with hosted(load_model(str(tiny_llama_dir), dtype="float32", device="cpu")) as server:
+def shared(tiny_model: LoadedModel) -> Iterator[Hosted]:
+    with hosted(tiny_model) as server:
         yield server
 
 

@@ -135,11 +135,6 @@ def test_masks_on_forced_text_allow_what_the_tokenizer_writes(mistral_data: Path
         ({"type": "string", "not": {"pattern": "^(ab)*$"}}, ["a", "aba", "\n"], ["", "ab", "abab"]),
         ({"minProperties": 1, "properties": {"a": {}, "b": {}}, "type": "object"}, [{"a": 1}, {"c": 1}], [{}]),
         (
-            {"type": "object", "propertyNames": {"pattern": "^[a-c]+$", "maxLength": 3}},
-            [{}, {"abc": 1}],
-            [{"abca": 1}, {"d": 1}],
-        ),
-        (
             {
                 "properties": {"a": {"type": "array"}},
                 "patternProperties": {".*": {"$ref": "#/$defs/t"}},

@@ -16,7 +16,6 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, UnsupportedConstraint
 
 LISTS: Any = {"anyOf": [{"items": {"type": "null"}, "maxItems": 2}, {"items": {"type": "boolean"}, "minItems": 2}]}
-NODE: Any = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}}
 
 
 @pytest.mark.parametrize(
@@ -26,16 +25,12 @@ NODE: Any = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties"
         ({"type": "array", "items": {"type": "integer"}}, ["[1, -20]"], ["[1,]", "[1e-5]", "[-0.5]"]),
         ({"type": "number"}, ["-0.5e5", "-0.5", "0"], ["1.e5", "01", "1 "]),
         ({"type": "string"}, ['" a\\u00e9 狐"'], ['"a\tb"', '"\\x"', '"\\ud83d"']),
-        ({"type": "string", "minLength": 2}, ['"\\n\\u00e9"', '"狐é"'], ['"\\n"', '"狐"']),
         ({"type": "string", "maxLength": 2}, ['"  "', '"狐狸"', '""'], ['"   "', '"狐狸a"']),
         ({"type": "string", "pattern": "^ [^é]$"}, ['" a"', '" 狐"'], ['"  a"', '" é"', '" ""']),
         ({"enum": [" a b", "狐", 1, None]}, ['" a b"', '"狐"', "1", "null"], ['"a b"', "false"]),
         ({"type": "object", "required": ["k"], "additionalProperties": {"type": "null"}}, ['{"k":null}'], ["{}"]),
-        ({"type": "object", "additionalProperties": False}, ["{}"], ['{"a":1}', "{} ", " {}"]),
         ({"type": "array", "items": {"type": "array"}, "minItems": 2}, ["[[1] , []]"], ["[[]]", "[]"]),
-        ({"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, ["[true,false]"], ["[true,true,true]"]),
         (LISTS, ["[null]", "[true,true]", "[]"], ["[true]", "[null,true]", "[null,null,null]"]),
-        (NODE, ["{}", '{"next":{"next":{}}}'], ['{"next":1}']),
     ],
     ids=str,
 )

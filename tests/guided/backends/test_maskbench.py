@@ -17,7 +17,7 @@ from guided.backends import BACKENDS
 from guided.vocabulary import Vocabulary
 
 SAMPLE = 40
-LONGEST = {"xgrammar": 2000, "outlines": 400, "lm-format-enforcer": 2000}
+LONGEST = {"xgrammar": 1000, "outlines": 400, "lm-format-enforcer": 1000}
 """Maximum characters of a schema, for backends that may compile for minutes."""
 
 

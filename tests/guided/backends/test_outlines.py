@@ -23,9 +23,7 @@ def backend() -> OutlinesBackend:
     [
         ({"type": "number"}, ["1e+5", "-0.1E-7", "3"], ["1.", "01", "+1"]),
         ({"type": "string", "pattern": ".*"}, ['"a"'], ['"a"b"', '"\n"']),
-        ({"type": "string", "pattern": "b"}, ['"abc"'], ['"ac"']),
         ({"type": "string", "maxLength": 2}, ['"é狐"', '""'], ['"abc"']),
-        ({"type": "string", "format": "uuid"}, ['"12345678-1234-1234-1234-1234567890ab"'], ['"1"']),
         ({"enum": ["a|b", 12, {"k": [1]}]}, ['"a|b"', "12", '{"k": [1]}', '{"k":[1]}'], ['"a', "1", '{"k":[2]}']),
         (
             {"type": "object", "properties": {"a": {"type": "null"}, 'q"': {"type": "null"}}, "required": ['q"']},
@@ -35,18 +33,11 @@ def backend() -> OutlinesBackend:
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}}, ["null"], ["1"]),
         ({"type": "array", "prefixItems": [{"type": "null"}], "items": False}, ["[null]"], ["[null,null]", "[1]"]),
         (
-            {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 2},
-            ["[null]"],
-            ["[]", "[null,null,null]"],
-        ),
-        ({"type": "object", "additionalProperties": False}, ["{}"], ['{"a":1}']),
-        (
             {"type": "object", "properties": {"a": False}, "minProperties": 1, "additionalProperties": {"const": None}},
             ['{"b":null}'],
             ["{}", '{"a":null}'],
         ),
         ({"type": "string", "format": "date"}, ['"2020-02-29"'], ['"x"']),
-        ({"type": "object", "additionalProperties": {"type": "null"}}, ["{}", '{"a":null}'], ['{"a":1}']),
         (
             {"type": "object", "properties": {"a": {}}, "required": ["a"]},
             ['{"a": [1]}', '{"a": "x"}'],
@@ -65,7 +56,6 @@ def test_enforced_or_checked(schema: Any, valid: list[str], invalid: list[str]) 
     ("pattern", "valid", "invalid"),
     [
         ("yes|yes please", ["yes", "yes please"], ["", "yes "]),
-        ("(a|ab)(c|bcd)", ["ac", "abc", "abcd", "abbcd"], ["ab"]),
         ("a+?b??", ["a", "aab"], ["", "ba"]),
         ("a+é?", ["aé", "aa"], ["é"]),
     ],

@@ -56,11 +56,6 @@ def of(form: dict[str, Any]) -> Constraint:
         (tag("", {"type": "any_text", "excludes": ["no"]}, ["/x", "/y"]), ["/x", "n/y"], ["no/x", "/z", "/x "]),
         (tag("<a>", pattern("a*"), "ab"), ["<a>ab", "<a>aaab"], ["<a>aaa", "<a>b", "<a>aba"]),
         (
-            {"type": "repeat", "min": 1, "max": 2, "content": tag("(", {"type": "json_object"}, ")")},
-            ["({})", '({"a": 1})({})'],
-            ["", "(1)", "({})({})({})"],
-        ),
-        (
             {
                 "type": "triggered_tags",
                 "triggers": ["<"],
@@ -78,15 +73,6 @@ def of(form: dict[str, Any]) -> Constraint:
             },
             ["", "x", "x<a>1</a>"],
             ["<a>1</a>x", "x<a>"],
-        ),
-        (
-            {
-                "type": "tags_with_separator",
-                "separator": ", ",
-                "tags": [tag('{"n": "a"', text("}"), ""), tag('{"n": "ab"', text("}"), "")],
-            },
-            ["", '{"n": "a"}, {"n": "ab"}'],
-            ['{"n": "a"},', '{"n": "b"}'],
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema
             invalid.append(backend)
             continue
         generator = random.Random(5)
-        for _ in range(12):
+        for _ in range(6):
             written = walk(grammar.matcher(), vocabulary, generator, 70)
             if written is not None:
                 text = written.decode()

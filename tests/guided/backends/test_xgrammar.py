@@ -38,16 +38,13 @@ def test_a_mask_allows_only_what_is_accepted(vocabulary: Vocabulary, pattern: st
     ("schema", "keyword", "pointer"),
     [
         ({"type": "array", "not": {"uniqueItems": True}}, "not", "/not"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems", "/uniqueItems"),
         ({"type": "array", "contains": {"const": 1}}, "contains", "/contains"),
-        ({"type": "number", "multipleOf": 0.1}, "multipleOf", "/multipleOf"),
         ({"type": "integer", "multipleOf": 7, "minimum": 3}, "multipleOf", "/multipleOf"),
         ({"type": "integer", "maximum": 2**63}, "maximum", "/maximum"),
         ({"type": "string", "format": "uri", "pattern": "x"}, "pattern", "/pattern"),
         ({"type": "string", "pattern": "^a+b+$", "maxLength": 5}, "maxLength", "/pattern"),
         ({"patternProperties": {"^a": {"type": "null"}}}, "patternProperties", "/patternProperties"),
         ({"type": "object", "minProperties": 1}, "minProperties", "/minProperties"),
-        ({"enum": [2**70, 1]}, "enum", "/enum"),
     ],
 )
 def test_what_it_would_ignore_is_refused_by_name(
@@ -67,7 +64,6 @@ def test_what_it_would_ignore_is_refused_by_name(
         ({"type": "string", "pattern": "^(a+b)?$"}, ["", "ab", "aab"], ["a", "aa", "b", "abab"]),
         ({"type": "string", "pattern": '^a"\\n\\\\b?$'}, ['a"\n\\b', 'a"\n\\'], ['a"\n', "a"]),
         ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-02-31", "2024-1-1"]),
-        ({"type": "string", "format": "ipv4"}, ["22.46.0.46"], ["222.046.46.46", "1.2.3.256"]),
         ({"type": "string", "format": "time"}, ["00:06:50Z", "00:06:50.8Z"], ["00:06:508Z"]),
         (
             {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "minItems": 1, "maxItems": 3},

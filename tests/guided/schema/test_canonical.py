@@ -32,10 +32,6 @@ def as_document(form: CanonicalForm) -> dict[str, Any]:
             {"type": "object", "properties": {"b": {"type": "null"}, "a": True, "c": True}, "required": ["c"]},
         ),
         (
-            {"type": "object", "properties": {"b": {}, "a": {}}, "additionalProperties": False},
-            {"type": "object", "properties": {"b": True, "a": True}, "additionalProperties": False},
-        ),
-        (
             {
                 "type": "object",
                 "$ref": "#/$defs/z",
@@ -97,7 +93,6 @@ def test_what_is_left_out_has_its_pointer_in_the_schema_as_sent(schema: Any, pla
     "schema",
     [
         {"allOf": [{"minimum": 10}, {"maximum": 5}, {"type": "integer"}]},
-        {"const": 1, "type": "string"},
         {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"},
         {"type": "object", "required": ["a"], "propertyNames": {"maxLength": 0}},
     ],

@@ -37,14 +37,12 @@ def test_objects_booleans_and_their_texts_are_schemas(schema: Any) -> None:
     ("schema", "message"),
     [
         ("{", "not valid JSON"),
-        ('"string"', "not a string"),
         ("[]", "not an array"),
         (False, "no value satisfies"),
         ('{"minimum": 1e999}', "Out of range float"),
         ({"minimum": 10**100}, "a number has more than 100 characters"),
         ({"enum": [{1, 2}]}, "set is not JSON"),
         ({"title": "\x00"}, "NUL"),
-        ({"properties": {"a\x00": True}}, "NUL"),
         ('{"title": "\\ud800"}', "lone surrogate"),
     ],
 )
@@ -57,13 +55,10 @@ def test_what_is_no_json_document(schema: Any, message: str) -> None:
     [
         ({"properties": {"reason": {"type": "stsring"}}}, "/properties/reason/type", "did you mean 'string'?"),
         ({"type": 1}, "/type", "'type'"),
-        ({"type": []}, "/type", "empty"),
-        ({"required": ["a", "a"]}, "/required", "'required'"),
         ({"items": [{}]}, "/items", "'items'"),  # a tuple is prefixItems since 2020-12
         ({"multipleOf": 0}, "/multipleOf", "0"),
         ({"$defs": {"a/b~c": {"type": 0}}}, "/$defs/a~1b~0c/type", "0"),
         ({"minItems": 5, "maxItems": 3}, "/minItems", "greater than"),
-        ({"items": {"minimum": 2, "maximum": 1.5}}, "/items/minimum", "greater than"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "/$schema", "draft 4 or a later one"),
     ],
 )
@@ -170,9 +165,7 @@ class TestSizes:
     @pytest.mark.parametrize(
         "schema",
         [
-            {"k" * 200_000: [0] * 20_000},
             {"properties": {"k" * 200_000: {"anyOf": [{}] * 1_900}, **{f"{i}": {} for i in range(10_000)}}},
-            {"required": [f"{i}" for i in range(20_000)]},
             {"enum": ["a", *(i * (2**61 - 1) for i in range(9_000))]},  # integers with equal hashes
             {"$schema": "http://json-schema.org/draft-04/schema#", "enum": ["a", None, *range(9_000), {}]},
             {"$ref": "#/x/0", "x": [*({"$ref": f"#/x/{i + 1}"} for i in range(4_000)), {}]},

@@ -144,7 +144,7 @@ def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
     string_pattern.in_json(parse_search(FORMATS[name]), escapes=False)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.from_regex(FORMATS["regex"]))
 def test_the_format_regex_matches_regular_expressions(text: str) -> None:
     re.compile(text)

@@ -17,7 +17,6 @@ from guided.vocabulary import Vocabulary
 MODES: list[dict[str, Any]] = [
     {},
     {"do_sample": True, "num_return_sequences": 3, "temperature": 1.5, "top_k": 20},
-    {"num_beams": 2},
     {"num_beams": 4, "num_return_sequences": 3},
     {"num_beams": 4, "length_penalty": 0.0, "early_stopping": True},
     {"num_beams": 3, "repetition_penalty": 1.2, "use_cache": False},

@@ -40,10 +40,8 @@ def test_requests_without_a_constraint(name: str | None) -> None:
     ("outputs", "constraint"),
     [
         ({"json": SCHEMA}, Constraint.json_schema(SCHEMA)),
-        ({"json": {"type": "integer"}}, Constraint.json_schema({"type": "integer"})),
         ({"json": SCHEMA, "disable_any_whitespace": True}, Constraint.json_schema(SCHEMA, whitespace="")),
         ({"json_object": True, "whitespace_pattern": " ?"}, Constraint.json_object(whitespace=" ?")),
-        ({"regex": "[0-9]+", "disable_any_whitespace": True}, Constraint.regex("[0-9]+")),
         ({"choice": ["yes", "no"]}, Constraint.choice(["yes", "no"])),
         ({"grammar": 'start: "a"'}, Constraint.grammar('start: "a"')),
         ({"structural_tag": TAG}, Constraint.structural_tag(TAG)),
