@@ -45,13 +45,13 @@ CHAT_TEMPLATE = (
 
 
 LONGEST = (
-    "test_ray_loss.py",
-    "test_ray_rejoin.py",
-    "test_two_nodes.py",
     "test_serve_app.py",
     "test_docs.py",
-    "test_default_server.py",
+    "test_two_nodes.py",
     "test_server_faults.py",
+    "test_default_server.py",
+    "test_hostile.py",
+    "test_replays.py",
 )
 WAITING = ("actors", "deploy", "examples", "faults", "server", "test_docs.py")
 """Where tests start servers and clusters, and mostly wait for them: the files that take minutes."""

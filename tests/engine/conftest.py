@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine_runs import finish as finish
 
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
@@ -44,19 +45,3 @@ def run(engine: LLMEngine, requests: dict[str, tuple[Any, SamplingParams]]) -> d
     for name, (prompt, params) in requests.items():
         engine.add_request(name, prompt, params)
     return finish(engine)
-
-
-def finish(engine: LLMEngine, steps: int = 2000) -> dict[str, RequestOutput]:
-    """Step until nothing is left; the last output of each request."""
-    last: dict[str, RequestOutput] = {}
-    for _ in range(steps):
-        if not engine.has_unfinished:
-            break
-        engine.awake.clear()
-        if not engine.has_work:
-            assert engine.awake.wait(120), "no sequence can run, and nothing happens"
-        for output in engine.step():
-            last[output.request_id] = output
-    assert not engine.has_unfinished
-    assert engine.blocks.num_free == engine.blocks.num_blocks, "all blocks are back"
-    return last

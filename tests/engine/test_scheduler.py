@@ -92,22 +92,6 @@ def test_the_newest_is_preempted_and_started_before_new_ones() -> None:
     assert batch.prefills[0].end == new.sequences[0].length, "prompt and output are prefilled again"
 
 
-def test_a_group_of_n_is_prefilled_once_and_ends_one_by_one() -> None:
-    it, many = scheduler(), group("many", 6, n=3)
-    it.add(many)
-    batch = it.schedule()
-    assert [chunk.sequences for chunk in batch.prefills] == [many.sequences]
-    assert it.blocks.num_free == 14
-    sample(batch)
-    batch = it.schedule()
-    assert len(batch.decodes) == 3
-    assert len({source for source, _ in batch.copies}) == 1 < len(batch.copies)
-    many.sequences[0].finish(SequenceStatus.FINISHED_STOPPED)
-    it.drop_finished()
-    sample(batch)
-    assert it.schedule().decodes == many.sequences[1:]
-
-
 def test_a_wide_group_starts_when_all_of_it_fits() -> None:
     it = scheduler(num_blocks=64, max_num_seqs=4)
     first, wide = group("first", 4), group("wide", 4, n=4)

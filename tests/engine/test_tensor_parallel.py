@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig, PreTrainedConfig
+from transformers import GPT2Config
 
 from engine.attention import UnsupportedModelError
 from engine.llm import LLM
@@ -21,38 +21,6 @@ from guided.errors import InternalError
 
 OPTIONS: dict[str, Any] = {"pool": "inline", "dtype": "float32", "device": "cpu", "max_model_len": 128, "block_size": 4}
 PROMPTS = ["The fox", "As JSON: ", "a b c d e f g h", "Zwölf"]
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 640,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-CONFIGS: dict[str, PreTrainedConfig | None] = {
-    "llama": None,
-    "opt-350m": OPTConfig(**SIZES, ffn_dim=128, word_embed_proj_dim=32, do_layer_norm_before=False),
-}
-"""None: that of `tiny_llama_dir`. OPT has its embedding as its head."""
-
-
-@pytest.fixture(params=CONFIGS)
-def model_dir(request: pytest.FixtureRequest, tiny_llama_dir: Path, tmp_path: Path) -> Path:
-    """A tiny model of each kind."""
-    config = CONFIGS[request.param]
-    if config is None:
-        return tiny_llama_dir
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config)
-    for weights in model.parameters():  # biases too, which are zero otherwise
-        torch.nn.init.normal_(weights, std=0.3)
-    model.save_pretrained(tmp_path)
-    copy_tokenizer(tiny_llama_dir, tmp_path)
-    return tmp_path
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -77,11 +45,11 @@ def children() -> Iterator[int]:
                 yield int(child)
 
 
-def test_two_processes_say_what_one_does_until_one_is_killed(model_dir: Path) -> None:
-    with LLM(str(model_dir), **OPTIONS) as one:
+def test_two_processes_say_what_one_does_until_one_is_killed(tiny_llama_dir: Path) -> None:
+    with LLM(str(tiny_llama_dir), **OPTIONS) as one:
         expected = one.generate(PROMPTS, params(), use_tqdm=False)
         shapes = one.model.layers
-    with LLM(str(model_dir), tensor_parallel_size=2, **OPTIONS) as two:
+    with LLM(str(tiny_llama_dir), tensor_parallel_size=2, **OPTIONS) as two:
         found = two.generate(PROMPTS, params(), use_tqdm=False)
         halves = {layer: replace(shape, kv_heads=shape.kv_heads // 2) for layer, shape in shapes.items()}
         assert two.model.layers == halves, "each process has half of the key heads"

@@ -122,7 +122,7 @@ def test_the_next_backend_is_tried_after_a_failure(patient_compiler: Compiler, f
 
 
 def test_the_next_backend_is_tried_with_the_time_that_is_left() -> None:
-    with _compiler(seconds=20.0) as compiler:  # two seconds of it are left: enough on a busy machine
+    with _compiler(seconds=10.0) as compiler:  # one second of it is left: enough on a busy machine
         assert compiler.compile(new("hold@compile"), [NAME, "llguidance"]).result(WAIT).backend == "llguidance"
         assert counts(compiler) == (0, 1)
 

@@ -7,13 +7,10 @@ server.
 from __future__ import annotations
 
 import json
-import random
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -25,8 +22,7 @@ from serving import sse
 from starlette.testclient import TestClient
 
 from actors import RayPool
-from benchmarks.random_constraints.languages import Case, random_choice, random_grammar, random_regex
-from benchmarks.random_constraints.schemas import random_schema
+from benchmarks.random_outputs import random_case
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.model_loader import LoadedModel
@@ -80,97 +76,52 @@ def test_what_the_description_promises_is_kept(api: Any, mode: GenerationMode) -
         keep()
 
 
-NAMES = st.sampled_from(["a", "b", "name", "", "a/b", "~0", "é", "x" * 40, "$ref", "type"])
 TEXTS = st.one_of(
-    st.sampled_from(["a", "ab", "", " ", '"', "\\", "\n", "{", "é", "🦖", "\x7f", "null", "1"]), st.text(max_size=8)
-)
-NUMBERS = st.one_of(
-    st.integers(-3, 12),
-    st.sampled_from([0, 1, -1, 1.5, -0.0, 1e-3, 1e300, 10**20, 2**63, 0.1]),
-    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["a", "", " ", '"', "\\", "\n", "é", "🦖", "\x7f", "null", "$ref", "type"]), st.text(max_size=8)
 )
 JUNK: SearchStrategy[Any] = st.recursive(
-    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),
     max_leaves=5,
 )
+PIECES = st.one_of(st.sampled_from(list("()[]{}|*+?.^$\\/\"'<>:=#%~-,;&!\n\0 ")), st.text(max_size=4))
+FIELDS: dict[str, SearchStrategy[Any]] = {
+    "prompt": st.one_of(TEXTS, st.lists(TEXTS, max_size=2), st.lists(st.integers(0, 639), max_size=5)),
+    "max_tokens": st.integers(1, 24),
+    "backend": st.sampled_from(["auto", *BACKENDS]),
+    "stream": st.booleans(),
+    "n": st.integers(1, 3),
+    "logprobs": st.integers(0, 3),
+    "min_tokens": st.integers(0, 5),
+    "logit_bias": st.dictionaries(st.integers(0, 640).map(str), st.integers(-100, 100)),
+    "stop": TEXTS,
+}
 
 
-def mostly(usual: SearchStrategy[Any], rare: SearchStrategy[Any], of: int = 60) -> SearchStrategy[Any]:
-    """Draw from `rare` about once in `of` draws, otherwise from `usual`."""
-    return st.integers(1, of).flatmap(lambda drawn: rare if drawn == of else usual)
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[dict[str, Any], Callable[[str], str | None]]:
+    """Draw a body for `/v1/completions`, and what says why an output violates its constraint (None: it does not).
 
-
-def _values(make: Callable[[random.Random], Case]) -> SearchStrategy[Any]:
-    return st.randoms(use_true_random=True).map(lambda source: make(source).value)
-
-
-def _nearly(texts: SearchStrategy[str]) -> SearchStrategy[str]:
-    """Draw `texts`, some of them with a piece removed, inserted or replaced."""
-    pieces = st.one_of(st.sampled_from(list("()[]{}|*+?.^$\\/\"'<>:=#%~-,;&!\n\0 ")), st.text(max_size=4))
-
-    def damage(text: str, start: int, length: int, piece: str) -> str:
-        start %= len(text) + 1
-        return text[:start] + piece + text[start + length :]
-
-    return mostly(texts, st.builds(damage, texts, st.integers(0, 200), st.integers(0, 6), pieces), of=4)
-
-
-def _schemas() -> SearchStrategy[Any]:
-    """Draw schemas, some of them with a keyword that has an odd value, or that are none."""
-    sound = _values(random_schema)
-    odd = st.sampled_from(["$id", "$anchor", "$schema", "$ref", "$dynamicRef", "format", "nullable", "items", "none"])
-    junk = st.builds(lambda schema, name, value: {"anyOf": [schema, {name: value}]}, sound, odd, JUNK)
-    return mostly(mostly(sound, junk, of=3), JUNK, of=30)
-
-
-def _structural_tags(contents: SearchStrategy[Any]) -> SearchStrategy[Any]:
-    tag = st.fixed_dictionaries({"type": st.just("tag"), "begin": TEXTS, "content": contents, "end": TEXTS})
-    return st.fixed_dictionaries({"type": st.just("structural_tag"), "format": st.one_of(tag, contents)})
-
-
-def _fields() -> dict[str, SearchStrategy[Any]]:
-    """Values of each constraint's request field: valid, nearly valid and broken ones."""
-    fields = {
-        "json_schema": _schemas(),
-        "regex": _nearly(_values(random_regex)),
-        "choice": mostly(_values(random_choice), st.lists(TEXTS, max_size=4), of=3),
-    }
-    patterns = {"regex": "pattern"}  # its other name in a structural tag
-    contents = [
-        st.fixed_dictionaries({"type": st.just(kind), patterns.get(kind, kind): values})
-        for kind, values in fields.items()
-    ]
-    return {
-        **fields,
-        "json_object": st.just(True),
-        "grammar": _nearly(_values(random_grammar)),
-        "structural_tag": _structural_tags(st.one_of(*contents, st.just({"type": "any_text"}), JUNK)),
-    }
-
-
-def _requests() -> SearchStrategy[dict[str, Any]]:
-    """Bodies for `/v1/completions`: usually one constraint, and some parameters."""
-    one = st.one_of(*(st.fixed_dictionaries({kind: values}) for kind, values in _fields().items()))
-    two = st.tuples(one, one).map(lambda pair: {**pair[0], **pair[1]})
-    constraints = mostly(one, st.one_of(st.just({}), two), of=5)
-    parameters = st.fixed_dictionaries(
-        {"max_tokens": mostly(st.integers(1, 24), JUNK)},
-        optional={
-            "backend": mostly(st.sampled_from(["auto", *BACKENDS]), JUNK),
-            "stream": mostly(st.booleans(), JUNK),
-            "temperature": mostly(st.sampled_from([0, 0.7, 2]), JUNK),
-            "n": mostly(st.integers(1, 3), JUNK),
-            "logprobs": mostly(st.integers(0, 3), JUNK),
-            "min_tokens": mostly(st.integers(0, 5), JUNK),
-            "logit_bias": mostly(st.dictionaries(st.integers(0, 640).map(str), st.integers(-100, 100)), JUNK),
-            "stop": mostly(TEXTS, JUNK),
-            "whitespace_pattern": mostly(st.sampled_from(["", " ?"]), JUNK),
-        },
-    )
-    prompts = mostly(st.one_of(TEXTS, st.lists(TEXTS, max_size=2), st.lists(st.integers(0, 639), max_size=5)), JUNK)
-    usual = st.tuples(prompts, constraints, parameters).map(lambda drawn: {"prompt": drawn[0], **drawn[1], **drawn[2]})
-    return mostly(usual, st.dictionaries(NAMES, JUNK, max_size=4), of=20)
+    Some constraints are parts of a structural tag, some are damaged, and some bodies have a field with another value.
+    """
+    case = random_case(1, draw(st.integers(0, 10**9)))
+    body = draw(st.fixed_dictionaries({}, optional=FIELDS)) | {"prompt": draw(FIELDS["prompt"])}
+    body |= {"max_tokens": 24, case.kind: case.value}
+    match draw(st.sampled_from(["sound", "sound", "in a tag", "damaged", "junk"])):
+        case "sound":
+            return body, case.problem
+        case "in a tag":
+            content = {"type": case.kind, "pattern" if case.kind == "regex" else case.kind: body.pop(case.kind)}
+            tag = {"type": "tag", "begin": draw(TEXTS), "content": content, "end": draw(TEXTS)}
+            body["structural_tag"] = {"type": "structural_tag", "format": tag}
+        case "damaged" if isinstance(case.value, str):
+            start = draw(st.integers(0, len(case.value)))
+            body[case.kind] = case.value[:start] + draw(PIECES) + case.value[start + draw(st.integers(0, 6)) :]
+        case "damaged":
+            body[case.kind] = {"anyOf": [case.value, {draw(TEXTS): draw(JUNK)}]}
+        case "junk":
+            body[draw(st.sampled_from([*body, *FIELDS]))] = draw(JUNK)
+    return body, lambda text: None
 
 
 def _check_error(error: dict[str, Any], status: int) -> None:
@@ -179,24 +130,7 @@ def _check_error(error: dict[str, Any], status: int) -> None:
     assert status < 500 or error["code"] in INTERNAL, error
 
 
-def _check_text(body: dict[str, Any], text: str) -> None:
-    """Check that an output that ended with `stop` satisfies its constraint, with independent validators."""
-    body = {name: value for name, value in body.items() if value is not None}  # null is the same as no field
-    if "choice" in body:
-        assert text in body["choice"]
-    elif "json_object" in body:
-        assert isinstance(json.loads(text), dict)
-    elif "json_schema" in body:
-        schema, value = body["json_schema"], json.loads(text)
-        try:
-            jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema).validate(value)
-        except (jsonschema.ValidationError, re.error):
-            # Patterns are in the dialect of ECMA 262, which Python's validator doesn't support.
-            if "pattern" not in json.dumps(schema):
-                raise
-
-
-def _is_answered(client: TestClient, body: dict[str, Any]) -> bool:
+def _is_answered(client: TestClient, body: dict[str, Any], problem: Callable[[str], str | None]) -> bool:
     content = json.dumps(body, allow_nan=True).encode("utf-8", "surrogatepass")
     headers = {"content-type": "application/json"}
     answer: httpx.Response = client.post("/v1/completions", content=content, headers=headers)
@@ -212,7 +146,7 @@ def _is_answered(client: TestClient, body: dict[str, Any]) -> bool:
         for choice in answer.json()["choices"]:
             assert choice["finish_reason"] in ("stop", "length")
             if choice["finish_reason"] == "stop":
-                _check_text(body, choice["text"])
+                assert problem(choice["text"]) is None
         return True
     *events, last = sse(answer.text)
     if last != "[DONE]":
@@ -227,9 +161,9 @@ def test_any_generation_is_answered_or_refused(client: TestClient, engine: Async
     answered = []
 
     @settings(SETTINGS, max_examples=5 * EXAMPLES)
-    @given(_requests())
-    def answer(body: dict[str, Any]) -> None:
-        answered.append(_is_answered(client, body))
+    @given(requests())
+    def answer(drawn: tuple[dict[str, Any], Callable[[str], str | None]]) -> None:
+        answered.append(_is_answered(client, *drawn))
 
     answer()
     assert any(answered)

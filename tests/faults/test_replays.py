@@ -53,10 +53,6 @@ def all_up(pool: RayPool, faulty_here: None) -> Iterator[None]:
     assert not any(placement(pool).values()), "every sequence was freed"
 
 
-def pids(pool: RayPool) -> list[int]:
-    return [worker.pid for worker in pool.status().workers if worker.pid is not None]
-
-
 def in_the_middle(action: Callable[[LLMEngine], None]) -> Callable[[LLMEngine], None]:
     """Do something once between two steps, when each unfinished request has some output."""
     done: list[bool] = []
@@ -70,10 +66,11 @@ def in_the_middle(action: Callable[[LLMEngine], None]) -> Callable[[LLMEngine], 
     return between
 
 
-def kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    gone(pid)
+def kill_actors(pool: RayPool) -> None:
+    for pid in placement(pool):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        gone(pid)
 
 
 def test_two_poisoned_grammars_end_two_requests(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
@@ -91,8 +88,7 @@ def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedMo
     running: set[str] = set()
 
     def kill_all(engine: LLMEngine) -> None:
-        for pid in pids(pool):
-            kill(pid)
+        kill_actors(pool)
         running.update(engine.groups)
 
     found = generate(tiny_model, pool, bystanders(), in_the_middle(kill_all))
@@ -120,8 +116,7 @@ def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
     monkeypatch.setattr(processes, "package_version", lambda: "another")  # the next ones are refused
 
     def kill_all(engine: LLMEngine) -> None:
-        for pid in pids(pool):
-            kill(pid)
+        kill_actors(pool)
         wait_until(lambda: not pool.status().healthy, LONG)
         engine.add_request("new", "Quick", SamplingParams(regex="[0-9]{5}"))
         waiting.update(name for name in engine.groups if name != "free")

@@ -46,13 +46,7 @@ RETRYABLE = {
     "worker_died",
     *(code for code, status in ERRORS.items() if status in (408, 429, 503)),
 }
-ROW_FAULTS = {
-    "raise@fill:3": "backend_error",
-    "panic@fill:3": "backend_error",
-    "raise@accept:3": "backend_error",
-    "empty@fill:3": "dead_end",
-    "reject@accept:3": "token_rejected",
-}
+ROW_FAULTS = {"raise@fill:3": "backend_error", "empty@fill:3": "dead_end"}
 LONG = "[a-z]{300}"
 SECONDS = 30.0
 """Generous for a loaded machine. docs/failure-model.md has the time on a quiet one."""

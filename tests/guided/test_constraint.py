@@ -43,12 +43,6 @@ class TestCanonical:
         options = ["b", "a", "b", 'quo"te\\', "é\n"]
         assert Constraint.choice(options).choices == ["b", "a", 'quo"te\\', "é\n"]
 
-    def test_additional_properties(self) -> None:
-        schema = {"properties": {"a": {}}}
-        closed = json.loads(Constraint.json_schema(schema, additional_properties=False).source)
-        assert closed["additionalProperties"] is False
-        assert "additionalProperties" not in json.loads(Constraint.json_schema(schema).source)
-
 
 class TestRefusals:
     @pytest.mark.parametrize(

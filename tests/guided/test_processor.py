@@ -151,17 +151,6 @@ def test_tokens_without_an_alternative_are_appended_at_once() -> None:
     assert loop.texts == [b"xyz", b"abc"]
 
 
-def test_tokens_of_late_and_failed_sequences_are_not_appended() -> None:
-    pool = FaultyPool(LETTERS)
-    pool.delay = lambda sequence_id, position: int(sequence_id == 0)
-    pool.fails = lambda sequence_id, position: sequence_id == 1
-    loop = Loop(pool)
-    step = loop.step(24, 7, 1, deadline=0.0)
-    assert step.report.late == [0]
-    assert set(step.report.failed) == {1}
-    assert loop.texts == [b"", b""]
-
-
 def test_a_forward_pass_that_fails_leaves_the_processor_usable() -> None:
     loop = Loop(InlinePool(LETTERS))
 

@@ -61,6 +61,20 @@ def hermes(client_with: Callable[..., TestClient]) -> TestClient:
 
 
 @pytest.fixture
+def thinking(
+    client_with: Callable[..., TestClient], tiny_engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], TestClient]:
+    """Make a client of a model with a chat template that ends in a given way."""
+
+    def make(end: str) -> TestClient:
+        template = "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}<|assistant|>"
+        monkeypatch.setattr(tiny_engine.tokenizer, "chat_template", template + end)
+        return client_with(reasoning_format="think")
+
+    return make
+
+
+@pytest.fixture
 def failing(tiny_engine: AsyncLLM) -> Iterator[TestClient]:
     """A client of an application in which the fourth mask fails, after the first tokens have reached their request."""
     pool = FaultyPool(tiny_engine.model.vocabulary)

@@ -43,7 +43,6 @@ def test_help_names_every_option_with_its_default() -> None:
         (["serve", "--port=0", "--backend=nosuch"], 1, ["transformers", "ray"]),
         (["serve", "--port=0", "--logits-processors=json:loads"], 1, ["transformers", "ray"]),
         (["check", "nosuch.json"], 2, ["llguidance", "torch"]),
-        (["check", "-", "--backend", "pencil"], 2, ["llguidance", "torch"]),
     ],
 )
 def test_wrong_calls_are_noticed_before_anything_slow(arguments: list[str], status: int, unused: list[str]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from serving import named_events
 from starlette.testclient import TestClient
-from transformers import PreTrainedTokenizerFast
 
 PATH = "/v1/messages"
 CHAT = "/v1/chat/completions"
@@ -41,12 +41,7 @@ def create(client: TestClient, **fields: Any) -> dict[str, Any]:
 def events_of(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
     answer = client.post(PATH, json={**ASK, **fields, "stream": True})
     assert answer.status_code == 200, answer.text
-    events = []
-    for written in answer.text.removesuffix("\n\n").split("\n\n"):
-        kind, data = written.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {events[-1]['type']}"
-    return events
+    return named_events(answer.text)
 
 
 def gathered(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -212,14 +207,8 @@ def test_an_empty_answer_is_a_text(hermes: TestClient) -> None:
 
 
 class TestThinking:
-    @pytest.fixture
-    def thinker(self, client_with: Make, tiny_engine: Any, monkeypatch: pytest.MonkeyPatch) -> TestClient:
-        tokenizer: PreTrainedTokenizerFast = tiny_engine.tokenizer
-        template = "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}<|assistant|><think>\n"
-        monkeypatch.setattr(tokenizer, "chat_template", template)
-        return client_with(reasoning_format="think")
-
-    def test_its_budget_is_enforced(self, thinker: TestClient) -> None:
+    def test_its_budget_is_enforced(self, thinking: Callable[[str], TestClient]) -> None:
+        thinker = thinking("<think>\n")
         asked = {"output_config": {"format": FORMAT}, "thinking": {"type": "enabled", "budget_tokens": 6}, "seed": 3}
         message = create(thinker, **asked)
         thoughts, answer = message["content"]

@@ -12,8 +12,8 @@ import pytest
 from openai.lib._tools import ResponsesPydanticFunctionTool
 from openai.types.responses import Response, ResponseCustomToolCall, ResponseFunctionToolCall, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
+from serving import named_events
 from starlette.testclient import TestClient
-from transformers import PreTrainedTokenizerFast
 
 PATH = "/v1/responses"
 ASK: dict[str, Any] = {"input": "hi", "max_output_tokens": 150}
@@ -50,13 +50,10 @@ def events_of(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
     """Return the events of a stream. Each has OpenAI's type, and the number after the one before."""
     answer = client.post(PATH, json={**ASK, **fields, "stream": True})
     assert answer.status_code == 200, answer.text
-    events = []
-    for number, written in enumerate(answer.text.removesuffix("\n\n").split("\n\n")):
-        kind, data = written.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert (kind, number) == (f"event: {event['type']}", event["sequence_number"])
+    events = named_events(answer.text)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
         EVENT.validate_python(event)
-        events.append(event)
     return events
 
 
@@ -197,11 +194,8 @@ def test_formats(hermes: TestClient) -> None:
     assert plain["text"] == {"format": {"type": "text"}}
 
 
-def test_thoughts(client_with: Callable[..., TestClient], tiny_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer: PreTrainedTokenizerFast = tiny_engine.tokenizer
-    template = "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}<|assistant|><think>\n"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    client = client_with(reasoning_format="think")
+def test_thoughts(thinking: Callable[[str], TestClient]) -> None:
+    client = thinking("<think>\n")
     asked = {"text": FORMAT, "max_reasoning_tokens": 6, "reasoning": {"summary": "detailed"}, "seed": 3}
     response = create(client, **asked)
     thoughts, message = response["output"]

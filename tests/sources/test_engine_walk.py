@@ -28,11 +28,14 @@ source = pytest.mark.source
 
 @pytest.fixture
 def opt_125m(tiny_llama_dir: Path, tmp_path: Path) -> str:
-    """A tiny OPT with random weights, in place of facebook/opt-125m."""
+    """A tiny OPT with random weights, in place of facebook/opt-125m. Its embedding, which is narrower, is its head."""
     torch.manual_seed(7)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    OPTForCausalLM(OPTConfig(vocab_size=640, max_position_embeddings=128, **sizes, **ids)).save_pretrained(tmp_path)
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "word_embed_proj_dim": 32}
+    model = OPTForCausalLM(OPTConfig(vocab_size=640, max_position_embeddings=128, **sizes, **ids))
+    for weights in model.parameters():  # biases too, which are zero otherwise
+        torch.nn.init.normal_(weights, std=0.3)
+    model.save_pretrained(tmp_path)
     for file in tiny_llama_dir.glob("*token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return str(tmp_path)
@@ -49,7 +52,13 @@ def test_quick_start(opt_125m: str) -> None:
         generated_text = output.outputs[0].text
         print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
     assert [output.prompt for output in outputs] == prompts
-    llm.shutdown()
+
+    def greedily(llm: LLM) -> list[list[int]]:
+        with llm:
+            found = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
+        return [output.outputs[0].token_ids for output in found]
+
+    assert greedily(llm) == greedily(LLM(model=opt_125m)), "as in one process"
 
 
 # -- 3. sequences

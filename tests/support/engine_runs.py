@@ -43,6 +43,13 @@ def generate(
     engine = LLMEngine(model, EngineConfig(max_model_len=128, **config), pool)
     for name, params in requests.items():
         engine.add_request(name, PROMPT, params)
+    last = finish(engine, between)
+    assert not engine.stats.late
+    return last
+
+
+def finish(engine: LLMEngine, between: Callable[[LLMEngine], None] = lambda engine: None) -> dict[str, RequestOutput]:
+    """Step until no request is left. Calls `between` between the steps. Returns the last output of each request."""
     last: dict[str, RequestOutput] = {}
     while engine.has_unfinished:
         engine.awake.clear()
@@ -52,7 +59,6 @@ def generate(
         for output in engine.step():
             last[output.request_id] = output
     assert engine.blocks.num_free == engine.blocks.num_blocks, "all blocks are back"
-    assert not engine.stats.late
     return last
 
 

@@ -94,6 +94,16 @@ def sse(text: str) -> list[Any]:
     return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
+def named_events(text: str) -> list[dict[str, Any]]:
+    """Parse the events of a stream in which each has its type as its name."""
+    events = []
+    for written in text.removesuffix("\n\n").split("\n\n"):
+        kind, data = written.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {events[-1]['type']}"
+    return events
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Poll until the condition is true, with a tenth of a CPU. Fails the test after `seconds`."""
     deadline = time.monotonic() + seconds

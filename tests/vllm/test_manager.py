@@ -324,18 +324,6 @@ class TestStart:
 
 
 class TestDraftTokens:
-    def test_each_draft_has_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch)
-        assert subject.rows([1, 2]) == [[1], [2], [3]]
-        assert subject.accept(1)  # the engine rejected the second draft
-        assert subject.rows([2, 7, 3]) == [[2], [3], [STOP], [STOP]]
-        assert subject.drafts["r"] == [2, -1, -1], "an invalid draft is not acceptable"
-        assert subject.accept(2, 3)
-        assert subject.rows([4, -1]) == [[4], [STOP], "all"]
-        assert subject.accept(4)
-        assert subject.rows([]) == [[STOP]]
-        assert subject.accept(STOP)
-
     def test_a_token_that_its_mask_forbids_ends_the_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
         subject = Subject(monkeypatch)
         subject.rows([])

@@ -25,16 +25,6 @@ CASES: list[tuple[dict[str, Any], Any, Any, str]] = [
     ({**NUMBERS, "contains": {"const": 7}, "maxContains": 1}, [7], [7, 7], "/contains"),
     ({"type": "object", "minProperties": 2}, {"a": 1, "b": 2}, {"a": 1}, "/minProperties"),
     ({"type": "array", "items": {"type": "number", "multipleOf": 0.25}}, [63.5, 1], [0.3], "/items/multipleOf"),
-    (
-        {
-            "type": "object",
-            "properties": {"t": {"$ref": "#/$defs/u"}},
-            "$defs": {"u": {**NUMBERS, "uniqueItems": True}},
-        },
-        {"t": [1]},
-        {"t": [1, 1]},
-        "/$defs/u/uniqueItems",
-    ),
 ]
 
 

@@ -52,21 +52,6 @@ def test_enforced_or_checked(schema: Any, valid: list[str], invalid: list[str]) 
     assert [text for text in (*valid, *invalid) if accepts(grammar, text)] == valid
 
 
-@pytest.mark.parametrize(
-    ("pattern", "valid", "invalid"),
-    [
-        ("yes|yes please", ["yes", "yes please"], ["", "yes "]),
-        ("a+?b??", ["a", "aab"], ["", "ba"]),
-        ("a+é?", ["aé", "aa"], ["é"]),
-    ],
-)
-def test_regexes_match_as_a_whole(backend: OutlinesBackend, pattern: str, valid: list[str], invalid: list[str]) -> None:
-    constraint = Constraint.regex(pattern)
-    compiled = backend.compile(constraint)
-    for grammar in (compiled, backend.load(constraint, compiled.dump())):
-        assert [text for text in (*valid, *invalid) if accepts(grammar, text)] == valid
-
-
 def test_a_regex_that_the_empty_text_matches_is_refused(backend: OutlinesBackend) -> None:
     with pytest.raises(UnsupportedConstraint, match="empty"):
         backend.compile(Constraint.regex("a*"))

@@ -27,7 +27,6 @@ EMPTY_OBJECT = {"type": "object", "required": ["zz"], "additionalProperties": Fa
 KNOWN: list[Any] = [
     {"type": "number", "exclusiveMinimum": 0, "maximum": 0.25},
     {"type": "number", "minimum": -0.25, "exclusiveMaximum": 0},
-    {"type": "number", "exclusiveMinimum": 3, "maximum": 3.5},
     {"type": "number", "minimum": 2147483649, "exclusiveMaximum": 2147483651},
     *(
         {"type": "integer", side: sign * 2**power + step}
@@ -36,7 +35,6 @@ KNOWN: list[Any] = [
         for power in (53, 70)
         for step in (-1, 1)
     ),
-    {"type": "integer", "minimum": -(2**70), "maximum": -(2**70) + 1},
     {"type": "integer", "minimum": 2**53, "exclusiveMaximum": 2**53 + 2},
     {"type": "number", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
     {"enum": [-(2**63), 2**64 - 1, 1e300]},
@@ -54,22 +52,14 @@ KNOWN: list[Any] = [
         for value in ({"enum": ["\x01q", "b"]}, {"const": "q\x7f"}, {"type": "string", "pattern": "^\\x1bq$"})
     ),
     {"type": "object", "minProperties": 2},
-    {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": NULL}},
-    {"type": "object", "minProperties": 3, "properties": {"a": NULL}, "required": ["a"]},
     {"$schema": DRAFT7, "type": "array", "items": {"$ref": "#/definitions/a", **NULL}, "definitions": {"a": BOOLEAN}},
-    {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": False, "minItems": 2},
     {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": INTEGER, "minItems": 2, "maxItems": 3},
-    {"type": "array", "items": {"type": "array", "items": NULL, "minItems": 1, "maxItems": 2}, "minItems": 2},
     {"type": "array", "items": {"anyOf": [NULL, {"type": "array", "items": NULL, "minItems": 2}]}, "maxItems": 2},
-    {"anyOf": [{"type": "array", "items": NULL, "minItems": 2}, {"type": "array", "items": BOOLEAN, "maxItems": 1}]},
-    {"type": "object", "properties": {"a": NULL, "b": NULL}, "maxProperties": 1},
     {"type": "object", "properties": {"a": NULL, "b": NULL}, "minProperties": 1, "additionalProperties": False},
-    {"type": "string", "maxLength": 1},
     {"type": "string", "pattern": "^(a+b)?$"},
     {"type": "string", "pattern": '^["\\\\]$'},
     {"type": "array", "maxItems": 0, "items": EMPTY_OBJECT},
     {"type": "array", "items": {"type": "integer", "minimum": 1.2, "maximum": 1.8}},
-    {"type": "array", "items": {"type": "string", "pattern": "^a$", "minLength": 2}},
     {"type": "string", "minLength": 40, "maxLength": 60},
     *({"type": "string", "format": name} for name in FORMATS),
 ]
