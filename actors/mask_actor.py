@@ -32,8 +32,6 @@ from guided.process_resources import watch_free_memory
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
-_SWITCH_SECONDS = 0.00005
-"""Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python."""
 _TOGETHER_SECONDS = 0.003
 """Lines that are ready wait so long for the other ones, and are sent without them after that."""
 _REPORT_SECONDS = 0.25
@@ -66,8 +64,8 @@ class MaskActor:
         limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
         leave_out_torch()
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
-        # A backend in Python holds the interpreter lock for the whole switch interval, in every row of a step.
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        # Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python.
+        sys.setswitchinterval(0.00005)
         self._backends = Backends(vocabulary)
         # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.
         self._backends[next(iter(BACKENDS))]

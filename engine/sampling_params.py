@@ -278,8 +278,10 @@ _RANGES: dict[str, tuple[type, Range]] = {
 }
 
 
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_DISTORTING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "logit_bias", *_PENALTIES)
+_DISTORTING = (
+    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 """Parameters that change the distribution of samples. With their default values they do not."""
 _MOST = {"stop": (64, "strings"), "stop_token_ids": (1024, "tokens"), "logit_bias": (1024, "entries")}
 """Maximum number of entries. Each stop string is searched for in every step."""
