@@ -42,8 +42,6 @@ from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge, Unsu
 from guided.process_resources import give_back_free_memory
 from guided.vocabulary import Vocabulary
 
-_POLL_SECONDS = 0.01
-"""Between two readings of a process's memory and time."""
 _WARM_UP = (
     Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
     Constraint.regex(r"\d\w\s"),  # Unicode classes take half a second, once per process
@@ -186,7 +184,7 @@ class CompileProcess:
         )
         try:
             self._jobs.send_bytes(encode(request))
-            while not self._jobs.poll(min(_POLL_SECONDS, deadline - time.monotonic())):
+            while not self._jobs.poll(min(0.01, deadline - time.monotonic())):  # then its memory is read
                 if self.growth > memory_bytes:
                     text = f"compiling this constraint with {request.backend} took more than {memory_bytes >> 20} MiB"
                     raise ConstraintTooLarge(f"{text} of memory; try a smaller one, or another backend")

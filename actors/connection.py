@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from actors.protocol import (
     EDIT,
-    FAILED,
     FREE,
     IDLE,
     POSITION,
@@ -161,7 +160,7 @@ class WorkerConnection:
             self._free_slots = np.flatnonzero((table.target < 0) & (table.target == table.ready))[::-1].tolist()
         return bool(self._free_slots)
 
-    def open(self, state: SequenceState, parent: SequenceState | None) -> None:
+    def open(self, state: SequenceState) -> None:
         """Open a sequence in a free slot, with the whole output that it has now."""
         slot = self._free_slots.pop()
         sequence, grammar = state.sequence, state.grammar
@@ -170,10 +169,8 @@ class WorkerConnection:
             self.requests.append(Load(grammar.key, grammar.backend, grammar.constraint, grammar.dumped))
         self.sequences[slot] = state
         state.worker, state.slot, state.waiting_since = self, slot, 0.0
-        parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
-        opened = Open(slot, version, grammar.key, parent_slot, tokens, sequence.request_id, sequence.budget)
-        self.requests.append(opened)
+        self.requests.append(Open(slot, version, grammar.key, tokens, sequence.request_id, sequence.budget))
         if left := self._loaded.use(grammar.key, grammar.nbytes):
             self.requests.append(Unload(left))
 
@@ -225,11 +222,6 @@ class WorkerConnection:
                 state.error = state.error or error
                 failed.append(state)
         return failed
-
-    def has_work(self) -> bool:
-        """Return whether the worker was asked for a mask, or to free a slot, and has not done so. From any thread."""
-        table = self.table
-        return bool(((table.target != table.ready) & (table.status != FAILED)).any())
 
     def busy(self) -> list[tuple[int, float]]:
         """Return what each busy thread of the worker does (`busy` of the mark), and the seconds so far. Any thread."""

@@ -235,23 +235,19 @@ class Dispatcher:
             error.retryable = False
             self._fail(state, error)
             return
-        parent = self._sequences.get(state.sequence.parent_id) if state.sequence.parent_id is not None else None
-        worker = parent.worker if parent is not None else None
-        if worker is None or not worker.has_slot():
-            able = [each for each in self.workers if each.has_slot()]
-            if not able:
-                state.waiting_since = state.waiting_since or time.monotonic()
-                if state.waited >= self._pool_wait:
-                    text = f"no mask worker could take the sequence for {self._pool_wait:g} s"
-                    self._fail(state, PoolUnavailable(text))
-                return
-            # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
-            # its sequences share one worker, and others avoid that worker as long as there are such sequences.
-            apart = bool(self._holding)
-            holder = next((each.worker for each in self._holding if each.worker is not None), self.workers[-1])
-            holds = state in self._holding
-            worker = min(able, key=lambda each: (apart and (each is holder) != holds, len(each.sequences)))
-        worker.open(state, parent)
+        able = [each for each in self.workers if each.has_slot()]
+        if not able:
+            state.waiting_since = state.waiting_since or time.monotonic()
+            if state.waited >= self._pool_wait:
+                self._fail(state, PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s"))
+            return
+        # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So its
+        # sequences share one worker, and others avoid that worker as long as there are such sequences.
+        apart = bool(self._holding)
+        holder = next((each.worker for each in self._holding if each.worker is not None), self.workers[-1])
+        holds = state in self._holding
+        worker = min(able, key=lambda each: (apart and (each is holder) != holds, len(each.sequences)))
+        worker.open(state)
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         step = self._step

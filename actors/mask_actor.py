@@ -32,8 +32,6 @@ from guided.process_resources import watch_free_memory
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
-_SWITCH_SECONDS = 0.00005
-"""Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python."""
 _TOGETHER_SECONDS = 0.003
 """Lines that are ready wait so long for the other ones, and are sent without them after that."""
 _REPORT_SECONDS = 0.25
@@ -64,17 +62,17 @@ class MaskActor:
 
     def __init__(self, vocabulary: Vocabulary, memory: int, forced_tokens: bool) -> None:
         limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
-        enter_session()
         leave_out_torch()
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
-        # A backend in Python holds the interpreter lock for the whole switch interval, in every row of a step.
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        # Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python.
+        sys.setswitchinterval(0.00005)
         self._backends = Backends(vocabulary)
         # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.
         self._backends[next(iter(BACKENDS))]
         self._worker = MaskWorker(vocabulary)
         self._forced_tokens = forced_tokens
         self._remote: RemoteSteps
+        enter_session()  # now, because the engine waits while an actor loads its libraries
         watch_free_memory()
 
     def location(self) -> ActorLocation:
@@ -249,5 +247,9 @@ def _write(lines: Lines, table: SlotTable) -> None:
     table.mask[slots] = masks
     for name, values in lines.columns.items():
         getattr(table, name)[slots] = values
-    table.mark["since"] = time.monotonic() - lines.mark["since"]
-    table.mark["busy"], table.mark["filled"] = lines.mark["busy"], lines.mark["filled"]
+    mark = table.mark
+    if (lines.mark["busy"] != IDLE).any() or not table.has_work():
+        mark["since"], mark["busy"] = time.monotonic() - lines.mark["since"], lines.mark["busy"]
+    elif mark["busy"][0, 0] != UNKNOWN:  # the engine has asked for more since the lines were read
+        mark["since"], mark["busy"] = time.monotonic(), (UNKNOWN, IDLE)
+    mark["filled"] = lines.mark["filled"]

@@ -169,8 +169,6 @@ class Open(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
     version: int
     """The version of the output, with a new edit count."""
     grammar: str
-    parent: int | None
-    """Slot of the matcher to copy."""
     tokens: list[int]
     """The sequence's whole output so far."""
     request_id: str = ""
@@ -229,6 +227,10 @@ class SlotTable:
     """`[1]`. `busy`: for each thread of the worker the slot that it fills, `IDLE` or `IMPORTING`. `since`: the
     `time.monotonic()` at which it began. `filled`: number of masks so far. `wake`: the engine waits; the worker sends a
     message when it is done."""
+
+    def has_work(self) -> bool:
+        """Return whether the worker was asked for a mask, or to free a slot, and has not done so."""
+        return bool(((self.target != self.ready) & (self.status != FAILED)).any())
 
     @classmethod
     def over(cls, memory: mmap.mmap, slots: int, words: int) -> SlotTable:

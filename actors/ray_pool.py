@@ -258,7 +258,7 @@ class Supervisor:
         while not poller.poll(TICK_SECONDS * 1000) and not self._stopping.is_set():
             now, busy, was = time.monotonic(), connection.busy(), filled
             filled = int(connection.table.mark["filled"][0])
-            if busy or filled != was or not connection.has_work():
+            if busy or filled != was or not connection.table.has_work():
                 since = now
             limits = {IMPORTING: START_SECONDS}
             overdue = [(seconds, slot) for slot, seconds in busy if seconds > limits.get(slot, limit)]

@@ -230,8 +230,7 @@ class StepServer:
                 state.edit = request.version // EDIT
                 self._want(request.slot, state, (request.version, -1))
             case Open():
-                parent = None if request.parent is None else self._slots.get(request.parent)
-                grammar = self._grammars[request.grammar] if parent is None else parent.grammar
+                grammar = self._grammars[request.grammar]
                 state = _Slot(grammar, request.request_id, request.version // EDIT, grammar.seconds, [request])
                 self._slots[request.slot] = state
                 self._want(request.slot, state, (request.version, -1))
@@ -311,7 +310,7 @@ class StepServer:
                 self._since[thread] = time.monotonic()
                 self._busy[thread] = opening.slot
                 grammar.source = load = backend.load(load.constraint, load.dumped)
-        self._worker.open(opening.slot, load, opening.parent, opening.tokens, opening.budget)
+        self._worker.open(opening.slot, load, tokens=opening.tokens, budget=opening.budget)
 
     def _wake_engine(self) -> None:
         if self._wake[0]:

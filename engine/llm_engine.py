@@ -307,7 +307,7 @@ class LLMEngine:
     def apply(self, logits: torch.Tensor, batch: Batch) -> ApplyReport:
         """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
         if not batch.guided:
-            return _NOTHING_MASKED
+            return ApplyReport()
         report = self.processor.apply(logits, max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step))
         self._prepared = None
         self.stats.note_masks(report)
@@ -323,7 +323,8 @@ class LLMEngine:
         if report.failed or report.late or self.logits_processors.failed or batch.beams:
             skipped = self._skip(batch, report)
         sampled = self.sampler.sample(logits, batch, skipped)
-        self.stats.note_kept_mass(sampled.probed)
+        masked = {row: mass for row, (_, mass) in sampled.measured.items() if batch.sequences[row].guided is not None}
+        self.stats.note_kept_mass(masked.values())
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
@@ -490,7 +491,6 @@ class LLMEngine:
             self.processor.free(group.request_id)
 
 
-_NOTHING_MASKED = ApplyReport()
 _LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
 """Mask deadline: seconds, or this share of the mean step, whichever is more."""
 _SCORED_ROWS = 256

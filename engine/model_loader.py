@@ -17,7 +17,6 @@ from engine.ranks import Ranks
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
 """Minimum correlation of the probe's logits with those of eager attention."""
 
@@ -121,10 +120,6 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
 
 
-_FAST = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-"""Operators that tell whether this CPU multiplies a dtype quickly."""
-
-
 def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
     """Return the dtype to load: for "auto" the checkpoint's, but float32 on a CPU without instructions for it. torch
     multiplies such matrices element by element there."""
@@ -132,7 +127,9 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
         return getattr(torch, name)
     on_cpu = device.type == "cpu" if device is not None else not torch.cuda.is_available()
     stored: Any = getattr(config, "dtype", None)
-    check = _FAST.get(stored) if on_cpu else None
+    # Operators that tell whether this CPU multiplies a dtype quickly.
+    fast = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    check = fast.get(stored) if on_cpu else None
     return "auto" if check is None or getattr(torch.ops.mkldnn, check)() else torch.float32
 
 
@@ -212,7 +209,7 @@ def _check_config(config: Any) -> None:
     is_causal = model_class is not None and not getattr(config, "is_encoder_decoder", False)
     is_pluggable = getattr(model_class, "_supports_attention_backend", False)
     text = config.get_text_config(decoder=True)
-    others = ", ".join(sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES))
+    others = ", ".join(sorted({*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}))
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     caps = [getattr(text, f"{name}_logit_softcapping", None) for name in ("attn", "final")]
     reasons = {

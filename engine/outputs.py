@@ -13,7 +13,6 @@ from guided.errors import GuidedError
 from guided.output_types import parse_as
 
 Logprobs = list[TokenLogprobs | None]
-_COMPLETE = (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,8 @@ class RequestOutput:
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
         """Take a snapshot."""
         params, seqs, effective = group.sampling_params, group.get_seqs(), None
-        if params.resample and all(one.status in _COMPLETE for one in seqs):
+        complete = (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        if params.resample and all(one.status in complete for one in seqs):
             seqs, effective = _resampled(group)
         elif not params.use_beam_search:
             seqs.sort(key=lambda one: one.data.cumulative_logprob, reverse=True)

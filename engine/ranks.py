@@ -25,9 +25,6 @@ from engine.attention import PagedContext
 from engine.config import LoadOptions
 from guided.errors import InternalError, bounded
 
-_TIMEOUT = timedelta(minutes=10)  # loading takes minutes. A rank that has ended is noticed at once.
-_EXIT_SECONDS = 5.0
-
 
 class CacheSize(NamedTuple):
     """Allocate a KV cache, in place of the last one, and set torch's threads."""
@@ -94,7 +91,7 @@ class Ranks:
             connection.close()
         for process in self._processes:
             try:
-                process.wait(_EXIT_SECONDS)
+                process.wait(5.0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -137,7 +134,8 @@ def open_store(port: int, size: int, *, is_master: bool = False) -> Any:
 def join(store: Any, rank: int, size: int, device_type: str) -> None:
     """Join the process group that transformers splits models over."""
     backend = "nccl" if device_type == "cuda" else "gloo"
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+    timeout = timedelta(minutes=10)  # loading takes minutes. A rank that has ended is noticed at once.
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:

@@ -7,7 +7,6 @@ Suppressed tokens get a very small but finite logit, and the mask sets -inf: whe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -23,8 +22,8 @@ from guided.sequence import SequenceOutput
 SUPPRESSED = -1e30
 """The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
 PROBE_STEPS, _PROBE_ROWS = 61, 4
-"""After this many steps, the kept mass of this many rows is measured for the statistics. The number of steps is a
-prime, so that answers of the same length are not always measured at the same place."""
+"""After this many steps, up to about this many masks are measured for the statistics. The number of steps is a prime,
+so that answers of the same length are not always measured at the same place."""
 
 
 @dataclass(slots=True)
@@ -39,10 +38,9 @@ class SamplerOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By row, if requested: those of the sampled token and of the most likely tokens."""
     measured: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """By row, if requested: the number of tokens that could be sampled, and the log of their kept mass. That is their
-    probability in the model's own distribution: before bias, penalties and mask, at temperature 1."""
-    probed: list[float] = field(default_factory=list)
-    """Logs of the kept mass of a few constrained rows, now and then, for the statistics."""
+    """By row, if requested, and of a few constrained rows now and then: the number of tokens that could be sampled, and
+    the log of their kept mass. That is their probability in the model's own distribution: before bias, penalties and
+    mask, at temperature 1."""
     beam_logprobs: torch.Tensor | None = None
     """float32 `[len(batch.beams), vocab]`: of the adjusted logits, before the mask."""
     beam_scores: torch.Tensor | None = None
@@ -65,9 +63,10 @@ class Sampler:
         self._raw: torch.Tensor | None = None
         self._beam_logprobs: torch.Tensor | None = None
         self._steps = 0
-        self._probes: list[int] = []
-        self._unmasked: torch.Tensor | None = None
-        """A copy of the model's logits, float32 `[measured rows and then probed rows, vocab]`."""
+        self._measured: list[int] = []
+        """Rows of which the masks are measured in this step."""
+        self._unmasked: torch.Tensor
+        """A copy of the model's logits of these rows, float32 `[measured, vocab]`."""
 
     def adjust(self, compute: Callable[[], torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the logits of `compute`, float32 `[rows, vocab]`, with bias, custom processors, penalties and
@@ -108,7 +107,8 @@ class Sampler:
         if batch.random:
             best, chosen = self._draw(logits, best, chosen, batch, skip)
         output = SamplerOutput(chosen.tolist(), skip)
-        self._measure(logits, batch, output)
+        if self._measured:
+            output.measured = self._measure(logits, skip)
         finite = best.isfinite()
         if not finite.all():
             output.broken = [row for row in (~finite).nonzero()[:, 0].tolist() if row not in skip]
@@ -126,27 +126,20 @@ class Sampler:
     def _copy_measured(self, logits: torch.Tensor, batch: Batch) -> None:
         """Copy the model's logits of the rows whose masks are measured in this step."""
         self._steps += 1
-        self._probes = []
+        self._measured = batch.measured
         if self._steps % PROBE_STEPS == 0:
-            rows = [row for row in batch.guided_rows.tolist() if row not in batch.draft_rows]
-            rows = [row for row in rows if batch.sequences[row].params.constraint is not None]
-            first = self._steps // PROBE_STEPS * _PROBE_ROWS % max(1, len(rows))  # not always the same rows
-            self._probes = (rows[first:] + rows[:first])[:_PROBE_ROWS]
-        rows = batch.measured + self._probes
-        self._unmasked = logits[rows] if rows else None
+            rows = [row for row in batch.guided_rows.tolist() if batch.sequences[row].params.constraint is not None]
+            self._measured = sorted({*batch.measured, *rows[:: max(1, len(rows) // _PROBE_ROWS)]})
+        if self._measured:
+            self._unmasked = logits[self._measured]
 
-    def _measure(self, masked: torch.Tensor, batch: Batch, output: SamplerOutput) -> None:
-        """Measure the masks of the copied rows."""
-        if self._unmasked is None:
-            return
-        logits, self._unmasked = self._unmasked, None
-        allowed = masked[batch.measured + self._probes] > -torch.inf
-        total = logits.logsumexp(-1)
-        kept = (logits.masked_fill_(~allowed, -torch.inf).logsumexp(-1) - total).clamp_(max=0.0).tolist()
-        found = list(zip(allowed.sum(-1).tolist(), kept, strict=True))
-        output.measured = dict(zip(batch.measured, found, strict=False))
-        probed = zip(self._probes, kept[len(batch.measured) :], strict=True)
-        output.probed = [mass for row, mass in probed if row not in output.skipped and math.isfinite(mass)]
+    def _measure(self, masked: torch.Tensor, skipped: frozenset[int]) -> dict[int, tuple[int, float]]:
+        """Measure the masks of the copied rows: `SamplerOutput.measured`."""
+        allowed = masked[self._measured] > -torch.inf
+        total = self._unmasked.logsumexp(-1)
+        kept = (self._unmasked.masked_fill_(~allowed, -torch.inf).logsumexp(-1) - total).clamp_(max=0.0).tolist()
+        found = zip(self._measured, allowed.sum(-1).tolist(), kept, strict=True)
+        return {row: (count, mass) for row, count, mass in found if row not in skipped}
 
     def _draw(
         self, logits: torch.Tensor, best: torch.Tensor, greedy: torch.Tensor, batch: Batch, skip: frozenset[int]

@@ -19,8 +19,6 @@ MAX_LOGPROBS = 20
 """Maximum number of alternatives per token (OpenAI's limit)."""
 MAX_STOP_LENGTH = 1000
 """Maximum number of characters of a stop string."""
-MAX_BIASES = 1024
-"""Maximum number of entries of `logit_bias`."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32."""
 
@@ -280,10 +278,12 @@ _RANGES: dict[str, tuple[type, Range]] = {
 }
 
 
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_DISTORTING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "logit_bias", *_PENALTIES)
+_DISTORTING = (
+    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 """Parameters that change the distribution of samples. With their default values they do not."""
-_MOST = {"stop": (64, "strings"), "stop_token_ids": (1024, "tokens"), "logit_bias": (MAX_BIASES, "entries")}
+_MOST = {"stop": (64, "strings"), "stop_token_ids": (1024, "tokens"), "logit_bias": (1024, "entries")}
 """Maximum number of entries. Each stop string is searched for in every step."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from guided.post_processor import ApplyReport
@@ -39,7 +39,7 @@ class EngineStats:
     computed_again: int = 0
     """Rows without a mask at the deadline, and sequences that ran again after one."""
     kept_mass: list[int] = field(default_factory=lambda: [0] * len(KEPT_MASS_BOUNDS))
-    """Number of probed masks, by the first of `KEPT_MASS_BOUNDS` that the kept mass does not exceed."""
+    """Number of measured masks, by the first of `KEPT_MASS_BOUNDS` that the kept mass does not exceed."""
     kept_mass_sum: float = 0.0
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
@@ -51,9 +51,9 @@ class EngineStats:
         self.mask_seconds += report.mask_seconds
         self.hidden_seconds += max(0.0, report.mask_seconds - report.wait_seconds)
 
-    def note_kept_mass(self, logs: Sequence[float]) -> None:
-        """Add kept masses, given as their logs."""
-        for mass in map(math.exp, logs):
+    def note_kept_mass(self, logs: Iterable[float]) -> None:
+        """Add kept masses, given as their logs. NaN is left out: the model has computed no distribution."""
+        for mass in (math.exp(log) for log in logs if not math.isnan(log)):
             self.kept_mass[bisect_left(KEPT_MASS_BOUNDS, mass)] += 1
             self.kept_mass_sum += mass
 

@@ -111,12 +111,15 @@ def test_the_weight_is_the_quotient_of_the_probabilities(
     assert any(any(one.mask_details.forced) for one in found.outputs if one.mask_details) == forced_tokens
 
 
-def test_a_few_steps_count_in_the_statistics(make_engine: MakeEngine) -> None:
+def test_measured_masks_and_a_few_others_count_in_the_statistics(make_engine: MakeEngine) -> None:
+    params = SamplingParams(regex="[0-9]{70}", temperature=0.0, max_tokens=90)
     engine = make_engine()
-    params = SamplingParams(regex="[0-9]{70}", temperature=0.0, max_tokens=90, mask_details=True)
-    [output] = run(engine, {"r": ("So?", params)})["r"].outputs
+    [output] = run(engine, {"r": ("So?", replace(params, mask_details=True))})["r"].outputs
     assert output.mask_details is not None
-    kept = output.mask_details.kept_mass
-    expected = [kept[step - 1] for step in range(PROBE_STEPS, engine.stats.steps + 1, PROBE_STEPS)]
-    assert len(expected) == sum(engine.stats.kept_mass) >= 1
-    assert engine.stats.kept_mass_sum == pytest.approx(sum(mass for mass in expected if mass is not None))
+    kept = [mass for mass in output.mask_details.kept_mass if mass is not None]
+    assert sum(engine.stats.kept_mass) == len(kept) == len(output.token_ids)
+    assert engine.stats.kept_mass_sum == pytest.approx(sum(kept))
+    engine = make_engine()
+    run(engine, {"r": ("So?", params)})
+    assert sum(engine.stats.kept_mass) == 1
+    assert engine.stats.kept_mass_sum == pytest.approx(kept[PROBE_STEPS - 1])

@@ -186,4 +186,3 @@ def test_kept_mass_is_of_the_model_s_own_distribution() -> None:
     output = sampler.sample(logits, batch)
     own = logits_of(row).softmax(-1)[0, [0, 2]].sum().item()
     assert output.measured == {1: (2, pytest.approx(math.log(own))), 2: (2, pytest.approx(math.log(own)))}
-    assert not output.probed

@@ -98,9 +98,9 @@ class Cluster:
         for _ in range(number):
             self.join(slots)
 
-    def open(self, *numbers: int, grammar: str | Grammar = "fast", parent: int | None = None, text: str = "") -> None:
+    def open(self, *numbers: int, grammar: str | Grammar = "fast", text: str = "") -> None:
         for number in numbers:
-            sequence = GuidedSequence(f"request-{number}", number, tokens(text), parent_id=parent)
+            sequence = GuidedSequence(f"request-{number}", number, tokens(text))
             self.sequences[number] = sequence
             self.dispatcher.open(sequence, grammar_named(grammar) if isinstance(grammar, str) else grammar)
 

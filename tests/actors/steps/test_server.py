@@ -5,6 +5,7 @@ On another node it is the same, with `forward` and `RemoteSteps` between the eng
 
 from __future__ import annotations
 
+import queue
 import select
 import sys
 import threading
@@ -30,6 +31,7 @@ from actors.protocol import (
     FREE,
     IDLE,
     OK,
+    UNKNOWN,
     Edit,
     Failed,
     Fill,
@@ -106,7 +108,7 @@ class Peer:
     def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1) -> Open:
         """A request to open a sequence; writes its target."""
         self.table.target[slot] = version = edit * EDIT + len(text)
-        return Open(slot, version, grammar, None, tokens(text))
+        return Open(slot, version, grammar, tokens(text))
 
     def fill(self, slot: int, text: str) -> Fill:
         """A request to fill a slot after one more token; writes its columns."""
@@ -278,18 +280,6 @@ def test_rows_that_the_second_thread_leaves(peer: Peer, slow: SlowGrammar, gramm
     assert peer.wait(1) == "ax"
 
 
-def test_a_fork_of_a_sequence_that_is_being_filled_waits(peer: Peer, slow: SlowGrammar) -> None:
-    stick(peer, slow)
-    fork = peer.open(1, "a", grammar="slow")
-    peer.send(msgspec.structs.replace(fork, parent=0))
-    time.sleep(0.05)
-    assert peer.table.ready[1] == FREE
-    slow.release.set()
-    assert peer.wait(1) == "b"
-    peer.send(peer.fill(0, "b"))
-    assert peer.wait(0) == "c"
-
-
 def test_an_edit_of_a_row_that_is_being_filled_follows_it(peer: Peer, slow: SlowGrammar) -> None:
     stick(peer, slow)
     peer.table.target[0] = version = 2 * EDIT + 2
@@ -355,6 +345,26 @@ def test_the_channel_ends_with_an_actor_on_another_node(remote: RemoteActor) -> 
     poller = select.poll()
     poller.register(peer.channel.fd, 0)
     assert poller.poll(10_000), "POLLHUP"
+
+
+def test_an_actor_elsewhere_is_marked_while_it_has_work() -> None:
+    """Also if lines come that it sent before it had the work: it may die before it sends others."""
+    pair, delivered, answers = ConnectedPair(), threading.Event(), queue.Queue[Lines]()
+    table = attach(pair.segment.name)
+    assert table is not None
+    forward(pair.end, table, lambda *_: delivered.set(), answers.get)
+    peer = Peer(pair)
+    peer.send(peer.open(1))
+    assert delivered.wait(10)
+    mark = pair.segment.table.mark.copy()
+    mark["busy"], mark["since"], mark["filled"] = IDLE, 99.0, 7
+    nothing = np.empty(0, np.int32)
+    answers.put(Lines(nothing, {}, nothing, nothing, mark, []))
+    until(lambda: int(table.mark["filled"][0]) == 7)
+    [(busy, seconds)] = pair.connection.busy()
+    assert busy == UNKNOWN
+    assert seconds < 10
+    pair.connection.close()
 
 
 def test_forwarding_ends_with_the_channel(remote: RemoteActor) -> None:
