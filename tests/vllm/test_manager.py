@@ -265,8 +265,9 @@ def subject_config() -> Any:
     )
 
 
-def structured_request(reasoning_ended: bool | None = None) -> Request:
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["abcd"]))
+def structured_request(reasoning_ended: bool | None = None, stops: Sequence[int] = ()) -> Request:
+    outputs = StructuredOutputsParams(choice=["abcd"])
+    params = SamplingParams(structured_outputs=outputs, stop_token_ids=list(stops))
     params.structured_outputs._backend = GuidedParams(Constraint.choice(["abcd"])).to_text()
     params.update_from_generation_config({}, STOP)
     return Request("r", [5], params, None, reasoning_ended=reasoning_ended)
@@ -275,12 +276,14 @@ def structured_request(reasoning_ended: bool | None = None) -> Request:
 class Subject:
     """A manager and one request for the tokens 1, 2, 3, 4."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasoner: type[Any] | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, reasoner: type[Any] | None = None, stops: Sequence[int] = ()
+    ) -> None:
         use_pool(monkeypatch, lambda: InlinePool(LETTERS))
         self.manager = GuidedManager(subject_config())
         self.manager.tokenizer = None
         self.manager.reasoner_cls = reasoner
-        self.request = structured_request(reasoning_ended=None if reasoner is None else False)
+        self.request = structured_request(None if reasoner is None else False, stops)
         self.manager.grammar_init(self.request)
         self.request.structured_output_request._grammar.result(60)
 
@@ -329,6 +332,12 @@ class TestDraftTokens:
         subject.rows([])
         assert not subject.accept(7)
         assert subject.manager.errors["r"].code == "token_rejected"
+
+
+class TestStopTokens:
+    def test_own_ones_are_allowed_at_the_end_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        subject = Subject(monkeypatch, stops=[7])
+        assert subject.rows([1, 2, 3, 4]) == [[1], [2], [3], [4], sorted([7, STOP])]
 
 
 class TestReasoning:

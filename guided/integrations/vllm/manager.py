@@ -103,7 +103,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         structured = request.structured_output_request
         if structured is None:
             return
-        guided = GuidedRequest(request.request_id, frozenset(request.sampling_params.stop_token_ids or ()))
+        stops = frozenset(request.sampling_params.stop_token_ids or ())
+        guided = GuidedRequest(request.request_id, stops.difference(self._pool.vocabulary.stop_token_ids))
         structured.grammar = guided.compiled
         self._masker.begin(guided, structured.params._backend)
 
@@ -259,7 +260,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         assert guided.masks is not None
         for mask in guided.masks:
             complete = any(_allows(mask, token) for token in vocabulary.stop_token_ids)
-            for token in guided.stops.difference(vocabulary.stop_token_ids):
+            for token in guided.stops:
                 word = mask[token >> 5]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
 

@@ -35,7 +35,8 @@ class GuidedRequest:
     request_id: str
     """vLLM's internal id, which it makes unique."""
     stops: frozenset[int] = frozenset()
-    """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
+    """Tokens at which vLLM ends the request, but for the vocabulary's stop tokens. They are allowed when the constraint
+    is satisfied, and only then."""
     compiled: Future[GuidedRequest] = field(default_factory=Future)
     """Ends with this request when its grammar is compiled. Stays open if the request fails before."""
     error: GuidedError | None = None
