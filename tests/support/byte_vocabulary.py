@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar
 from guided.bitmask import allowed_ids, words
+from guided.errors import TokenRejected
 from guided.vocabulary import Vocabulary
 
 STOP = 0
@@ -29,8 +30,11 @@ def tokens(text: str) -> list[int]:
 
 def accepts(grammar: CompiledGrammar, text: str) -> bool:
     """Whether an output may be `text` as a whole."""
-    output = [*tokens(text), STOP]
-    return grammar.matcher().accepts(output) == len(output)
+    try:
+        grammar.matcher().accept_tokens([*tokens(text), STOP])
+    except TokenRejected:
+        return False
+    return True
 
 
 def allowed(row: NDArray[np.int32]) -> str:
