@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
 from guided.element_arguments import expand
-from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
 from guided.structural_tag import Content, Node, contents, located, parse, read
@@ -100,18 +100,14 @@ class Constraint:
             UnsupportedConstraint: an unknown format with `strict_schema`.
             ConstraintTooLarge: over one of `limits`.
         """
-        notes: list[schema_checks.Note] = []
-        document = schema_checks.parse(schema, limits, param, notes)
-        unknown = next((note for note in notes if note.format is not None), None)
-        if strict_schema and unknown is not None:
-            message = f"the format {bounded(unknown.format, 60)!r} is not in the specification, so it can't be enforced"
-            raise UnsupportedConstraint(message, param=param, pointer=unknown.pointer)
+        notes: list[str] = []
+        document = schema_checks.parse(schema, limits, param, notes, strict=strict_schema)
         if not additional_properties:
             document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", limits, param)
         spaces = _whitespace(whitespace, limits, param)
-        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(map(str, notes)), limits=limits)
+        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(notes), limits=limits)
 
     @classmethod
     def json_object(

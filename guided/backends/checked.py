@@ -79,10 +79,12 @@ class CheckedBackend(Backend):
         """Return a library's grammar with the final check, where something is checked, and the rules of the worker."""
         if checked:
             grammar = CheckedGrammar(grammar, _reader(constraint, checked, self._vocabulary), checked, dumped)
-        if constraint.kind in ("json_schema", "json_object"):
-            grammar.rules = [self._numbers]
-        elif constraint.kind == "structural_tag" and (limit := token_limit(constraint.outline, self._vocabulary)):
-            grammar.rules = [limit]
+        limit, kinds = None, {constraint.kind}
+        if constraint.kind == "structural_tag":
+            kinds = {content.kind for content in contents(constraint.outline)}
+            limit = token_limit(constraint.outline, self._vocabulary)
+        numbers = None if kinds.isdisjoint(("json_schema", "json_object")) else self._numbers
+        grammar.rules = [rule for rule in (numbers, limit) if rule is not None]
         return grammar
 
 
