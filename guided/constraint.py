@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
+from guided import regex as regexes
+from guided import regex_parser
 from guided.element_arguments import expand
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
@@ -209,6 +211,11 @@ class Constraint:
         return json.loads(self.source or '{"type": "object"}')
 
     @property
+    def texts(self) -> regexes.Node | None:
+        """The texts that satisfy a `regex` or `choice` constraint; None for other kinds. Raises as `parse` does."""
+        return _texts(self.kind, self.source)
+
+    @property
     def choices(self) -> list[str]:
         """The options of a `choice` constraint."""
         options: list[str] = json.loads(self.source)
@@ -218,6 +225,13 @@ class Constraint:
 @lru_cache(maxsize=2)  # a compilation asks for them several times
 def _nodes(source: str) -> Node:
     return parse(json.loads(source), _ANY_SIZE, "structural_tag", expand)
+
+
+@lru_cache(maxsize=64)  # a compilation asks for those of a structural tag several times
+def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
+    if kind == "choice":
+        return regexes.choice(map(regexes.literal, json.loads(source)))
+    return regex_parser.parse(source) if kind == "regex" else None
 
 
 def _check_text(text: object, what: str, limits: Limits, param: str, pointer: str | None = None) -> None:

@@ -57,6 +57,16 @@ class Matcher(Protocol):
     def is_terminated(self) -> bool:
         """Whether a stop token was accepted."""
 
+    def accepts(self, token_ids: Sequence[int]) -> int:
+        """Return how many of `token_ids`, from the first on, are allowed here. The state does not change."""
+        trial = self.fork()
+        for count, token in enumerate(token_ids):
+            try:
+                trial.accept_tokens([token])
+            except TokenRejected:
+                return count
+        return len(token_ids)
+
     def violation(self) -> ConstraintNotMet | None:
         """Return why the output may not end although it is complete: it violates a keyword that is checked."""
         return None

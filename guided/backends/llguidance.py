@@ -25,7 +25,6 @@ from guided.backends.llguidance_schema import LLGuidanceLowering
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import check_lark
-from guided.regex_parser import parse
 from guided.schema import string_pattern
 from guided.tags.llguidance import TagGrammar
 from guided.vocabulary import Vocabulary
@@ -89,14 +88,11 @@ class LLGuidanceBackend(Backend):
             case "json_schema" | "json_object":
                 lowering = LLGuidanceLowering(constraint)
                 return _json_source(lowering, constraint.whitespace), list(lowering.checked)
-            case "regex":
-                return str(make.grammar_from_regex(regex.render(parse(constraint.source)))), []
-            case "choice":
-                options = regex.choice(map(regex.literal, constraint.choices))
-                return str(make.grammar_from_regex(regex.render(options))), []
             case "grammar":
                 return str(make.grammar_from_lark(check_lark(constraint.source))), []
-        raise AssertionError(constraint.kind)
+        texts = constraint.texts
+        assert texts is not None
+        return str(make.grammar_from_regex(regex.render(texts))), []
 
     def _inner(self, content: Constraint) -> tuple[dict[str, Any], list[str]]:
         """Return a content of a structural tag as an entry of llguidance's list of grammars; see `_source`."""

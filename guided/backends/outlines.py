@@ -30,7 +30,6 @@ from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.schema_lowering import ArrayShape, FewKeywords
 from guided.constraint import Constraint
 from guided.errors import TokenRejected, UnsupportedConstraint, bounded
-from guided.regex_parser import parse
 from guided.schema import string_pattern
 from guided.vocabulary import Vocabulary
 
@@ -65,20 +64,15 @@ class OutlinesBackend(Backend):
 
     def _pattern(self, constraint: Constraint) -> str:
         """Return the constraint as one regex."""
-        match constraint.kind:
-            case "json_schema" | "json_object":
-                schema = json.dumps(_Lowering(constraint).document(), ensure_ascii=False)
-                spaces = constraint.whitespace
-                return str(build_regex_from_schema(schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"))
-            case "regex":
-                pattern = regex.render(parse(constraint.source))
-                if re.fullmatch(pattern, ""):
-                    message = "outlines can't enforce a regex that the empty text matches: choose another backend"
-                    raise UnsupportedConstraint(message, param="regex")
-                return pattern
-            case "choice":
-                return regex.render(regex.choice(map(regex.literal, constraint.choices)))
-        raise AssertionError(constraint.kind)
+        if constraint.texts is None:
+            schema = json.dumps(_Lowering(constraint).document(), ensure_ascii=False)
+            spaces = constraint.whitespace
+            return str(build_regex_from_schema(schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"))
+        pattern = regex.render(constraint.texts)
+        if re.fullmatch(pattern, ""):
+            message = "outlines can't enforce a regex that the empty text matches: choose another backend"
+            raise UnsupportedConstraint(message, param="regex")
+        return pattern
 
 
 class _Lowering(FewKeywords):

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar
 from guided.bitmask import allowed_ids, words
-from guided.errors import TokenRejected
 from guided.vocabulary import Vocabulary
 
 STOP = 0
@@ -30,11 +29,8 @@ def tokens(text: str) -> list[int]:
 
 def accepts(grammar: CompiledGrammar, text: str) -> bool:
     """Whether an output may be `text` as a whole."""
-    try:
-        grammar.matcher().accept_tokens([*tokens(text), STOP])
-    except TokenRejected:
-        return False
-    return True
+    output = [*tokens(text), STOP]
+    return grammar.matcher().accepts(output) == len(output)
 
 
 def allowed(row: NDArray[np.int32]) -> str:

@@ -11,7 +11,7 @@ from byte_vocabulary import BYTES, accepts
 from guided.backends import Backends
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
-from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -130,9 +130,8 @@ def test_special_tokens(backends: Backends, vocabulary: Vocabulary, form: dict[s
     assert allowed[start + 2] == {names["<|user|>"]}
     # Text that looks like the special token would be read as one.
     look_alike = vocabulary.encode("Hi <|system|>")
-    for rejected in (look_alike, [names["<|user|>"]]):
-        with pytest.raises(TokenRejected):
-            grammar.matcher().accept_tokens(rejected)
+    assert grammar.matcher().accepts(look_alike) < len(look_alike)
+    assert grammar.matcher().accepts([names["<|user|>"]]) == 0
 
 
 def limited(limit: int, begin: str = "", end: str = "</t>") -> dict[str, Any]:

@@ -37,6 +37,20 @@ def test_rollback_is_replay(grammar: CompiledGrammar, case: Case, vocabulary: Vo
         assert matcher.is_terminated()
 
 
+def test_accepts_counts_tokens_and_changes_nothing(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
+    for text in case.valid:
+        tokens = [*vocabulary.encode(text), stop(vocabulary)]
+        matcher = grammar.matcher()
+        matcher.accept_tokens(tokens[: len(tokens) // 2])
+        rest = tokens[len(tokens) // 2 :]
+        before = mask(matcher, vocabulary)
+        assert matcher.accepts(rest) == len(rest)
+        assert matcher.accepts([*rest, rest[0]]) == len(rest)
+        assert np.array_equal(mask(matcher, vocabulary), before)
+
+
 def test_forks_go_their_own_ways(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
     tokens = vocabulary.encode(case.valid[0])
     for cut in {0, len(tokens) // 2, len(tokens)}:
