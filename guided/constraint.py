@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
+from guided import regex as regexes
+from guided import regex_parser
 from guided.element_arguments import expand
-from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
 from guided.structural_tag import Content, Node, contents, located, parse, read
@@ -100,18 +102,14 @@ class Constraint:
             UnsupportedConstraint: an unknown format with `strict_schema`.
             ConstraintTooLarge: over one of `limits`.
         """
-        notes: list[schema_checks.Note] = []
-        document = schema_checks.parse(schema, limits, param, notes)
-        unknown = next((note for note in notes if note.format is not None), None)
-        if strict_schema and unknown is not None:
-            message = f"the format {bounded(unknown.format, 60)!r} is not in the specification, so it can't be enforced"
-            raise UnsupportedConstraint(message, param=param, pointer=unknown.pointer)
+        notes: list[str] = []
+        document = schema_checks.parse(schema, limits, param, notes, strict=strict_schema)
         if not additional_properties:
             document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", limits, param)
         spaces = _whitespace(whitespace, limits, param)
-        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(map(str, notes)), limits=limits)
+        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(notes), limits=limits)
 
     @classmethod
     def json_object(
@@ -213,6 +211,11 @@ class Constraint:
         return json.loads(self.source or '{"type": "object"}')
 
     @property
+    def texts(self) -> regexes.Node | None:
+        """The texts that satisfy a `regex` or `choice` constraint; None for other kinds. Raises as `parse` does."""
+        return _texts(self.kind, self.source)
+
+    @property
     def choices(self) -> list[str]:
         """The options of a `choice` constraint."""
         options: list[str] = json.loads(self.source)
@@ -222,6 +225,13 @@ class Constraint:
 @lru_cache(maxsize=2)  # a compilation asks for them several times
 def _nodes(source: str) -> Node:
     return parse(json.loads(source), _ANY_SIZE, "structural_tag", expand)
+
+
+@lru_cache(maxsize=64)  # a compilation asks for those of a structural tag several times
+def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
+    if kind == "choice":
+        return regexes.choice(map(regexes.literal, json.loads(source)))
+    return regex_parser.parse(source) if kind == "regex" else None
 
 
 def _check_text(text: object, what: str, limits: Limits, param: str, pointer: str | None = None) -> None:

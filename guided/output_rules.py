@@ -7,7 +7,7 @@ and ends with a whole character, only the tokens of the literal that ends the te
 
 from __future__ import annotations
 
-import re
+import string
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,44 +22,41 @@ MAX_DIGITS = 24
 """Digits in a row after which a number ends. 64-bit integers have at most 20, doubles 17. A token may exceed it."""
 
 _DIGITS = b"0123456789"
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_IN_TEXT = b'"' + bytes(set(string.ascii_letters.encode()).difference(b"eE"))
+"""Characters that can't follow a digit of a JSON number."""
 _REST_OF_CHARACTER = 3
 """Maximum number of tokens that complete a character. A text can exceed its limit by this many tokens."""
 
 
 class NumberLimit:
-    """The tokens of a vocabulary that begin or end with a digit."""
+    """Ends the numbers of JSON, also within a structural tag."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        contents = vocabulary.token_bytes
+        contents, width = vocabulary.token_bytes, vocabulary.padded_vocab_size
         self._ending = [len(content) - len(content.rstrip(_DIGITS)) for content in contents]
         """By token: number of digits at its end."""
-        beginning = [token for token in vocabulary.text_token_ids if contents[token][0] in _DIGITS]
-        self._others = ~pack(beginning, vocabulary.padded_vocab_size)
+        self._is_number = [bool(content) and not content.rstrip(_DIGITS) for content in contents]
+        self._others = ~pack([token for token in vocabulary.text_token_ids if contents[token][0] in _DIGITS], width)
+        self._texts = pack([token for token in vocabulary.text_token_ids if contents[token][0] in _IN_TEXT], width)
 
     def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
         """Forbid tokens that begin with a digit after `MAX_DIGITS` digits of a number.
 
-        Args:
-            output: the tokens of a JSON text.
-            row: the tokens that are allowed. Left as it is where nothing but digits may follow.
-            accepting: the text may end here.
+        Where letters or a quotation mark may follow, the digits are text. Where nothing but digits may, they are left.
         """
-        if output and self._ending[output[-1]] and self._is_long(output):
+        if output and self._ending[output[-1]] and self._digits(output) >= MAX_DIGITS and not (row & self._texts).any():
             others = row & self._others
             if accepting or others.any():
                 row[:] = others
 
-    def _is_long(self, output: Sequence[int]) -> bool:
+    def _digits(self, output: Sequence[int]) -> int:
+        """Return the number of digits at the end of an output, at least up to `MAX_DIGITS`."""
         count = 0
         for token in reversed(output):
             count += self._ending[token]
-            if count >= MAX_DIGITS or self._ending[token] < len(self._vocabulary.token_bytes[token]):
+            if count >= MAX_DIGITS or not self._is_number[token]:
                 break
-        if count < MAX_DIGITS:
-            return False
-        return b'"' not in _STRINGS.sub(b"", self._vocabulary.decode(output))  # not within a string
+        return count
 
 
 def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer
 from guided.bitmask import pack
 from guided.errors import InvalidRequest, bounded
 
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 _Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str, str]
 """The fields of a vocabulary in msgpack."""
 
@@ -65,10 +67,13 @@ class Vocabulary:
 
     @cached_property
     def text_token_ids(self) -> tuple[int, ...]:
-        """Tokens that are text, ascending: they have bytes and a logit, and are neither special nor stop tokens."""
+        """Tokens that are text, ascending: they have bytes and a logit, and are neither special nor stop tokens.
+
+        A token with a surrogate is none: no UTF-8 contains it.
+        """
         never = self.special_token_ids.union(self.stop_token_ids)
-        tokens = self.token_bytes[: self.padded_vocab_size]
-        return tuple(token for token, content in enumerate(tokens) if content and token not in never)
+        tokens = enumerate(self.token_bytes[: self.padded_vocab_size])
+        return tuple(token for token, text in tokens if text and token not in never and not _SURROGATE.search(text))
 
     @cached_property
     def text_mask(self) -> NDArray[np.int32]:

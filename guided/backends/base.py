@@ -1,16 +1,17 @@
 """The contract between the worker and a grammar library. One test suite checks it for every adapter.
 
 A `Backend` compiles a `Constraint` for one `Vocabulary` into a `CompiledGrammar` (immutable, shared by sequences),
-which creates `Matcher`s (the mutable state of one sequence). Adapters derive from these classes and raise only errors
-of `guided.errors` (`guard`).
+which creates `Matcher`s (the mutable state of one sequence). Adapters derive from these classes. Where they expect a
+library to fail, they raise an error of `guided.errors`; `guard` around their calls turns everything else into one.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from types import TracebackType
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,9 +82,11 @@ class Matcher(Protocol):
 class TextMatcher(Matcher):
     """A matcher that handles stop tokens itself, for libraries that get text tokens only."""
 
-    def __init__(self, vocabulary: Vocabulary, terminated: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
-        self._terminated = terminated
+        self._tokens: list[int] = []
+        """The text tokens that it has accepted."""
+        self._terminated = False
 
     @abstractmethod
     def accept_text(self, token_ids: list[int]) -> None:
@@ -91,7 +94,17 @@ class TextMatcher(Matcher):
 
     @abstractmethod
     def rollback_text(self, count: int) -> None:
-        """Take back the last `count` text tokens, at least one."""
+        """Take back the last `count` text tokens, at least one. `_tokens` has those that are left."""
+
+    @abstractmethod
+    def copy_state(self) -> None:
+        """Replace what `fork` must not share by a copy, other than `_tokens`."""
+
+    def fork(self) -> Self:
+        forked = copy(self)
+        forked._tokens = list(self._tokens)
+        forked.copy_state()
+        return forked
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         if self._terminated and token_ids:
@@ -102,6 +115,7 @@ class TextMatcher(Matcher):
             raise TokenRejected("a stop token before the end of the sequence")
         if text:
             self.accept_text(text)
+            self._tokens += text
         if stop is not None:
             if not self.is_accepting():
                 raise TokenRejected(f"stop token {stop} is not allowed here: the constraint is not satisfied")
@@ -112,6 +126,7 @@ class TextMatcher(Matcher):
             self._terminated = False
             count -= 1
         if count:
+            del self._tokens[-count:]
             self.rollback_text(count)
 
     def is_terminated(self) -> bool:
@@ -176,13 +191,11 @@ class guard:  # noqa: N801 -- used like a function, in `with`
 
     Args:
         library: name for the message.
-        describe: text of an exception for the message.
     """
 
     # A class: a generator-based context manager would take as long as a small mask.
-    def __init__(self, library: str, describe: Callable[[BaseException], object] = str) -> None:
+    def __init__(self, library: str) -> None:
         self._library = library
-        self._describe = describe
 
     def __enter__(self) -> None:
         pass
@@ -190,5 +203,4 @@ class guard:  # noqa: N801 -- used like a function, in `with`
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or isinstance(error, GuidedError | KeyboardInterrupt | SystemExit):
             return
-        message = bounded(self._describe(error))
-        raise BackendError(f"{self._library} failed: {type(error).__name__}: {message}") from error
+        raise BackendError(f"{self._library} failed: {type(error).__name__}: {bounded(error)}") from error

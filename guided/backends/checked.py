@@ -12,19 +12,18 @@ import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher, guard
+from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
 from guided.backends.schema_lowering import TIERS
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.output_rules import NumberLimit, token_limit
 from guided.schema.validation import Validator
 from guided.structural_tag import Content, contents
-from guided.tags.content_reader import ContentReader, Reading
+from guided.tags.content_reader import ContentReader
 from guided.vocabulary import Vocabulary
 
 _CHECKED = b"checked:"
 """Prefix of the serialisation of a grammar that is checked."""
-_native = guard("jsonschema-rs")
 
 
 _decode = Decoder(tuple[bytes, tuple[str, ...], tuple[str, ...]]).decode
@@ -80,10 +79,12 @@ class CheckedBackend(Backend):
         """Return a library's grammar with the final check, where something is checked, and the rules of the worker."""
         if checked:
             grammar = CheckedGrammar(grammar, _reader(constraint, checked, self._vocabulary), checked, dumped)
-        if constraint.kind in ("json_schema", "json_object"):
-            grammar.rules = [self._numbers]
-        elif constraint.kind == "structural_tag" and (limit := token_limit(constraint.outline, self._vocabulary)):
-            grammar.rules = [limit]
+        limit, kinds = None, {constraint.kind}
+        if constraint.kind == "structural_tag":
+            kinds = {content.kind for content in contents(constraint.outline)}
+            limit = token_limit(constraint.outline, self._vocabulary)
+        numbers = None if kinds.isdisjoint(("json_schema", "json_object")) else self._numbers
+        grammar.rules = [rule for rule in (numbers, limit) if rule is not None]
         return grammar
 
 
@@ -96,8 +97,7 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
         within = any(f"{place}/".startswith(f"{content.pointer}/") for place in checked)
         if within and content.kind == "json_schema":
             try:
-                with _native:
-                    validators[content.pointer] = Validator(constraint.inner(content).schema)
+                validators[content.pointer] = Validator(constraint.inner(content).schema)
             except ValueError as error:
                 message = f"the schema can't be validated: {bounded(error)}"
                 raise InvalidConstraint(message, param=constraint.kind, pointer=content.pointer) from None
@@ -116,7 +116,7 @@ class CheckedGrammar(CompiledGrammar):
         self.special_token_ids = inner.special_token_ids
 
     def matcher(self) -> CheckedMatcher:
-        return CheckedMatcher(self, self._inner.matcher(), [], [self.reader.start], terminated=False)
+        return CheckedMatcher(self, self._inner.matcher())
 
     def dump(self) -> bytes:
         """See `CompiledGrammar.dump`."""
@@ -126,19 +126,15 @@ class CheckedGrammar(CompiledGrammar):
 class CheckedMatcher(TextMatcher):
     """One sequence: the library's matcher, the tokens, and what was read of them."""
 
-    def __init__(
-        self, grammar: CheckedGrammar, inner: Matcher, tokens: list[int], readings: list[Reading], *, terminated: bool
-    ) -> None:
-        super().__init__(grammar.vocabulary, terminated)
+    def __init__(self, grammar: CheckedGrammar, inner: Matcher) -> None:
+        super().__init__(grammar.vocabulary)
         self._grammar = grammar
         self._inner = inner
-        self._tokens = tokens
-        self._readings = readings
+        self._readings = [grammar.reader.start]
         """Of longer and longer parts of the output."""
 
     def accept_text(self, token_ids: list[int]) -> None:
         self._inner.accept_tokens(token_ids)
-        self._tokens += token_ids
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         accepting = self._inner.fill_bitmask(row)
@@ -151,13 +147,11 @@ class CheckedMatcher(TextMatcher):
 
     def rollback_text(self, count: int) -> None:
         self._inner.rollback(count)
-        del self._tokens[-count:]
         while self._readings[-1].length > len(self._tokens):
             del self._readings[-1]
 
-    def fork(self) -> CheckedMatcher:
-        inner, tokens, readings = self._inner.fork(), list(self._tokens), list(self._readings)
-        return CheckedMatcher(self._grammar, inner, tokens, readings, terminated=self._terminated)
+    def copy_state(self) -> None:
+        self._inner, self._readings = self._inner.fork(), list(self._readings)
 
     def is_accepting(self) -> bool:
         return self._inner.is_accepting() and self.violation() is None
@@ -168,9 +162,8 @@ class CheckedMatcher(TextMatcher):
     def violation(self) -> ConstraintNotMet | None:
         """Return why the output may not go on, or why it may not end though the library has it complete."""
         if self._readings[-1].length < len(self._tokens):
-            with _native:
-                text = self._grammar.vocabulary.spelled(self._tokens)
-                self._readings.append(self._grammar.reader.read(self._readings[-1], text, len(self._tokens)))
+            text = self._grammar.vocabulary.spelled(self._tokens)
+            self._readings.append(self._grammar.reader.read(self._readings[-1], text, len(self._tokens)))
         reading = self._readings[-1]
         if reading.complete or (reading.states and not self._inner.is_accepting()):
             return None

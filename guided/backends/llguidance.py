@@ -20,17 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided import regex
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.llguidance_schema import LLGuidanceLowering
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import check_lark
-from guided.regex_parser import parse
 from guided.schema import string_pattern
 from guided.tags.llguidance import TagGrammar
 from guided.vocabulary import Vocabulary
-
-_native = guard("llguidance")
 
 _VERSION = metadata.version("llguidance")
 REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
@@ -57,12 +54,11 @@ class LLGuidanceBackend(Backend):
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         special: set[int] = set()
-        with _native:
-            if constraint.kind == "structural_tag":
-                tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
-                source, special, checked = json.dumps(tag.source()), tag.special_token_ids, tag.checked
-            else:
-                source, checked = self._source(constraint)
+        if constraint.kind == "structural_tag":
+            tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
+            source, special, checked = json.dumps(tag.source()), tag.special_token_ids, tag.checked
+        else:
+            source, checked = self._source(constraint)
         grammar = self._grammar(constraint, source, frozenset(special))
         grammar.checked = tuple(checked)
         return grammar
@@ -80,10 +76,9 @@ class LLGuidanceBackend(Backend):
             limits = llguidance.LLParserLimits(
                 max_items_in_row=50_000, initial_lexer_fuel=2 * _LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL
             )
-        with _native:
-            matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-            if matcher.is_error():
-                raise _refusal(matcher.get_error(), constraint)
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refusal(matcher.get_error(), constraint)
         return LLGuidanceGrammar(self._vocabulary, matcher, source, special)
 
     def _source(self, constraint: Constraint) -> tuple[str, list[str]]:
@@ -93,14 +88,11 @@ class LLGuidanceBackend(Backend):
             case "json_schema" | "json_object":
                 lowering = LLGuidanceLowering(constraint)
                 return _json_source(lowering, constraint.whitespace), list(lowering.checked)
-            case "regex":
-                return str(make.grammar_from_regex(regex.render(parse(constraint.source)))), []
-            case "choice":
-                options = regex.choice(map(regex.literal, constraint.choices))
-                return str(make.grammar_from_regex(regex.render(options))), []
             case "grammar":
                 return str(make.grammar_from_lark(check_lark(constraint.source))), []
-        raise AssertionError(constraint.kind)
+        texts = constraint.texts
+        assert texts is not None
+        return str(make.grammar_from_regex(regex.render(texts))), []
 
     def _inner(self, content: Constraint) -> tuple[dict[str, Any], list[str]]:
         """Return a content of a structural tag as an entry of llguidance's list of grammars; see `_source`."""
@@ -123,8 +115,7 @@ class LLGuidanceGrammar(CompiledGrammar):
         self.special_token_ids = special
 
     def matcher(self) -> LLGuidanceMatcher:
-        with _native:
-            return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
+        return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
 
     def dump(self) -> bytes:
         """Return the constraint in llguidance's own format: matchers can't be serialised."""
@@ -134,8 +125,8 @@ class LLGuidanceGrammar(CompiledGrammar):
 class LLGuidanceMatcher(TextMatcher):
     """One sequence. The adapter handles stop tokens: llguidance's matcher sees text tokens only."""
 
-    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, terminated: bool = False) -> None:
-        super().__init__(vocabulary, terminated)
+    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher) -> None:
+        super().__init__(vocabulary)
         self._vocabulary = vocabulary
         self.native = matcher
         """The library's own matcher."""
@@ -143,44 +134,36 @@ class LLGuidanceMatcher(TextMatcher):
     def accept_text(self, token_ids: list[int]) -> None:
         if min(token_ids) < 0 or max(token_ids) >= self._vocabulary.padded_vocab_size:
             raise TokenRejected("a token id outside the vocabulary")
-        with _native:
-            accepted = self.native.try_consume_tokens(token_ids)
+        accepted = self.native.try_consume_tokens(token_ids)
         if accepted < len(token_ids):
             self._check()
-            with _native:
-                self.native.compute_bitmask()  # shows whether the lexer, which copies share, is over a limit
+            self.native.compute_bitmask()  # shows whether the lexer, which copies share, is over a limit
             with contextlib.suppress(DeadEnd):
                 self._check()
             raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
-        with _native:
-            self.native.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(row.data)), row.nbytes)
+        self.native.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(row.data)), row.nbytes)
         self._check()
         return self._vocabulary.allows_stop(row)
 
     def rollback_text(self, count: int) -> None:
-        with _native:
-            self.native.rollback(count)
+        self.native.rollback(count)
         self._check()
 
-    def fork(self) -> LLGuidanceMatcher:
-        with _native:
-            copy = self.native.deep_copy()
-        return LLGuidanceMatcher(self._vocabulary, copy, self._terminated)
+    def copy_state(self) -> None:
+        self.native = self.native.deep_copy()
 
     def is_accepting(self) -> bool:
-        with _native:
-            accepting = self.native.is_accepting()
+        accepting = self.native.is_accepting()
         self._check()
         return bool(accepting)
 
     def forced_tokens(self) -> list[int]:
         if self._terminated:
             return []
-        with _native:
-            tokens = self.native.compute_ff_tokens()
+        tokens = self.native.compute_ff_tokens()
         self._check()
         return [int(token) for token in tokens if token not in self._stop_token_ids]
 

@@ -19,7 +19,7 @@ from lmformatenforcer.characterlevelparser import StringParser, UnionParser
 from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, TokenizerPrefixTree
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.schema_lowering import ArrayShape, FewKeywords, any_of
 from guided.bitmask import pack
 from guided.constraint import Constraint
@@ -37,7 +37,6 @@ _REST = frozenset(map(chr, range(0x80, 0xC0)))
 _BLANKS = frozenset(" \t\r\n")
 _FREE = re.compile(r'[^"\\\x00-\x1f]*"?')
 """Matches a token without escapes that may stand in a free string, or end it."""
-_native = guard("lm-format-enforcer")
 
 
 class LMFormatEnforcerBackend(Backend):
@@ -56,11 +55,10 @@ class LMFormatEnforcerBackend(Backend):
             raise UnsupportedConstraint("lm-format-enforcer has no whitespace pattern", param="whitespace_pattern")
         schema = _Lowering(constraint).document()
         definitions = schema.pop("$defs", {})
-        with _native:
-            # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
-            parts = [{**one, "$defs": definitions} for one in schema.get("anyOf", [schema])]
-            parsers = [JsonSchemaParser(part, _CONFIG) for part in parts]
-            start = _Json(UnionParser(parsers), frozenset() if constraint.whitespace == "" else _BLANKS)
+        # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
+        parts = [{**one, "$defs": definitions} for one in schema.get("anyOf", [schema])]
+        parsers = [JsonSchemaParser(part, _CONFIG) for part in parts]
+        start = _Json(UnionParser(parsers), frozenset() if constraint.whitespace == "" else _BLANKS)
         grammar = LMFormatEnforcerGrammar(start, self._tokens)
         grammar.checked = ("",)
         return grammar
@@ -201,43 +199,40 @@ class LMFormatEnforcerGrammar(CompiledGrammar):
         self._tokens = tokens
 
     def matcher(self) -> LMFormatEnforcerMatcher:
-        return LMFormatEnforcerMatcher(self._tokens, [self._start])
+        return LMFormatEnforcerMatcher(self._tokens, self._start)
 
 
 class LMFormatEnforcerMatcher(TextMatcher):
     """One sequence: the library's parsers, which are immutable, after each of its text tokens."""
 
-    def __init__(self, tokens: _Tokens, states: list[CharacterLevelParser], terminated: bool = False) -> None:
-        super().__init__(tokens.vocabulary, terminated)
-        self._tokens = tokens
-        self._states = states
+    def __init__(self, shared: _Tokens, start: CharacterLevelParser) -> None:
+        super().__init__(shared.vocabulary)
+        self._shared = shared
+        self._states = [start]
 
     def accept_text(self, token_ids: list[int]) -> None:
         for token in token_ids:
             state = self._states[-1]
-            text = self._tokens.texts.get(token, "\uffff")  # which is no byte
-            with _native:
-                for character in text:
-                    if character not in state.get_allowed_characters():
-                        raise TokenRejected(f"token {token} is not allowed here")
-                    state = state.add_character(character)
+            text = self._shared.texts.get(token, "\uffff")  # which is no byte
+            for character in text:
+                if character not in state.get_allowed_characters():
+                    raise TokenRejected(f"token {token} is not allowed here")
+                state = state.add_character(character)
             self._states.append(state)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
-        state, tokens = self._states[-1], self._tokens
-        with _native:
-            if (free := state.shortcut_key()) is not None:
-                row[:] = tokens.free(*free[1:]) | tokens.following(state, '"\\')
-            else:
-                row[:] = tokens.following(state)
+        state, tokens = self._states[-1], self._shared
+        if (free := state.shortcut_key()) is not None:
+            row[:] = tokens.free(*free[1:]) | tokens.following(state, '"\\')
+        else:
+            row[:] = tokens.following(state)
         return self.is_accepting()
 
     def rollback_text(self, count: int) -> None:
         del self._states[-count:]
 
-    def fork(self) -> LMFormatEnforcerMatcher:
-        return LMFormatEnforcerMatcher(self._tokens, list(self._states), self._terminated)
+    def copy_state(self) -> None:
+        self._states = list(self._states)
 
     def is_accepting(self) -> bool:
-        with _native:
-            return bool(self._states[-1].can_end())
+        return bool(self._states[-1].can_end())

@@ -26,16 +26,14 @@ from numpy.typing import NDArray
 from outlines_core.json_schema import build_regex_from_schema
 
 from guided import regex
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.schema_lowering import ArrayShape, FewKeywords
 from guided.constraint import Constraint
-from guided.errors import BackendError, TokenRejected, UnsupportedConstraint, bounded
-from guided.regex_parser import parse
+from guided.errors import TokenRejected, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
 from guided.vocabulary import Vocabulary
 
 _PLAIN = regex.Chars(string_pattern.PLAIN)
-_native = guard("outlines")
 
 
 class OutlinesBackend(Backend):
@@ -48,8 +46,7 @@ class OutlinesBackend(Backend):
         tokens: dict[bytes, list[int]] = {}
         for token in vocabulary.text_token_ids:
             tokens.setdefault(vocabulary.token_bytes[token], []).append(token)
-        with _native:
-            self._tokens = outlines_core.Vocabulary(vocabulary.stop_token_ids[0], tokens)
+        self._tokens = outlines_core.Vocabulary(vocabulary.stop_token_ids[0], tokens)
 
     def compile(self, constraint: Constraint) -> OutlinesGrammar:
         try:
@@ -62,26 +59,20 @@ class OutlinesBackend(Backend):
         return grammar
 
     def load(self, constraint: Constraint, dumped: bytes) -> OutlinesGrammar:
-        with _native:
-            index = outlines_core.Index.from_binary(dumped)
+        index = outlines_core.Index.from_binary(dumped)
         return OutlinesGrammar(self._vocabulary, index)
 
     def _pattern(self, constraint: Constraint) -> str:
         """Return the constraint as one regex."""
-        match constraint.kind:
-            case "json_schema" | "json_object":
-                schema = json.dumps(_Lowering(constraint).document(), ensure_ascii=False)
-                spaces = constraint.whitespace
-                return str(build_regex_from_schema(schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"))
-            case "regex":
-                pattern = regex.render(parse(constraint.source))
-                if re.fullmatch(pattern, ""):
-                    message = "outlines can't enforce a regex that the empty text matches: choose another backend"
-                    raise UnsupportedConstraint(message, param="regex")
-                return pattern
-            case "choice":
-                return regex.render(regex.choice(map(regex.literal, constraint.choices)))
-        raise AssertionError(constraint.kind)
+        if constraint.texts is None:
+            schema = json.dumps(_Lowering(constraint).document(), ensure_ascii=False)
+            spaces = constraint.whitespace
+            return str(build_regex_from_schema(schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"))
+        pattern = regex.render(constraint.texts)
+        if re.fullmatch(pattern, ""):
+            message = "outlines can't enforce a regex that the empty text matches: choose another backend"
+            raise UnsupportedConstraint(message, param="regex")
+        return pattern
 
 
 class _Lowering(FewKeywords):
@@ -150,49 +141,40 @@ class OutlinesGrammar(CompiledGrammar):
         self.index = index
 
     def matcher(self) -> OutlinesMatcher:
-        return OutlinesMatcher(self, [])
+        return OutlinesMatcher(self)
 
     def dump(self) -> bytes:
         """Return the automaton in outlines' own serialisation."""
-        with _native:
-            _, (binary,) = self.index.__reduce__()
-            return bytes(binary)
+        _, (binary,) = self.index.__reduce__()
+        return bytes(binary)
 
 
 class OutlinesMatcher(TextMatcher):
-    """One sequence: the library's guide, and the tokens, which are read again after a rollback."""
+    """One sequence: the library's guide, which reads the tokens again after a rollback."""
 
-    def __init__(self, grammar: OutlinesGrammar, tokens: list[int], terminated: bool = False) -> None:
-        super().__init__(grammar.vocabulary, terminated)
+    def __init__(self, grammar: OutlinesGrammar) -> None:
+        super().__init__(grammar.vocabulary)
         self._grammar = grammar
-        with _native:
-            self._guide = outlines_core.Guide(grammar.index)
-        self._tokens: list[int] = []
-        self.accept_text(tokens)
+        self._guide = outlines_core.Guide(grammar.index)
 
     def accept_text(self, token_ids: list[int]) -> None:
         for token in token_ids:
             try:
-                with _native:
-                    self._guide.advance(token, return_tokens=False)
-            except BackendError:
+                self._guide.advance(token, return_tokens=False)
+            except (ValueError, OverflowError):
                 raise TokenRejected(f"token {token} is not allowed here") from None
-            self._tokens.append(token)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
-        with _native:
-            self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
+        self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
         return self.is_accepting()
 
     def rollback_text(self, count: int) -> None:
-        kept, self._tokens = self._tokens[:-count], []
-        with _native:
-            self._guide.reset()
-        self.accept_text(kept)
+        self._guide.reset()
+        self.accept_text(self._tokens)
 
-    def fork(self) -> OutlinesMatcher:
-        return OutlinesMatcher(self._grammar, self._tokens, self._terminated)
+    def copy_state(self) -> None:
+        self._guide = outlines_core.Guide(self._grammar.index)
+        self.accept_text(self._tokens)
 
     def is_accepting(self) -> bool:
-        with _native:
-            return bool(self._guide.is_finished())
+        return bool(self._guide.is_finished())

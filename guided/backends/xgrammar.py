@@ -5,7 +5,7 @@ Compilation takes a second on average, and sometimes it never ends: run it in a 
 Properties of the library that the adapter compensates:
 
 - It ignores keywords that it doesn't know: `xgrammar_schema.py` refuses such schemas.
-- Where it allows "any character", it allows overlong forms and surrogates, which are no UTF-8: they are masked here.
+- Where it allows "any character", it allows surrogates over several tokens, which are no UTF-8: they are masked here.
 - It sets bits of special tokens when nearly everything is allowed: the worker clears them.
 - It logs wrong input to stderr: tokens are checked before it gets them.
 """
@@ -16,12 +16,13 @@ import json
 import math
 import re
 import time
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, TextMatcher, guard
+from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.without_torch import import_xgrammar
 from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
 from guided.backends.xgrammar_schema import XGrammarLowering
@@ -35,9 +36,6 @@ from guided.vocabulary import Vocabulary
 
 xgrammar = import_xgrammar()
 
-_FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
-"""First byte of a character -> range of second bytes that are invalid after it in UTF-8 (RFC 3629, section 4)."""
-_NOT_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
 QUICK_SECONDS = 1.0
 """A grammar that compiles in less time is compiled again instead of serialised. For an ordinary schema, writing and
 reading xgrammar's JSON takes longer (0.46 s instead of 0.27 s with 131,072 tokens), and reading holds the GIL."""
@@ -49,23 +47,19 @@ def _message(error: BaseException) -> str:
     return bounded(re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", text).strip())  # without the place in its sources
 
 
-_native = guard("xgrammar", _message)
-
-
 class XGrammarBackend(Backend):
     """One tokenizer and one compiler, single-threaded and without its own cache (see `grammar_cache.py`)."""
 
     name: ClassVar[str] = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        with _native:
-            self._tokenizer = xgrammar.TokenizerInfo(
-                list(vocabulary.token_bytes[: vocabulary.padded_vocab_size]),
-                xgrammar.VocabType.RAW,
-                vocab_size=vocabulary.padded_vocab_size,
-                stop_token_ids=list(vocabulary.stop_token_ids),
-            )
-            self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
+        self._tokenizer = xgrammar.TokenizerInfo(
+            list(vocabulary.token_bytes[: vocabulary.padded_vocab_size]),
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.padded_vocab_size,
+            stop_token_ids=list(vocabulary.stop_token_ids),
+        )
+        self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
         self._tokens = _Tokens(vocabulary)
 
     def compile(self, constraint: Constraint) -> XGrammarGrammar:
@@ -85,8 +79,7 @@ class XGrammarBackend(Backend):
     def load(self, constraint: Constraint, dumped: bytes) -> XGrammarGrammar:
         if not dumped:
             return self.compile(constraint)
-        with _native:
-            compiled = xgrammar.CompiledGrammar.deserialize_json(dumped.decode("utf-8"), self._tokenizer)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(dumped.decode("utf-8"), self._tokenizer)
         return XGrammarGrammar(self._tokens, compiled, math.inf)
 
     def _grammar(self, constraint: Constraint) -> tuple[str, tuple[str, ...]]:
@@ -182,57 +175,48 @@ class XGrammarGrammar(CompiledGrammar):
         self._seconds = seconds
 
     def matcher(self) -> XGrammarMatcher:
-        with _native:
-            return XGrammarMatcher(self._tokens, xgrammar.GrammarMatcher(self._compiled), [])
+        return XGrammarMatcher(self._tokens, xgrammar.GrammarMatcher(self._compiled))
 
     def dump(self) -> bytes:
         """Return xgrammar's own JSON, without the tokenizer; empty if compiling again is quick."""
         if self._seconds < QUICK_SECONDS:
             return b""
-        with _native:
-            return str(self._compiled.serialize_json()).encode("utf-8")
+        return str(self._compiled.serialize_json()).encode("utf-8")
 
 
 class XGrammarMatcher(TextMatcher):
     """One sequence. The adapter handles stop tokens: xgrammar's matcher gets text tokens only."""
 
-    def __init__(self, tokens: _Tokens, matcher: Any, accepted: list[int], terminated: bool = False) -> None:
-        super().__init__(tokens.vocabulary, terminated)
-        self._tokens = tokens
+    def __init__(self, shared: _Tokens, matcher: Any) -> None:
+        super().__init__(shared.vocabulary)
+        self._shared = shared
         self.native = matcher
         """The library's own matcher."""
-        self._accepted = accepted
 
     def accept_text(self, token_ids: list[int]) -> None:
-        for token in token_ids:
-            if token not in self._tokens.known:
+        for before, token in pairwise((*(self._tokens[-1:] or [-1]), *token_ids)):
+            if token not in self._shared.known:
                 raise TokenRejected(f"token {token} is special or outside the vocabulary")
-            with _native:
-                accepted = self._tokens.follows(token, self._accepted) and self.native.accept_token(token)
-            if not accepted:
+            surrogate = before in self._shared.leads and token in self._shared.seconds
+            if surrogate or not self.native.accept_token(token):
                 raise TokenRejected(f"token {token} is not allowed here")
-            self._accepted.append(token)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
-        with _native:
-            if not self.native.fill_next_token_bitmask(row):
-                row.fill(-1)  # everything is allowed
-        self._tokens.keep_utf8(row, self._accepted)
-        return self._tokens.vocabulary.allows_stop(row)
+        if not self.native.fill_next_token_bitmask(row):
+            row.fill(-1)  # everything is allowed
+        if self._tokens and self._tokens[-1] in self._shared.leads:
+            np.bitwise_and(row, self._shared.kept_after_lead, out=row)
+        return self._shared.vocabulary.allows_stop(row)
 
     def rollback_text(self, count: int) -> None:
-        with _native:
-            self.native.rollback(count)
-        del self._accepted[-count:]
+        self.native.rollback(count)
 
-    def fork(self) -> XGrammarMatcher:
-        with _native:
-            return XGrammarMatcher(self._tokens, self.native.fork(), list(self._accepted), self._terminated)
+    def copy_state(self) -> None:
+        self.native = self.native.fork()
 
     def is_accepting(self) -> bool:
-        with _native:
-            return bool(self.native.is_completed())
+        return bool(self.native.is_completed())
 
 
 class _Tokens:
@@ -243,25 +227,8 @@ class _Tokens:
         self.known = frozenset(vocabulary.text_token_ids)
         self.special_names = vocabulary.special_names
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
-        width = vocabulary.padded_vocab_size
-        self._never = frozenset(token for token, text in texts if _NOT_UTF8.search(text))
-        self._keep_always = ~pack(self._never, width) if self._never else None
-        self._leads = {token: text[-1] for token, text in texts if text[-1] in _FORBIDDEN_SECOND}
-        self._seconds = {
-            lead: frozenset(token for token, text in texts if low <= text[0] <= high)
-            for lead, (low, high) in _FORBIDDEN_SECOND.items()
-        }
-        self._keep_after = {lead: ~pack(tokens, width) for lead, tokens in self._seconds.items()}
-
-    def follows(self, token: int, accepted: list[int]) -> bool:
-        """Whether `token` after `accepted` can be UTF-8."""
-        lead = self._leads.get(accepted[-1]) if accepted else None
-        return token not in self._never and (lead is None or token not in self._seconds[lead])
-
-    def keep_utf8(self, row: NDArray[np.int32], accepted: list[int]) -> None:
-        """Forbid tokens that would not be UTF-8 after `accepted`, in place."""
-        if self._keep_always is not None:
-            np.bitwise_and(row, self._keep_always, out=row)
-        lead = self._leads.get(accepted[-1]) if accepted else None
-        if lead is not None:
-            np.bitwise_and(row, self._keep_after[lead], out=row)
+        self.leads = frozenset(token for token, text in texts if text.endswith(b"\xed"))
+        """Tokens that end with the first byte of a surrogate (or of a character)."""
+        self.seconds = frozenset(token for token, text in texts if 0xA0 <= text[0] <= 0xBF)
+        """Tokens that would make it a surrogate."""
+        self.kept_after_lead = ~pack(self.seconds, vocabulary.padded_vocab_size)

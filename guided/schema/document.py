@@ -10,12 +10,11 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
+from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.formats import FORMATS
@@ -35,36 +34,30 @@ _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A keyword that has no effect on the output, though its author probably meant it to."""
-
-    pointer: str
-    format: str | None = None
-    """The name, for a `format` that is not in the specification."""
-    suggestion: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.pointer} ({self.suggestion})" if self.suggestion else self.pointer
-
-
 def parse(
-    schema: Mapping[str, Any] | bool | str, limits: Limits, param: str, notes: list[Note] | None = None
+    schema: Mapping[str, Any] | bool | str,
+    limits: Limits,
+    param: str,
+    notes: list[str] | None = None,
+    *,
+    strict: bool = False,
 ) -> dict[str, Any] | bool:
     """Return `schema` (an object, a boolean, or either as JSON text) as a document that is a valid JSON Schema.
 
     The dialect is that of `$schema`; 2020-12 if there is none or it is unknown. The caller's objects are not changed.
 
     Args:
-        notes: gets the keywords that are not enforced: unknown formats, and misspelt keywords.
+        notes: gets pointers to keywords that are not enforced: unknown formats, and misspelt ones, with a remark.
+        strict: refuse unknown formats.
 
     Raises:
+        UnsupportedConstraint: an unknown format, if `strict`.
         InvalidConstraint: not JSON (this includes duplicate keys, NaN, NUL and lone surrogates), not a schema, a `$ref`
             out of the document or to nothing, an endless `$ref` loop, or a schema that no value can satisfy.
         ConstraintTooLarge: over one of `limits`.
     """
     try:
-        return _parse(schema, limits, [] if notes is None else notes)
+        return _parse(schema, limits, [] if notes is None else notes, strict)
     except InvalidConstraint as error:
         error.param = param
         if error.pointer is not None:
@@ -85,7 +78,9 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     return document
 
 
-def _parse(schema: Mapping[str, Any] | bool | str, limits: Limits, notes: list[Note]) -> dict[str, Any] | bool:
+def _parse(
+    schema: Mapping[str, Any] | bool | str, limits: Limits, notes: list[str], strict: bool
+) -> dict[str, Any] | bool:
     document = _read(schema, limits)
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
@@ -102,7 +97,7 @@ def _parse(schema: Mapping[str, Any] | bool | str, limits: Limits, notes: list[N
     graph = SchemaGraph(document, lambda node: _check_subschema(node, draft, limits))
     graph.refuse_endless_references()
     _check_alternatives(graph, limits)
-    notes += islice(_not_enforced(document, graph), MAX_NOTES)
+    notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)
     for node in graph.nodes():
         _read_nullable(node.schema)
         if node is not graph.root:
@@ -205,11 +200,11 @@ def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
         raise InvalidConstraint(found[0][1], pointer=node.pointer(found[0][0]))
 
 
-def _not_enforced(document: dict[str, Any], graph: SchemaGraph) -> Iterator[Note]:
+def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) -> Iterator[str]:
     """Yield unknown formats of strings, probably misspelt keywords, and a root without any keyword of JSON Schema."""
     if document and document.keys().isdisjoint((*_MEANT, *_OTHERS)):
         named = json.dumps(bounded(next(iter(document)), 60), ensure_ascii=False)
-        yield Note("", suggestion=f'no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?')
+        yield f' (no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?)'
         return
     unknown_keywords = 0
     for node in closure([graph.root]):  # those that take part in validation
@@ -217,11 +212,16 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph) -> Iterator[Note
             if keyword == "format":
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
-                    yield Note(shortened(node.pointer(keyword)), format=value)
+                    if strict:
+                        message = (
+                            f"the format {bounded(value, 60)!r} is not in the specification, so it can't be enforced"
+                        )
+                        raise UnsupportedConstraint(message, pointer=node.pointer(keyword))
+                    yield shortened(node.pointer(keyword))
             elif keyword not in _MEANT:
                 unknown_keywords += 1
                 if unknown_keywords <= _MAX_UNKNOWN and (meant := _meant(keyword)):
-                    yield Note(shortened(node.pointer(keyword)), suggestion=f"did you mean {meant!r}?")
+                    yield f"{shortened(node.pointer(keyword))} (did you mean {meant!r}?)"
 
 
 MAX_NOTES = 50

@@ -20,22 +20,16 @@ from guided.errors import InvalidConstraint, bounded
 from guided.schema.keywords import pointer, unescape
 from guided.schema.validation import Draft
 
-_SAME_ONE = ("if", "then", "else", "not")
-_SAME_MANY = ("allOf", "anyOf", "oneOf")
-_SAME_NAMED = ("dependentSchemas", "dependencies")
-_PART_ONE = (
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "contentSchema",
-    "items",
-    "propertyNames",
-    "unevaluatedItems",
-    "unevaluatedProperties",
+_SAME = ("if", "then", "else", "not", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
+"""Keywords with subschemas for the same value."""
+_PARTS = (
+    *("additionalItems", "additionalProperties", "contains", "contentSchema", "items", "patternProperties"),
+    *("prefixItems", "properties", "propertyNames", "unevaluatedItems", "unevaluatedProperties"),
 )
-_PART_MANY = ("items", "prefixItems")
-_PART_NAMED = ("properties", "patternProperties")
-_KEPT_NAMED = ("$defs", "definitions")
+"""Keywords with subschemas for parts of the value."""
+_KEPT = ("$defs", "definitions")
+_NAMED = (*_KEPT, "dependentSchemas", "dependencies", "patternProperties", "properties")
+"""Keywords with subschemas by name."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
 
@@ -130,7 +124,7 @@ class SchemaGraph:
                 todo.extend((child, below, node, same) for below, child, same in reversed(inside))
             if parent is not None and same:
                 parent.same.append((str(path[0]), node))
-            elif parent is not None and path[0] not in _KEPT_NAMED:
+            elif parent is not None and path[0] not in _KEPT:
                 parent.parts.append(node)
 
     def _resolve(self) -> None:
@@ -197,13 +191,14 @@ def closure(start: list[Node]) -> Iterator[Node]:
 def _children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any, bool]]:
     """Yield (path below `schema`, subschema, applies to the same value) of each subschema, in order."""
     for keyword, value in schema.items():
-        if isinstance(value, dict):
-            if keyword in _SAME_ONE or keyword in _PART_ONE:
-                yield (keyword,), value, keyword not in _PART_ONE
-            elif keyword in _SAME_NAMED or keyword in _PART_NAMED or keyword in _KEPT_NAMED:
-                for key, child in value.items():
-                    if keyword != "dependencies" or isinstance(child, dict | bool):
-                        yield (keyword, key), child, keyword in _SAME_NAMED
-        elif isinstance(value, list) and (keyword in _SAME_MANY or keyword in _PART_MANY):
-            for index, child in enumerate(value):
-                yield (keyword, index), child, keyword in _SAME_MANY
+        same = keyword in _SAME
+        if not (same or keyword in _PARTS or keyword in _KEPT):
+            continue
+        if keyword in _NAMED:
+            for name, child in value.items() if isinstance(value, dict) else ():
+                if keyword != "dependencies" or isinstance(child, dict | bool):
+                    yield (keyword, name), child, same
+        elif isinstance(value, list):
+            yield from (((keyword, index), child, same) for index, child in enumerate(value))
+        elif isinstance(value, dict):
+            yield (keyword,), value, same

@@ -16,7 +16,6 @@ from guided import regex
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, UnsupportedConstraint, bounded
 from guided.grammar import slashed
-from guided.regex_parser import parse as parse_regex
 from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, ends, located
 
 _MAX_PARTS = 20_000
@@ -58,7 +57,6 @@ class TagGrammar:
         self._lazy: dict[str, str] = {}
         """Name of a lexeme -> the rule that takes it as early as possible."""
         self._inner: dict[Content, dict[str, Any]] = {}
-        self._regular: dict[Content, regex.Node | None] = {}
         self._parts = 0
         self.special_token_ids: set[int] = set()
         """The special tokens that the grammar uses."""
@@ -183,36 +181,25 @@ class TagGrammar:
         return _any(options)
 
     def _content(self, content: Content, rest: _Items) -> str:
-        node = self._regular_node(content)
-        if node is None:
+        texts = self._texts(content)
+        if texts is None:
             if content not in self._inner:
                 with located(content, "structural_tag"):
                     grammar, checked = self._grammar_of(self._constraint.inner(content))
                 self.checked += [content.pointer + place for place in checked]
                 self._inner[content] = {**grammar, "name": f"c{len(self._inner)}"}
             return f"@{self._inner[content]['name']} {self._series(rest)}"
-        body = self._lexeme(slashed(node))
+        body = self._lexeme(slashed(texts))
         return self._until(body, body, self._heads(rest)) if rest else body
 
-    def _regular_node(self, content: Content) -> regex.Node | None:
-        """Return a content as a regex; None if it is not regular."""
-        if content not in self._regular:
-            inner = self._constraint.inner(content)
-            with located(content, "structural_tag"):
-                match inner.kind:
-                    case "regex":
-                        node: regex.Node | None = parse_regex(inner.source)
-                    case "choice":
-                        node = regex.choice(map(regex.literal, inner.choices))
-                    case _:
-                        node = None
-            self._regular[content] = node
-        return self._regular[content]
+    def _texts(self, content: Content) -> regex.Node | None:
+        with located(content, "structural_tag"):
+            return self._constraint.inner(content).texts
 
     def _is_open(self, node: Any) -> bool:
         """Whether the end of `node` depends on the text after it."""
         return any(
-            isinstance(end, FreeText | Dispatch) or (isinstance(end, Content) and self._regular_node(end) is not None)
+            isinstance(end, FreeText | Dispatch) or (isinstance(end, Content) and self._texts(end) is not None)
             for end in ends(node)
         )
 

@@ -26,13 +26,15 @@ class ToolFormat:
     Without `separator`, each call stands for itself, and free text may stand between them.
     """
 
-    call: tuple[str, str]
-    """The text of a call before its arguments, and after them. `{name}` stands for the function's name, `{number}` for
-    any number."""
-    trigger: str
-    """The first characters of any call. Text that contains them is a call."""
     marks: tuple[str, ...]
     """Texts that a chat template of the family contains: all of them."""
+    family: str = ""
+    """`xgrammar`'s name of the family. Its structural tag says what is left out here: see `tool_format`."""
+    call: tuple[str, str] = ("", "")
+    """The text of a call before its arguments, and after them. `{name}` stands for the function's name, `{number}` for
+    any number."""
+    trigger: str = ""
+    """The first characters of any call. Text that contains them is a call."""
     opening: str = ""
     closing: str = ""
     separator: str | None = None
@@ -56,18 +58,6 @@ class ToolFormat:
 
 
 @dataclass(frozen=True)
-class Family:
-    """A family of models with a format that `xgrammar` knows. The other fields are those of `ToolFormat`."""
-
-    name: str
-    """xgrammar's name."""
-    marks: tuple[str, ...]
-    gap: str = "\n"
-    pattern: str = ""
-    trigger: str = ""
-
-
-@dataclass(frozen=True)
 class ReasoningFormat:
     """The text of a thinking phase: `begin`, the thoughts, `end`, and `answer` before the answer."""
 
@@ -84,16 +74,16 @@ class ReasoningFormat:
 
 _CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _K3_FINISH = "<|close|>response<|sep|><|close|>message<|sep|>"
-_HERMES = Family("qwen_3", ("<tool_call>", "arguments"))
-_QWEN_XML = Family(
-    "qwen_3_5",
+_HERMES = ToolFormat(("<tool_call>", "arguments"), "qwen_3")
+_QWEN_XML = ToolFormat(
     ("<tool_call>", "<function="),
+    "qwen_3_5",
     trigger="<function=",  # the models leave out <tool_call> sometimes
     pattern=r"(?:<tool_call>\s*)?<function={name}>",
 )
 _CHANNEL = r"(?:<\|channel\|>(?:commentary|analysis))?"
 
-TOOL_FORMATS: dict[str, ToolFormat | Family] = {
+TOOL_FORMATS: dict[str, ToolFormat] = {
     "harmony": ToolFormat(
         call=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
         variants=(" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",),
@@ -130,29 +120,29 @@ TOOL_FORMATS: dict[str, ToolFormat | Family] = {
         style="kimi_k3_xml",
         finish=_K3_FINISH,
     ),
-    "kimi": Family(
-        "kimi",
+    "kimi": ToolFormat(
         ("<|tool_calls_section_begin|>",),
+        "kimi",
         pattern=r"<\|tool_call_begin\|>\s*(?:functions\.)?{name}:\d+\s*<\|tool_call_argument_begin\|>",
     ),
-    "deepseek_v4_1": Family("deepseek_v4_1", ("\uff5cDSML\uff5c calls",)),
-    "deepseek_v4": Family("deepseek_v4", ("\uff5cDSML\uff5ctool_calls",)),
-    "deepseek_v3_2": Family("deepseek_v3_2", ("\uff5cDSML\uff5cfunction_calls",)),
-    "deepseek_r1": Family("deepseek_r1", (_CALLS, "```json")),
-    "deepseek_v3_1": Family("deepseek_v3_1", (_CALLS,)),
-    "cohere": Family("cohere", ("cofl:tool_call",)),
-    "minimax_m3": Family("minimax_m3", ("]<]minimax[>[",)),
-    "minimax": Family("minimax", ("<minimax:tool_call>",)),
-    "glm_4_7": Family("glm_4_7", ("<tool_call>", "<arg_key>"), gap=""),
-    "mimo": Family("mimo", ("<tool_call><function=",), gap=""),
+    "deepseek_v4_1": ToolFormat(("\uff5cDSML\uff5c calls",), "deepseek_v4_1"),
+    "deepseek_v4": ToolFormat(("\uff5cDSML\uff5ctool_calls",), "deepseek_v4"),
+    "deepseek_v3_2": ToolFormat(("\uff5cDSML\uff5cfunction_calls",), "deepseek_v3_2"),
+    "deepseek_r1": ToolFormat((_CALLS, "```json"), "deepseek_r1"),
+    "deepseek_v3_1": ToolFormat((_CALLS,), "deepseek_v3_1"),
+    "cohere": ToolFormat(("cofl:tool_call",), "cohere"),
+    "minimax_m3": ToolFormat(("]<]minimax[>[",), "minimax_m3"),
+    "minimax": ToolFormat(("<minimax:tool_call>",), "minimax"),
+    "glm_4_7": ToolFormat(("<tool_call>", "<arg_key>"), "glm_4_7", gap=""),
+    "mimo": ToolFormat(("<tool_call><function=",), "mimo", gap=""),
     "qwen_3_5": _QWEN_XML,
     "qwen_3_coder": _QWEN_XML,
-    "exaone": Family("exaone", ("<tool_call>", "[|assistant|]")),
+    "exaone": ToolFormat(("<tool_call>", "[|assistant|]"), "exaone"),
     "hermes": _HERMES,
     "qwen_3": _HERMES,
-    "llama": Family(
-        "llama",
+    "llama": ToolFormat(
         ('"parameters": ', "ipython"),
+        "llama",
         gap="; ",
         pattern=r'(?:<\|python_tag\|>)?\{"name": "{name}",\s*"(?:parameters|arguments)":',
     ),
@@ -188,29 +178,29 @@ def detect(template: str, formats: Mapping[str, Any]) -> str | None:
     return next((name for name, each in formats.items() if all(mark in template for mark in each.marks)), None)
 
 
-def tool_format(name: str | None) -> ToolFormat | None:
-    """Return one of `TOOL_FORMATS`; None if there is none of this name."""
-    found = TOOL_FORMATS.get(name or "")
-    return _of_family(found) if isinstance(found, Family) else found
-
-
 @cache
-def _of_family(family: Family) -> ToolFormat:
-    """Return the format that xgrammar's structural tag for one function has."""
+def tool_format(name: str | None) -> ToolFormat | None:
+    """Return one of `TOOL_FORMATS`, complete; None if there is none of this name.
+
+    What is left out of a format with a `family` is what xgrammar's structural tag for one function has.
+    """
+    found = TOOL_FORMATS.get(name or "")
+    if found is None or not found.family:
+        return found
     import_xgrammar()
     from xgrammar.builtin_structural_tag import get_model_structural_tag
 
     function = {"type": "function", "function": {"name": NAME}}
-    form = get_model_structural_tag(family.name, [function], "auto", "disabled").format.model_dump()
+    form = get_model_structural_tag(found.family, [function], "auto", "disabled").format.model_dump()
     *outer, call = _parts(form, "tag")
     section = next((tag for tag in outer if tag["content"]["type"] == "tags_with_separator"), None)
     *before, arguments = call["content"].get("elements", [call["content"]])
     begin = call["begin"] + "".join(each.get("value", NUMBER) for each in before)
-    style = "mimo_xml" if family.name == "mimo" else arguments["style"]
+    style = "mimo_xml" if found.family == "mimo" else arguments["style"]
     # xgrammar's elements have no line break at their end.
     end = call["end"].removeprefix("\n") if style == "qwen_xml" else call["end"]
-    trigger = family.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
-    found = ToolFormat((begin, end), trigger, family.marks, gap=family.gap, style=style, pattern=family.pattern)
+    trigger = found.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
+    found = replace(found, call=(begin, end), trigger=trigger, style=style)
     if section is None:
         return found
     separator = section["content"]["separator"]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 from byte_vocabulary import BYTES, accepts
 
 from guided.backends import Backends, candidates
 from guided.backends.lmformatenforcer import LMFormatEnforcerBackend
-from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.errors import BackendError, UnsupportedConstraint
+from guided.errors import UnsupportedConstraint
 
 LISTS: Any = {"anyOf": [{"items": {"type": "null"}, "maxItems": 2}, {"items": {"type": "boolean"}, "minItems": 2}]}
 
@@ -50,17 +48,3 @@ def test_auto_does_not_take_it() -> None:
 def test_a_strict_schema_is_refused() -> None:
     with pytest.raises(UnsupportedConstraint, match="choose llguidance"):
         LMFormatEnforcerBackend(BYTES).compile(Constraint.json_schema({"type": "object"}, strict_schema=True))
-
-
-def test_an_error_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own enforcer logs it and allows end-of-sequence only."""
-    matcher = LMFormatEnforcerBackend(BYTES).compile(Constraint.json_object()).matcher()
-
-    def broken(*_: Any) -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr("lmformatenforcer.jsonschemaparser.JsonSchemaParser.get_allowed_characters", broken)
-    with pytest.raises(BackendError, match="KeyError"):
-        matcher.fill_bitmask(np.zeros(words(BYTES.padded_vocab_size), dtype=np.int32))
-    with pytest.raises(BackendError, match="KeyError"):
-        matcher.accept_tokens([ord("{") + 1])

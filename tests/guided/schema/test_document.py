@@ -12,7 +12,7 @@ import pytest
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.limits import DEFAULT_LIMITS, Limits
-from guided.schema.document import Note, close_objects, parse
+from guided.schema.document import close_objects, parse
 
 
 def check(schema: Any, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any] | bool:
@@ -118,9 +118,9 @@ def test_what_is_noted_is_bounded() -> None:
         ({"type": "object", "requird": ["a"], **unknown}, {"/requird"}),
         ({"type": "object", **unknown, "requird": ["a"]}, set()),
     ):
-        notes: list[Note] = []
+        notes: list[str] = []
         parse(schema, DEFAULT_LIMITS, "json_schema", notes)
-        assert {note.pointer for note in notes} == pointers
+        assert {note.partition(" ")[0] for note in notes} == pointers
 
 
 class TestSizes:

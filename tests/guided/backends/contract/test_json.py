@@ -38,6 +38,18 @@ def test_a_model_that_repeats_digits_comes_to_an_end(
         assert is_json(vocabulary.decode(output).decode(), wanted)
 
 
+def test_a_number_in_a_structural_tag_ends_too(backends: Backends, vocabulary: Vocabulary) -> None:
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    form = {"type": "tag", "begin": "<n>", "content": content, "end": "</n>"}
+    constraint = Constraint.structural_tag({"type": "structural_tag", "format": form})
+    for backend in ("llguidance", "xgrammar"):
+        worker = MaskWorker(vocabulary)
+        row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+        worker.open(1, backends[backend].compile(constraint), tokens=vocabulary.encode("<n>" + "1" * 40))
+        assert worker.fill(1, (), row) is None
+        assert not any(vocabulary.token_bytes[token][:1].isdigit() for token in allowed_ids(row))
+
+
 def test_compact_whitespace(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
     compact = backends[backend].compile(Constraint.json_schema(PERSON, whitespace="")).matcher()
     with pytest.raises(TokenRejected):
