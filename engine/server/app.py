@@ -87,7 +87,6 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     install_handlers(app)
     for routes in (chat, responses, messages, completions, models, health, metrics):
         app.include_router(routes.router)
-    app.include_router(chat.checks)
     app.get("/", include_in_schema=False)(playground)
     app.include_router(models.tokenization)
     app.include_router(messages.tokenization)

@@ -39,7 +39,6 @@ from engine.server.protocol import (
     joined,
 )
 from engine.server.routes import RESPONSES, BodyRoute, GenerationRoute, Prepared
-from engine.server.tools import parameters_field
 from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest
 from guided.tools.parser import Piece
 
@@ -230,14 +229,14 @@ def create_message(body: MessagesRequest, request: Request, context: Context) ->
         raise error
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
-    for index in range(len(body.tools or ())):
+    for index, _ in enumerate(body.tools or ()):
         names[f"tools[{index}].function.name"] = f"tools[{index}].name"
-        names[parameters_field(index)] = f"tools[{index}].input_schema"
+        names[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
     thinks = context.reasoning_format is not None
     if body.thinking is not None and not thinks:
         request.state.ignored.append("thinking")
     chat = body.as_chat(thinks)
-    build = partial(build_job, chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id, names)
+    build = partial(build_job, chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id)
     try:
         job = build()
     except ContextLengthExceeded:

@@ -10,9 +10,10 @@ import contextlib
 import json
 from difflib import get_close_matches
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from guided.errors import InvalidRequest, bounded
 
@@ -128,9 +129,11 @@ class Body(BaseModel):
 
 
 @cache
-def _names(body: type[Body]) -> frozenset[str | None]:
+def _names(body: type[Body]) -> frozenset[Any]:
     """Return the names and aliases of the fields of a kind of object."""
-    return frozenset(body.model_fields.keys() | {field.alias for field in body.model_fields.values()})
+    aliases = [field.validation_alias for field in body.model_fields.values()]
+    all_of = [each.choices if isinstance(each, AliasChoices) else [each] for each in aliases]
+    return frozenset([*body.model_fields, *chain.from_iterable(all_of)])
 
 
 class JsonSchemaFormat(Body):
@@ -277,11 +280,8 @@ class CalledFunction(Body):
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
-def _custom_as_function(data: Any) -> Any:
-    """Return a tool or a call of type `custom` with its field `custom` as `function`."""
-    if isinstance(data, dict) and data.get("type") == "custom" and "custom" in data:
-        return {**{name: value for name, value in data.items() if name != "custom"}, "function": data["custom"]}
-    return data
+_BY_TYPE = AliasChoices("function", "custom")
+"""The field with what a tool or a call is has the name of its type."""
 
 
 class ToolCall(Body):
@@ -289,10 +289,8 @@ class ToolCall(Body):
 
     id: str | None = None
     type: Literal["function", "custom"] = "function"
-    function: CalledFunction
+    function: CalledFunction = Field(validation_alias=_BY_TYPE)
     index: int | None = None
-
-    _take_custom = model_validator(mode="before")(_custom_as_function)
 
 
 class Message(Body):
@@ -357,9 +355,7 @@ class Tool(Body):
     """A function or a custom tool that the model may call."""
 
     type: Literal["function", "custom"]
-    function: FunctionDefinition
-
-    _take_custom = model_validator(mode="before")(_custom_as_function)
+    function: FunctionDefinition = Field(validation_alias=_BY_TYPE)
 
     @model_validator(mode="after")
     def _describe_input(self) -> Self:

@@ -35,7 +35,6 @@ from engine.server.protocol import (
     joined,
 )
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
-from engine.server.tools import parameters_field
 from guided.errors import GuidedError, InvalidRequest, error_body
 from guided.tools.parser import Piece
 
@@ -218,9 +217,9 @@ def create_response(body: ResponsesRequest, request: Request, context: Context) 
     names = request.state.field_names
     names |= CHAT_FIELDS
     for index, tool in enumerate(body.tools or ()):
-        names[f"tools[{index}].function.name"] = f"tools[{index}].name"
-        names[parameters_field(index)] = f"tools[{index}].{'format' if tool.type == 'custom' else 'parameters'}"
-    job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id, names)
+        for field in ("name", "format", "parameters"):
+            names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{index}].{field}"
+    job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
     return partial(_ResponseAnswer, _settings(body, job)), job
 
 
