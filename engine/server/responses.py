@@ -6,7 +6,7 @@ The request is translated to a chat. The output of the chat becomes items, and e
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import Answer, to_json, usage_of
+from engine.server.answers import PartsAnswer, usage_of
 from engine.server.chat import build_job
 from engine.server.context import Context, ServerContext
 from engine.server.generation import Job
@@ -241,88 +241,6 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
     }
 
 
-class _ResponseAnswer(Answer):
-    """`settings` are those of the request, which the answer repeats."""
-
-    end = b""
-
-    def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._settings = settings
-        self._parser = job.form.parser()
-        self._items = _OutputItems(job.new_call_id)
-        self._thoughts = ""
-        self._numbers = count()
-
-    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
-        for _ in self.new_events(0, finished[0]):
-            pass
-        return to_json(self._ended(finished))
-
-    def first_events(self) -> Iterator[dict[str, Any]]:
-        for status in ("created", "in_progress"):
-            yield {"type": f"response.{status}", "response": self._response("in_progress")}
-
-    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        [completion] = output.outputs
-        pieces = self._parser.feed(completion.text, completion.finish_reason is not None)
-        self._thoughts += "".join(piece.text for piece in pieces if piece.kind == "reasoning")
-        yield from self._items.add(pieces)
-        if completion.finish_reason is not None:
-            if not self._items.items:
-                yield from self._items.add([Piece("text", "")])
-            yield from self._items.close(_status(completion))
-
-    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
-        response = self._ended(finished)
-        yield {"type": f"response.{response['status']}", "response": response}
-
-    def failure(self, error: GuidedError) -> dict[str, Any]:
-        response = self._response("failed", error=error_body(error)["error"])
-        return {"type": "response.failed", "response": response}
-
-    def event(self, data: dict[str, Any]) -> bytes:
-        kind: str = data["type"]
-        written = to_json({**data, "sequence_number": next(self._numbers)})
-        return b"event: " + kind.encode() + b"\ndata: " + written + b"\n\n"
-
-    def _ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
-        [completion] = finished[0].outputs
-        status, counted = _status(completion), usage_of(finished)
-        usage = {
-            "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
-            "total_tokens": counted["total_tokens"],
-        }
-        return self._response(
-            status,
-            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
-            usage=usage,
-            guided=self.guided_info(finished, [completion]),
-        )
-
-    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.settings.model_name}
-        empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
-        known = {"status": status, "output": self._items.items, "guided": self.guided_info()}
-        return {**head, **empty, **known, **fields, **self._settings}
-
-    def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
-        """Count the tokens up to the end of the thoughts."""
-        rest = len(self._thoughts.encode()) + completion.text.find(self._thoughts)
-        for number, token in enumerate(completion.token_ids):
-            if rest <= 0 or not self._thoughts:
-                return number
-            rest -= len(self.context.texts.bytes_of(token))
-        return len(completion.token_ids)
-
-
-def _status(completion: CompletionOutput) -> str:
-    return "incomplete" if completion.finish_reason == "length" else "completed"
-
-
 class _Kind(NamedTuple):
     """How the items of one kind are written."""
 
@@ -348,54 +266,97 @@ _KINDS = {
 """By the kind of the piece that begins the item."""
 
 
-class _OutputItems:
-    """Builds the items of one response."""
+class _ResponseAnswer(PartsAnswer):
+    """Its parts are items. `settings` are those of the request, which the answer repeats."""
 
-    def __init__(self, new_call_id: Callable[[], str]) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._new_call_id = new_call_id
-        self._open: _Kind | None = None
-        self._text = ""
+    def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+        super().__init__(context, job, guided)
+        self._settings = settings
+        self._numbers = count()
 
-    def add(self, pieces: Iterable[Piece]) -> Iterator[dict[str, Any]]:
-        """Add new pieces, and yield the events."""
-        for piece in pieces:
-            kind = _KINDS.get(piece.kind, self._open)  # the text of a call belongs to the open item
-            assert kind is not None
-            begins_call = piece.kind in _KINDS and kind.part is None
-            if begins_call or kind is not self._open:
-                yield from self.close()
-                fields = {"call_id": self._new_call_id(), "name": piece.text} if begins_call else {}
-                yield from self._begin(kind, fields)
-            if not begins_call:
-                self._text += piece.text
-                yield self._event(f"{kind.events}.delta", delta=piece.text, logprobs=[])
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        for status in ("created", "in_progress"):
+            yield {"type": f"response.{status}", "response": self._response("in_progress")}
 
-    def _begin(self, kind: _Kind, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        self._open, self._text = kind, ""
-        item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **kind.item, **fields, "status": "in_progress"}
-        self.items.append({**item, **({"content": []} if kind.part is not None else {kind.field: ""})})
-        yield self._event("response.output_item.added", item=self.items[-1])
+    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        response = self.ended(finished)
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def failure(self, error: GuidedError) -> dict[str, Any]:
+        response = self._response("failed", error=error_body(error)["error"])
+        return {"type": "response.failed", "response": response}
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        return super().event({**data, "sequence_number": next(self._numbers)})
+
+    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        kind = _KINDS[piece.kind]
+        item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **kind.item, "status": "in_progress"}
+        if kind.part is None:
+            item |= {"call_id": self.job.new_call_id(), "name": piece.text, kind.field: ""}
+        else:
+            item |= {"content": []}
+        self.parts.append(item)
+        yield self._about_item("response.output_item.added", item=item)
         if kind.part is not None:
-            yield self._event("response.content_part.added", part={**kind.part, kind.field: ""})
+            yield self._about_text("response.content_part.added", part={**kind.part, kind.field: ""})
 
-    def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """Complete the last item, if it is not complete, and yield the events."""
-        kind = self._open
-        if kind is None:
-            return
-        text = {kind.field: self._text}
-        self.items[-1] |= {"status": status, **(text if kind.part is None else {"content": [{**kind.part, **text}]})}
-        yield self._event(f"{kind.events}.done", **text, logprobs=[])
+    def grow(self, text: str) -> Iterator[dict[str, Any]]:
+        yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=[])
+
+    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+        kind, item = self._kind, self.parts[-1]
+        text = {kind.field: self.text}
+        item |= {"status": _status(completion), **(text if kind.part is None else {"content": [{**kind.part, **text}]})}
+        yield self._about_text(f"{kind.events}.done", **text, logprobs=[])
         if kind.part is not None:
-            yield self._event("response.content_part.done", part={**kind.part, **text})
-        yield self._event("response.output_item.done", item=self.items[-1])
-        self._open = None
+            yield self._about_text("response.content_part.done", part={**kind.part, **text})
+        yield self._about_item("response.output_item.done", item=item)
 
-    def _event(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Build an event about the last item."""
-        data = {"type": event, "output_index": len(self.items) - 1, **fields}
-        if "item" in fields:
-            return data
-        is_call = self._open is not None and self._open.part is None
-        return {**data, "item_id": self.items[-1]["id"], **({} if is_call else {"content_index": 0})}
+    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+        [completion] = finished[0].outputs
+        status, counted = _status(completion), usage_of(finished)
+        usage = {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
+            "total_tokens": counted["total_tokens"],
+        }
+        return self._response(
+            status,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            usage=usage,
+            guided=self.guided_info(finished, [completion]),
+        )
+
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.settings.model_name}
+        empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
+        known = {"status": status, "output": self.parts, "guided": self.guided_info()}
+        return {**head, **empty, **known, **fields, **self._settings}
+
+    def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
+        """Count the tokens up to the end of the thoughts."""
+        thoughts = "".join(item["content"][0]["text"] for item in self.parts if item["type"] == "reasoning")
+        rest = len(thoughts.encode()) + completion.text.find(thoughts)
+        for number, token in enumerate(completion.token_ids):
+            if rest <= 0 or not thoughts:
+                return number
+            rest -= len(self.context.texts.bytes_of(token))
+        return len(completion.token_ids)
+
+    @property
+    def _kind(self) -> _Kind:
+        return _KINDS[self.open or "text"]
+
+    def _about_item(self, event: str, **fields: Any) -> dict[str, Any]:
+        return {"type": event, "output_index": len(self.parts) - 1, **fields}
+
+    def _about_text(self, event: str, **fields: Any) -> dict[str, Any]:
+        place = {} if self._kind.part is None else {"content_index": 0}
+        return self._about_item(event, item_id=self.parts[-1]["id"], **place, **fields)
+
+
+def _status(completion: CompletionOutput | None) -> str:
+    return "incomplete" if completion is not None and completion.finish_reason == "length" else "completed"

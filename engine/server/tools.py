@@ -71,11 +71,12 @@ def schema_field(index: int, tool: Tool) -> str:
 
 def fields_to_relax(body: ChatRequest, error: InvalidConstraint) -> frozenset[str]:
     """Return the fields of all schemas of arguments that can't be enforced and need not be, if `error` is about one."""
-    tools = (
-        {} if body.strict_schema else {schema_field(index, tool): tool for index, tool in enumerate(body.tools or ())}
-    )
-    lenient = {field: tool for field, tool in tools.items() if tool.function.strict is not True}
-    if error.param not in lenient:
+    lenient = {
+        schema_field(index, tool): tool
+        for index, tool in enumerate(body.tools or ())
+        if tool.function.strict is not True
+    }
+    if body.strict_schema or error.param not in lenient:
         return frozenset()
     return frozenset([error.param, *(field for field, tool in lenient.items() if not _is_valid(tool, field))])
 
