@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -19,8 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import PartsAnswer, usage_of
 from engine.server.chat import build_job
-from engine.server.context import Context
+from engine.server.context import Context, ServerContext
 from engine.server.errors import MESSAGES_PATH, message_error
+from engine.server.generation import Job
+from engine.server.options import DEFAULT_MODEL
 from engine.server.protocol import (
     CHAT_EXAMPLE,
     Body,
@@ -34,28 +36,31 @@ from engine.server.protocol import (
     TextPart,
     Tool,
     ToolCall,
+    TypedBody,
     joined,
 )
 from engine.server.routes import RESPONSES, BodyRoute, GenerationRoute, Prepared
 from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest
 from guided.tools.parser import Piece
 
-_FORMAT = {"type": "json_schema", "schema": CHAT_EXAMPLE["json_schema"]}
-EXAMPLE = {"messages": CHAT_EXAMPLE["messages"], "max_tokens": 200, "output_config": {"format": _FORMAT}}
-
-_REQUIRED = {
-    "text": ("text",),
-    "thinking": ("thinking",),
-    "redacted_thinking": (),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
+EXAMPLE = {
+    "model": DEFAULT_MODEL,
+    "messages": CHAT_EXAMPLE["messages"],
+    "max_tokens": 200,
+    "output_config": {"format": {"type": "json_schema", "schema": CHAT_EXAMPLE["json_schema"]}},
 }
-"""Types of blocks, and the fields that each must have."""
 
 
-class Block(Body):
+class Block(TypedBody):
     """A part of a message. The blocks of an answer can be sent back as they are."""
 
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text": ("text",),
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id",),
+    }
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
@@ -64,13 +69,6 @@ class Block(Body):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | Many[TextPart] | None = Field(default=None, description="Of a tool's result.")
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> Self:
-        missing = [name for name in _REQUIRED[self.type] if getattr(self, name) is None]
-        if missing:
-            raise InvalidRequest(f"a {self.type} block needs {', '.join(missing)}", param="messages")
-        return self
 
 
 class InputMessage(Body):
@@ -147,14 +145,13 @@ class OutputConfig(Body):
     effort: str | None = Field(default=None, description="Passed to the chat template as `reasoning_effort`.")
 
 
-class MessagesRequest(GenerationRequest):
-    """Body of `POST /v1/messages`. The server keeps no state between requests."""
+class CountTokensRequest(GenerationRequest):
+    """Body of `POST /v1/messages/count_tokens`."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
-
+    model: str
     messages: Annotated[Many[InputMessage], Field(min_length=1)]
     system: str | Many[TextPart] | None = None
-    max_tokens: int | None = Field(default=None, description="Default, and at most: what remains of the context.")
+    max_tokens: int | None = None
     stop_sequences: Many[str] | None = None
     tools: Many[InputTool] | None = None
     tool_choice: ToolChoice | None = None
@@ -196,6 +193,14 @@ class MessagesRequest(GenerationRequest):
         )
 
 
+class MessagesRequest(CountTokensRequest):
+    """Body of `POST /v1/messages`. The server keeps no state between requests."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
+
+    max_tokens: int = Field(description="At most what remains of the context.")
+
+
 class InputTokens(BaseModel):
     input_tokens: int
 
@@ -221,6 +226,16 @@ tokenization = APIRouter(tags=["tokenization"], route_class=BodyRoute, responses
 @router.post(MESSAGES_PATH, response_model=None, responses=RESPONSES)
 def create_message(body: MessagesRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat in the shape of Anthropic's API. The server stores nothing."""
+    return _MessageAnswer, _job(body, request, context)
+
+
+@tokenization.post(f"{MESSAGES_PATH}/count_tokens")
+def count_tokens(body: CountTokensRequest, request: Request, context: Context) -> InputTokens:
+    """Count the tokens of a message's prompt."""
+    return InputTokens(input_tokens=len(_job(body, request, context).prompts[0]))
+
+
+def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> Job:
     if body.thread is not None:
         error = InvalidRequest("the server stores no conversations: send all messages, without thread", param="thread")
         error.code = "thread_unsupported_request"  # Anthropic's client then does so
@@ -236,19 +251,11 @@ def create_message(body: MessagesRequest, request: Request, context: Context) ->
     chat = body.as_chat(thinks)
     build = partial(build_job, chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id)
     try:
-        job = build()
+        return build()
     except ContextLengthExceeded:
         # In Anthropic's API, max_tokens may be more than what remains of the context.
         chat.max_tokens = None
-        job = build()
-    return _MessageAnswer, job
-
-
-@tokenization.post(f"{MESSAGES_PATH}/count_tokens")
-def count_tokens(body: MessagesRequest, request: Request, context: Context) -> InputTokens:
-    """Count the tokens of a message's prompt."""
-    _, job = create_message(body, request, context)
-    return InputTokens(input_tokens=len(job.prompts[0]))
+        return build()
 
 
 _BLOCKS: dict[str, dict[str, Any]] = {

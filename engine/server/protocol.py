@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from guided.errors import InvalidRequest, bounded
 
@@ -134,6 +136,21 @@ def _names(body: type[Body]) -> frozenset[Any]:
     aliases = [field.validation_alias for field in body.model_fields.values()]
     all_of = [each.choices if isinstance(each, AliasChoices) else [each] for each in aliases]
     return frozenset([*body.model_fields, *chain.from_iterable(all_of)])
+
+
+class TypedBody(Body):
+    """An object of one of several types."""
+
+    required: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Types -> the fields that each must have."""
+    type: str
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        missing = [name for name in self.required[self.type] if getattr(self, name) is None]
+        if missing:
+            raise PydanticCustomError("missing", f"type {self.type} needs {', '.join(missing)}")  # type: ignore[misc]
+        return self
 
 
 class JsonSchemaFormat(Body):
@@ -306,16 +323,14 @@ class Message(Body):
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
         former one for `tool`."""
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
-        message |= {"content": joined(self.content), "role": _ROLES.get(self.role, self.role)}
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message |= {"content": joined(self.content), "role": role}
         calls = self.tool_calls or [ToolCall(function=called) for called in (self.function_call,) if called is not None]
         if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": call.function.for_template()} for call in calls
             ]
         return message
-
-
-_ROLES = {"developer": "system", "function": "tool"}
 
 
 class InputFormat(Body):

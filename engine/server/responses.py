@@ -6,13 +6,13 @@ The request is translated to a chat. The output of the chat becomes items, and e
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, groupby
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import PartsAnswer, usage_of
@@ -32,14 +32,17 @@ from engine.server.protocol import (
     Tool,
     ToolCall,
     TurnRequest,
+    TypedBody,
     joined,
 )
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
 from guided.errors import GuidedError, InvalidRequest, error_body
 from guided.tools.parser import Piece
 
-_SCHEMA = {"type": "json_schema", "name": "person", "schema": CHAT_EXAMPLE["json_schema"]}
-EXAMPLE = {"input": CHAT_EXAMPLE["messages"][0]["content"], "text": {"format": _SCHEMA}}
+EXAMPLE = {
+    "input": CHAT_EXAMPLE["messages"][0]["content"],
+    "text": {"format": {"type": "json_schema", "name": "person", "schema": CHAT_EXAMPLE["json_schema"]}},
+}
 
 
 class InputPart(Body):
@@ -51,20 +54,17 @@ class InputPart(Body):
     logprobs: Any = None
 
 
-_REQUIRED = {
-    "message": ("role", "content"),
-    "function_call": ("name", "arguments", "call_id"),
-    "function_call_output": ("call_id", "output"),
-    "custom_tool_call": ("name", "input", "call_id"),
-    "custom_tool_call_output": ("call_id", "output"),
-    "reasoning": (),
-}
-"""Types of input items, and the fields that each must have."""
-
-
-class InputItem(Body):
+class InputItem(TypedBody):
     """A message, a call, its output, or thoughts. Items of an answer can be sent back as they are."""
 
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "message": ("role", "content"),
+        "function_call": ("name", "arguments", "call_id"),
+        "function_call_output": ("call_id", "output"),
+        "custom_tool_call": ("name", "input", "call_id"),
+        "custom_tool_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }
     type: Literal[
         "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
     ] = "message"
@@ -86,13 +86,6 @@ class InputItem(Body):
         if self.type == "message":
             return self.role == "assistant"
         return self.type in ("function_call", "custom_tool_call", "reasoning")
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> Self:
-        missing = [name for name in _REQUIRED[self.type] if getattr(self, name) is None]
-        if missing:
-            raise InvalidRequest(f"an input item of type {self.type} needs {', '.join(missing)}", param="input")
-        return self
 
 
 class TextFormat(ResponseFormat):
