@@ -144,7 +144,7 @@ class ResponsesRequest(TurnRequest):
         return include
 
     def as_chat(self) -> ChatRequest:
-        """Return the chat with the same meaning. `CHAT_FIELDS` has its fields' names in this request."""
+        """Return the chat with the same meaning."""
         same = {name: getattr(self, name) for name in TurnRequest.model_fields if name in self.model_fields_set}
         if self.text is not None and self.text.format is not None:
             same["response_format"] = self.text.format
@@ -197,10 +197,6 @@ def _chat_tool(tool: FunctionTool) -> Tool:
     return Tool(type=tool.type, function=FunctionDefinition.model_construct(**given))
 
 
-CHAT_FIELDS = {**dict.fromkeys(("messages", "prompt"), "input"), "max_tokens": "max_output_tokens"}
-"""Fields of a chat -> their names in this endpoint's errors."""
-
-
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
 
@@ -208,7 +204,7 @@ router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 def create_response(body: ResponsesRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
     names = request.state.field_names
-    names |= CHAT_FIELDS
+    names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
     for index, tool in enumerate(body.tools or ()):
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{index}].{field}"
