@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +14,6 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.custom_calls import CustomCalls
 from engine.server.generation import Job, sampling_params
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo
@@ -96,12 +94,6 @@ def build_job(
         except InvalidConstraint as error:
             return relax(error)
         params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
-        custom = {
-            tool.function.name: tool.input_grammar("lark") is not None
-            for tool in rest.tools or ()
-            if tool.type == "custom"
-        }
-        parser = partial(CustomCalls, form.parser, custom) if custom else form.parser
         return Job(
             request_id,
             http_id,
@@ -110,7 +102,7 @@ def build_job(
             wanted.param or (None if calls is None else "tools"),
             rest.stream,
             include_usage=rest.wants_usage,
-            form=replace(form, parser=parser, not_enforced=not_enforced),
+            form=replace(form, not_enforced=not_enforced),
             at_admission=at_admission,
             relax=relax,
         ).admitted(context)

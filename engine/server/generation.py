@@ -15,7 +15,6 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
-from engine.server.custom_calls import Parser
 from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.protocol import GenerationRequest, GuidedInfo
 from guided.constraint import KINDS, Constraint
@@ -83,7 +82,7 @@ class OutputForm:
     """What the answer calls the constraint, if the request's own is only a part of it."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
-    parser: Callable[[], Parser] = OutputParser
+    parser: Callable[[], OutputParser] = OutputParser
     """Makes the parser of a choice's output."""
     shows_special_tokens: bool = False
     """The parser reads special tokens."""

@@ -149,7 +149,7 @@ class TypedBody(Body):
     def _check_fields(self) -> Self:
         missing = [name for name in self.required[self.type] if getattr(self, name) is None]
         if missing:
-            raise PydanticCustomError("missing", f"type {self.type} needs {', '.join(missing)}")  # type: ignore[misc]
+            raise PydanticCustomError("missing", f"type {self.type} needs {', '.join(missing)}")
         return self
 
 

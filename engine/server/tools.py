@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
+from engine.server.custom_calls import CustomCallParser
 from engine.server.generation import OutputForm, locate
 from engine.server.protocol import ChatRequest, Tool
 from guided.backends import candidates
@@ -159,7 +160,11 @@ def output_form(
         raise InvalidRequest(message, param="max_reasoning_tokens")
     if calls is None and reasoning is None:
         return OutputForm(wanted.constraint)
-    parser = partial(OutputParser, reasoning, thinking=thinking == "open")
+    custom = {
+        tool.function.name: tool.input_grammar("lark") is not None for tool in body.tools or () if tool.type == "custom"
+    }
+    parser = partial(CustomCallParser, custom) if custom else partial(OutputParser)
+    parser = partial(parser, reasoning=reasoning, thinking=thinking == "open")
     if calls is not None:
         anywhere = calls.anywhere(reasoning)
         parser = partial(parser, tools=calls.format, functions=calls.functions, anywhere=anywhere)
