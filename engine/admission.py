@@ -19,7 +19,7 @@ Prompt = str | Tokens[int] | Mapping[str, Any]
 
 
 class Admission:
-    """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits."""
+    """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary."""
 
     def __init__(
         self,
@@ -100,8 +100,6 @@ class Admission:
         if params.width > most:
             name = "n" if params.best_of is None else "best_of"
             raise InvalidRequest(f"{name} is {params.width}; the limit is {most}", param=name)
-        if params.constraint is not None:
-            params.constraint.check(self._config.limits)
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             beyond = [token for token in tokens if token >= self._vocab_size]
             if beyond:

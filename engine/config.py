@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from guided.limits import DEFAULT_LIMITS, Limits, Range, check_ranges
+from guided.limits import Range, check_ranges
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -50,7 +50,6 @@ class EngineConfig:
         num_speculative_tokens: maximum number of draft tokens per sequence and step, which followed an earlier
             occurrence of the newest tokens. Outputs are the same, except for rounding. Useful where outputs copy from
             prompts. Not with custom logits processors. 0: off.
-        limits: limits of the constraint of a request.
         logits_processors: custom logits processors in their order: classes, or `module:Class`
             (docs/logits-processors.md).
         logits_processor_plugins: load those of installed packages too; they run before the others.
@@ -66,7 +65,6 @@ class EngineConfig:
     seed: int = 0
     forced_tokens: bool = True
     num_speculative_tokens: int = 0
-    limits: Limits = DEFAULT_LIMITS
     logits_processors: tuple[str | type, ...] = ()
     logits_processor_plugins: bool = True
 

@@ -62,8 +62,6 @@ class Constraint:
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
     """JSON pointers to parts of a schema that are not enforced: unknown formats (annotations in JSON Schema), and
     probably misspelt keywords, with a remark in parentheses."""
-    limits: Limits = field(default=DEFAULT_LIMITS, compare=False, repr=False)
-    """The limits under which it was created."""
 
     @cached_property
     def key(self) -> str:
@@ -109,14 +107,14 @@ class Constraint:
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", limits, param)
         spaces = _whitespace(whitespace, limits, param)
-        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(notes), limits=limits)
+        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(notes))
 
     @classmethod
     def json_object(
         cls, *, whitespace: str | None = None, limits: Limits = DEFAULT_LIMITS, param: str = "json_object"
     ) -> Constraint:
         """The output is any JSON object."""
-        return cls("json_object", "", _whitespace(whitespace, limits, param), limits=limits)
+        return cls("json_object", "", _whitespace(whitespace, limits, param))
 
     @classmethod
     def regex(cls, pattern: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "regex") -> Constraint:
@@ -125,7 +123,7 @@ class Constraint:
         if not pattern:
             raise InvalidConstraint("the regex is empty: only the empty output would match", param=param)
         limits.check_regex(pattern, param)
-        return cls("regex", pattern, limits=limits)
+        return cls("regex", pattern)
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, limits: Limits = DEFAULT_LIMITS, param: str = "choice") -> Constraint:
@@ -145,7 +143,7 @@ class Constraint:
         for index, option in enumerate(choices):
             _check_text(option, "choice", limits, param, pointer=f"/{index}")
         _check_text(source, "choice", limits, param)
-        return cls("choice", source, limits=limits)
+        return cls("choice", source)
 
     @classmethod
     def grammar(cls, text: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "grammar") -> Constraint:
@@ -154,7 +152,7 @@ class Constraint:
         if not text.strip():
             raise InvalidConstraint("the grammar is empty: give at least one rule", param=param)
         limits.check_grammar(text, param)
-        return cls("grammar", text, limits=limits)
+        return cls("grammar", text)
 
     @classmethod
     def structural_tag(
@@ -181,19 +179,13 @@ class Constraint:
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
         spaces = _whitespace(whitespace, limits, param)
-        return cls("structural_tag", source, spaces, strict_schema, not_enforced=tuple(notes), limits=limits)
+        return cls("structural_tag", source, spaces, strict_schema, not_enforced=tuple(notes))
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""
         value = content.value
         source = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return Constraint(content.kind, source, self.whitespace, self.strict, self.leave_out)
-
-    def check(self, limits: Limits) -> None:
-        """Check this constraint against `limits`, unless it was created under them. Raises `ConstraintTooLarge`."""
-        if self.limits != limits:
-            value = self.choices if self.kind == "choice" else self.source
-            Constraint.of_kind(self.kind, value, whitespace=self.whitespace, limits=limits, param=self.kind)
 
     @property
     def tag(self) -> Node:

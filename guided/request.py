@@ -11,7 +11,7 @@ from typing import Any
 
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
-from guided.limits import DEFAULT_LIMITS, Limits
+from guided.limits import DEFAULT_LIMITS
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ def build(
     *,
     additional_properties: bool = True,
     strict_schema: bool = False,
-    limits: Limits = DEFAULT_LIMITS,
 ) -> Constraint:
     """Build the constraint. `param` of an `InvalidConstraint` is the field at fault."""
     try:
@@ -75,7 +74,7 @@ def build(
             whitespace=None if whitespace is None else whitespace.pattern,
             additional_properties=additional_properties,
             strict_schema=strict_schema,
-            limits=limits,
+            limits=DEFAULT_LIMITS,
             param=one.field,
         )
     except InvalidConstraint as error:

@@ -1,6 +1,7 @@
 """Answer: what a generation endpoint sends back, as a whole or as events. Each endpoint has a subclass.
 
-`ChoicesAnswer` is what chat and text completions have in common: choices, and chunks of them.
+`ChoicesAnswer` is what chat and text completions have in common: choices, and chunks of them. `PartsAnswer` is what
+responses and messages have in common: parts of one output, and events about them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from engine.server.context import ServerContext
 from engine.server.generation import Job
 from engine.server.protocol import GuidedInfo, MaskTimes
 from guided.errors import GuidedError, error_body
+from guided.tools.parser import Piece
 
 
 class Answer(ABC):
@@ -196,6 +198,70 @@ class ChoicesAnswer(Answer):
             "created": self.created,
             "model": self.context.settings.model_name,
         }
+
+
+class PartsAnswer(Answer):
+    """An answer with one output as a list of parts: texts, thoughts and calls. The last part may be open: it grows."""
+
+    end = b""
+
+    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+        super().__init__(context, job, guided)
+        self.parser = job.form.parser()
+        self.parts: list[dict[str, Any]] = []
+        self.open: str | None = None
+        """Kind of the piece that began the open part."""
+        self.text = ""
+        """Of the open part."""
+
+    @abstractmethod
+    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Append the part that `piece` begins, and yield the events. The text of a call's piece is its name."""
+
+    @abstractmethod
+    def grow(self, text: str) -> Iterator[dict[str, Any]]:
+        """Yield the events about new text of the open part."""
+
+    @abstractmethod
+    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+        """Complete the open part with its text, and yield the events. `completion`: the output, if it has ended."""
+
+    @abstractmethod
+    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Build the body of a whole answer, when the last part is complete."""
+
+    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+        for _ in self.new_events(0, finished[0]):
+            pass
+        return to_json(self.ended(finished))
+
+    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        [completion] = output.outputs
+        has_ended = completion.finish_reason is not None
+        pieces = self.parser.feed(completion.text, has_ended)
+        if has_ended and not pieces and not self.parts:
+            pieces = [Piece("text", "")]
+        for piece in pieces:
+            is_call = piece.kind in ("call", "custom")
+            continues = piece.kind in (self.open, "arguments", "input") and not is_call
+            if not continues:
+                yield from self._close()
+                self.open, self.text = piece.kind, ""
+                yield from self.begin(piece)
+            if not is_call:
+                self.text += piece.text
+                yield from self.grow(piece.text)
+        if has_ended:
+            yield from self._close(completion)
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        kind: str = data["type"]
+        return b"event: " + kind.encode() + b"\n" + super().event(data)
+
+    def _close(self, completion: CompletionOutput | None = None) -> Iterator[dict[str, Any]]:
+        if self.open is not None:
+            yield from self.close(completion)
+            self.open = None
 
 
 def finite(logprob: float) -> float:

@@ -3,61 +3,32 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from engine.outputs import CompletionOutput
-from engine.server.answers import Answer, ChoicesAnswer, finite, ranked
+from engine.outputs import CompletionOutput, RequestOutput
+from engine.server.answers import ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.custom_calls import CustomCalls
-from engine.server.generation import Job, Outputs, sampling_params
+from engine.server.generation import Job, sampling_params
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
-from engine.server.tools import MAX_TRIES, fields_to_relax, output_form, parameters_field, requested_calls
+from engine.server.tools import MAX_TRIES, fields_to_relax, output_form, requested_calls
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 
-
-class _CheckRoute(GenerationRoute):
-    """A route that ends a request once it is admitted. A rejected request is answered with its error."""
-
-    async def whole(self, outputs: Outputs, answer: Answer, context: ServerContext) -> bytes:
-        """Return what is known at the admission. The end of the answer aborts the request."""
-        _, first = await anext(outputs)
-        prompt_tokens = len(first.prompt_token_ids)
-        checked = CheckedRequest(
-            guided=answer.guided, compile_seconds=first.compile_seconds, prompt_tokens=prompt_tokens
-        )
-        return checked.model_dump_json(exclude_none=True).encode()
-
-
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
-checks = APIRouter(tags=["generation"], route_class=_CheckRoute)
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=RESPONSES)
 def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat, constrained or not. With `stream`, the status is sent once the constraint is compiled."""
-    names = request.state.field_names
-    names |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    for index, tool in enumerate(body.tools or ()):
-        name, schema = f"tools[{index}].function.name", parameters_field(index)
-        if body.functions:
-            names |= {name: f"functions[{index}].name", schema: f"functions[{index}].parameters"}
-        elif tool.type == "custom":
-            names |= {name: f"tools[{index}].custom.name", schema: f"tools[{index}].custom.format"}
-    job = build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, names)
-    return _FunctionsAnswer if body.functions else _ChatAnswer, job
+    return _FunctionsAnswer if body.functions else _ChatAnswer, _chat_job(body, request, context)
 
 
 class CheckedRequest(BaseModel):
@@ -68,37 +39,31 @@ class CheckedRequest(BaseModel):
     prompt_tokens: int
 
 
-@checks.post("/v1/check", response_model=CheckedRequest)
+@router.post("/v1/check", response_model=CheckedRequest)
 def check_request(body: ChatRequest, request: Request, context: Context) -> Prepared:
     """Take a chat request through admission and compilation only. A request that is refused gets its error."""
     body.stream, body.stream_options = False, None
-    answer, job = create_chat_completion(body, request, context)
-    return answer, _at_admission(job)
+    return _CheckAnswer, _chat_job(body, request, context, at_admission=True)
 
 
-def _at_admission(job: Job) -> Job:
-    """Return a job with an output at the admission."""
-    for group in job.groups:
-        group.stream = True
-    again = job.relax
-    return job if again is None else replace(job, relax=lambda error: _at_admission(again(error)))
+def _chat_job(body: ChatRequest, request: Request, context: ServerContext, at_admission: bool = False) -> Job:
+    names = request.state.field_names
+    names |= {"prompt": "messages", "logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if body.function_call is not None:
+        names["tool_choice"] = "function_call"
+    for index, _ in enumerate(body.functions or ()):
+        for field in ("name", "parameters"):
+            names[f"tools[{index}].function.{field}"] = f"functions[{index}].{field}"
+    return build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, at_admission)
 
 
 def build_job(
-    body: ChatRequest,
-    context: ServerContext,
-    request_id: str,
-    http_id: str,
-    names: Mapping[str, str] = MappingProxyType({}),
+    body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool = False
 ) -> Job:
-    """Build the work of a chat.
-
-    Args:
-        request_id, http_id: those of `Job`.
-        names: fields of a chat -> their names in the request.
-    """
-    limits = context.engine.engine.config.limits
-    wanted = requested_constraint(body, context.settings.backend, limits)
+    """Build the work of a chat. Arguments but the first two are those of `Job`."""
+    wanted = requested_constraint(body, context.settings.backend)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
     logprobs = body.top_logprobs or 0 if body.logprobs else None
@@ -118,7 +83,7 @@ def build_job(
 
     def with_relaxed(relaxed: frozenset[str], tries: int) -> Job:
         def relax(error: InvalidConstraint) -> Job:
-            found = fields_to_relax(rest, error, names, limits) - relaxed
+            found = fields_to_relax(rest, error) - relaxed
             if not found or tries == MAX_TRIES:
                 raise error
             return with_relaxed(relaxed | found, tries + 1)
@@ -129,17 +94,6 @@ def build_job(
         except InvalidConstraint as error:
             return relax(error)
         params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
-        custom = {
-            tool.function.name: tool.input_grammar("lark") is not None
-            for tool in rest.tools or ()
-            if tool.type == "custom"
-        }
-        form = replace(
-            form,
-            places={place: (names.get(field, field), pointer) for place, (field, pointer) in form.places.items()},
-            parser=partial(CustomCalls, form.parser, custom) if custom else form.parser,
-            not_enforced=[names.get(field, field) for field in not_enforced],
-        )
         return Job(
             request_id,
             http_id,
@@ -148,7 +102,8 @@ def build_job(
             wanted.param or (None if calls is None else "tools"),
             rest.stream,
             include_usage=rest.wants_usage,
-            form=form,
+            form=replace(form, not_enforced=not_enforced),
+            at_admission=at_admission,
             relax=relax,
         ).admitted(context)
 
@@ -247,3 +202,13 @@ class _FunctionsAnswer(_ChatAnswer):
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
         reason = super().finish_reason(index, output)
         return "function_call" if reason == "tool_calls" else reason
+
+
+class _CheckAnswer(_ChatAnswer):
+    """What is known at the admission, instead of the answer."""
+
+    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+        [first] = finished
+        prompt_tokens, seconds = len(first.prompt_token_ids), first.compile_seconds
+        checked = CheckedRequest(guided=self.guided, compile_seconds=seconds, prompt_tokens=prompt_tokens)
+        return checked.model_dump_json(exclude_none=True).encode()

@@ -10,7 +10,6 @@ from engine.server.protocol import GenerationRequest, ResponseFormat
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
-from guided.limits import DEFAULT_LIMITS, Limits
 from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
 _STRUCTURED = {"json_" if kind == "json_schema" else kind: kind for kind in KINDS}
@@ -40,11 +39,8 @@ class RequestedConstraint:
     """The field that holds the constraint, as the request spells it."""
 
 
-def requested_constraint(
-    request: GenerationRequest, default_backend: str = AUTO, limits: Limits = DEFAULT_LIMITS
-) -> RequestedConstraint:
-    """Read the request's constraint, check it against `limits`, and read its backend. `param` of an error is the
-    field."""
+def requested_constraint(request: GenerationRequest, default_backend: str = AUTO) -> RequestedConstraint:
+    """Read the request's constraint, and its backend. `param` of an error is the field."""
     older, given = request.guided_decoding_backend, request.backend
     backend_field = "backend" if older is None else "guided_decoding_backend"
     if None not in (older, given):
@@ -66,7 +62,7 @@ def requested_constraint(
         field = "structured_outputs.disable_additional_properties"
         raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
     strict = request.strict_schema is True
-    constraint = build(one, spaces, additional_properties=not closed, strict_schema=strict, limits=limits)
+    constraint = build(one, spaces, additional_properties=not closed, strict_schema=strict)
     candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
     return RequestedConstraint(constraint, backend, one.field)
 

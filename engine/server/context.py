@@ -29,9 +29,6 @@ P = ParamSpec("P")
 
 logger = logging.getLogger("guided.server")
 
-_THREADS = 4
-"""Threads that read bodies and write answers. They share the interpreter lock with the engine's thread."""
-_LARGE_BODIES = 64
 _MAX_OUTPUTS = 256
 """Maximum number of outputs of a request."""
 _MAX_ANSWER_LOGPROBS = 200_000
@@ -47,9 +44,10 @@ class ServerContext:
     shutting_down: bool = False
     in_flight: int = 0
     """Number of generations that run or wait."""
-    large_bodies: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_LARGE_BODIES))
+    large_bodies: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(64))
     """Bounds the memory of bodies that are read and checked."""
-    _threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_THREADS))
+    _threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
+    """Threads that read bodies and write answers. They share the interpreter lock with the engine's thread."""
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -6,48 +6,39 @@ model writes the JSON of this argument. Text in a Lark grammar is written as it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from pydantic_core import from_json
 
 from guided.tools.parser import OutputParser, Piece
 
 
-class CustomCalls:
-    """Reads an output as another parser does. Pieces of calls of custom tools have other kinds: `custom` (a call
-    begins: `text` is the tool's name) and `input`.
+class CustomCallParser(OutputParser):
+    """Reads calls of custom tools too. Their pieces have other kinds: `custom` (a call begins: `text` is the tool's
+    name) and `input`.
 
     Args:
-        make_parser: makes the other parser.
-        tools: name of a custom tool -> whether its input is written as it is.
+        custom: name of a custom tool -> whether its input is written as it is.
+        arguments: those of `OutputParser`.
     """
 
-    def __init__(self, make_parser: Callable[[], Parser], tools: Mapping[str, bool]) -> None:
-        self._parser = make_parser()
-        self._tools = tools
+    def __init__(self, custom: Mapping[str, bool], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._custom = custom
         self._is_raw: bool | None = None
         """Of the tool of the last call. None: it is a function."""
         self._arguments = self._input = ""
 
-    @property
-    def num_calls(self) -> int:
-        """Calls that have begun."""
-        return self._parser.num_calls
-
-    @property
-    def complete(self) -> bool:
-        """The output does not end within a call."""
-        return self._parser.complete
-
     def feed(self, text: str, finished: bool) -> list[Piece]:
         """Return the pieces that are new in `text`, the whole output so far."""
-        return [piece for each in self._parser.feed(text, finished) if (piece := self._read(each)) is not None]
+        return [piece for each in super().feed(text, finished) if (piece := self._as_custom(each)) is not None]
 
-    def _read(self, piece: Piece) -> Piece | None:
+    def _as_custom(self, piece: Piece) -> Piece | None:
         if piece.kind == "call":
-            self._is_raw, self._arguments, self._input = self._tools.get(piece.text), "", ""
+            self._is_raw, self._arguments, self._input = self._custom.get(piece.text), "", ""
             return piece if self._is_raw is None else replace(piece, kind="custom")
         if piece.kind != "arguments" or self._is_raw is None:
             return piece
@@ -59,6 +50,3 @@ class CustomCalls:
             self._input = from_json(self._arguments, allow_partial="trailing-strings").get("input", "")
         new = self._input[before:]
         return replace(piece, kind="input", text=new) if new else None
-
-
-Parser = OutputParser | CustomCalls

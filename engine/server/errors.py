@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -88,7 +88,8 @@ _ANTHROPIC_TYPES = {
 def message_error(error: GuidedError) -> dict[str, Any]:
     """Return an error as Anthropic's API does. The message names the field at fault, because clients show only that."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    text = str(error) if error.message.startswith(error.param or "") else f"{error.param}: {error}"
+    is_named = error.param is None or f"'{error.param}'" in error.message
+    text = str(error) if is_named else f"{error.param}: {error}"
     details = {"error_code": error.code, "param": error.param, "pointer": error.pointer}
     return {"type": "error", "error": {"type": kind, "message": text, "details": details}}
 
@@ -100,8 +101,15 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_unexpected_error)
 
 
+def respell(error: GuidedError, scope: Scope) -> None:
+    """Name the field at fault as the request does."""
+    names: Mapping[str, str] = scope.get("state", {}).get("field_names", {})
+    error.param = names.get(error.param or "", error.param)
+
+
 def refuse(context: ServerContext, scope: Scope, error: GuidedError, **headers: str) -> JSONResponse:
     """Count and log an error, and return the answer. `headers` are further ones of the answer."""
+    respell(error, scope)
     context.metrics.failed(error.code, error.status)
     if error.status < 500 and not isinstance(error, CompileTimeout):  # those are logged where they happen
         _log(scope, error)

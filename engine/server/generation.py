@@ -15,7 +15,6 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
-from engine.server.custom_calls import Parser
 from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.protocol import GenerationRequest, GuidedInfo
 from guided.constraint import KINDS, Constraint
@@ -83,7 +82,7 @@ class OutputForm:
     """What the answer calls the constraint, if the request's own is only a part of it."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
-    parser: Callable[[], Parser] = OutputParser
+    parser: Callable[[], OutputParser] = OutputParser
     """Makes the parser of a choice's output."""
     shows_special_tokens: bool = False
     """The parser reads special tokens."""
@@ -115,6 +114,8 @@ class Job:
     groups: Sequence[SequenceGroup] = ()
     """One per prompt. `admitted` sets them."""
     form: OutputForm = field(default_factory=OutputForm)
+    at_admission: bool = False
+    """The answer is about the admission. Then the job is aborted."""
     relax: Callable[[InvalidConstraint], Job] | None = None
     """Builds the job again with any object as the arguments of the function that the error is about. Raises the error
     if it is about something else, or the function is strict."""
@@ -138,7 +139,8 @@ class Job:
         for number, prompt in enumerate(self.prompts):
             request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{number}"
             try:
-                groups.append(context.engine.engine.admit(request_id, prompt, self.params, stream=self.stream))
+                stream = self.stream or self.at_admission
+                groups.append(context.engine.engine.admit(request_id, prompt, self.params, stream=stream))
             except GuidedError as error:
                 raise self.respell(error, number) from None
         return replace(self, groups=groups)
@@ -169,19 +171,17 @@ def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str,
     return None
 
 
-def _not_enforced(pointer: str, places: Mapping[str, tuple[str, str]]) -> str:
-    """Translate a pointer into a constraint to one into the request's field, after the field's name if it is a tool."""
-    name, inner = _field_at(pointer, places) or ("", pointer)
-    return (name if "[" in name else "") + inner
-
-
 Outputs = AsyncIterator[tuple[int, RequestOutput]]
 """(index of the prompt, its output so far) until all are finished. Raises the error that ended a generation."""
 
 
 @asynccontextmanager
-async def running(context: ServerContext, job: Job) -> AsyncIterator[tuple[GuidedInfo | None, Outputs]]:
+async def running(
+    context: ServerContext, job: Job, field_names: Mapping[str, str]
+) -> AsyncIterator[tuple[GuidedInfo | None, Outputs]]:
     """Start a job and wait until it is admitted: its constraint is compiled. At the end, abort what still runs of it.
+
+    `field_names` has fields of the job -> their names in the request.
 
     Raises the error of a job that is rejected or fails later, and logs it if an operator can act on it.
     """
@@ -190,21 +190,31 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[tuple[Guide
         with context.admit(len(job.prompts) * job.params.width):
             async with aclosing(_merged(context, job)) as merged:
                 first = await anext(merged)
-                guided = _guided_info(job, first[1])
+                guided = _guided_info(job, first[1], field_names)
                 yield guided, _chained(first, merged)
     except GuidedError as error:
         report(job, error, guided)
         raise
 
 
-def _guided_info(job: Job, first: RequestOutput) -> GuidedInfo | None:
+def _guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) -> GuidedInfo | None:
     """Describe how a job is constrained."""
     constraint, backend = job.params.constraint, first.backend
     if constraint is None or backend is None:
         return None
-    unknown = [*job.form.not_enforced, *(_not_enforced(each, job.form.places) for each in constraint.not_enforced)]
-    at_end = [_not_enforced(each, job.form.places) for each in first.checked] or None
-    return GuidedInfo(kind=job.form.kind or constraint.kind, backend=backend, not_enforced=unknown, checked=at_end)
+
+    def place(pointer: str) -> str:
+        """Translate a pointer into the constraint to one into the field, after the field's name if it is a tool."""
+        name, inner = _field_at(pointer, job.form.places) or ("", pointer)
+        return (field_names.get(name, name) if "[" in name else "") + inner
+
+    unknown = [field_names.get(field, field) for field in job.form.not_enforced]
+    return GuidedInfo(
+        kind=job.form.kind or constraint.kind,
+        backend=backend,
+        not_enforced=[*unknown, *map(place, constraint.not_enforced)],
+        checked=[*map(place, first.checked)] or None,
+    )
 
 
 def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:

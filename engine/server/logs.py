@@ -8,10 +8,6 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
-_LOGGERS = ("guided", "actors", "engine")
-_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_IDS = ("request_id", "x_request_id", "code")
-"""Fields of a record that is about a request, given as `extra`."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -25,7 +21,9 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        fields |= {name: value for name in _IDS if (value := getattr(record, name, None)) is not None}
+        for name in ("request_id", "x_request_id", "code"):  # of a record about a request: its `extra`
+            if (value := getattr(record, name, None)) is not None:
+                fields[name] = value
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)
@@ -35,7 +33,7 @@ def log_to_stderr(level: str, style: LogFormat) -> None:
     """Send our own log records to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(formatter(style))
-    for name in _LOGGERS:
+    for name in ("guided", "actors", "engine"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.setLevel(level.upper())
@@ -44,7 +42,9 @@ def log_to_stderr(level: str, style: LogFormat) -> None:
 
 def formatter(style: LogFormat) -> logging.Formatter:
     """Return the formatter for a `--log-format`."""
-    return JsonFormatter() if style == "json" else logging.Formatter(_TEXT)
+    if style == "json":
+        return JsonFormatter()
+    return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def uvicorn_logging(style: LogFormat) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -17,11 +17,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import Answer, to_json, usage_of
+from engine.server.answers import PartsAnswer, usage_of
 from engine.server.chat import build_job
 from engine.server.context import Context, ServerContext
 from engine.server.errors import MESSAGES_PATH, message_error
 from engine.server.generation import Job
+from engine.server.options import DEFAULT_MODEL
 from engine.server.protocol import (
     CHAT_EXAMPLE,
     Body,
@@ -29,36 +30,37 @@ from engine.server.protocol import (
     ChatRequest,
     FunctionDefinition,
     GenerationRequest,
-    GuidedInfo,
     Many,
     Message,
     ResponseFormat,
     TextPart,
     Tool,
     ToolCall,
+    TypedBody,
     joined,
 )
 from engine.server.routes import RESPONSES, BodyRoute, GenerationRoute, Prepared
-from engine.server.tools import parameters_field
 from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest
 from guided.tools.parser import Piece
 
-_FORMAT = {"type": "json_schema", "schema": CHAT_EXAMPLE["json_schema"]}
-EXAMPLE = {"messages": CHAT_EXAMPLE["messages"], "max_tokens": 200, "output_config": {"format": _FORMAT}}
-
-_REQUIRED = {
-    "text": ("text",),
-    "thinking": ("thinking",),
-    "redacted_thinking": (),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
+EXAMPLE = {
+    "model": DEFAULT_MODEL,
+    "messages": CHAT_EXAMPLE["messages"],
+    "max_tokens": 200,
+    "output_config": {"format": {"type": "json_schema", "schema": CHAT_EXAMPLE["json_schema"]}},
 }
-"""Types of blocks, and the fields that each must have."""
 
 
-class Block(Body):
+class Block(TypedBody):
     """A part of a message. The blocks of an answer can be sent back as they are."""
 
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text": ("text",),
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id",),
+    }
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
@@ -67,13 +69,6 @@ class Block(Body):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | Many[TextPart] | None = Field(default=None, description="Of a tool's result.")
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> Self:
-        missing = [name for name in _REQUIRED[self.type] if getattr(self, name) is None]
-        if missing:
-            raise InvalidRequest(f"a {self.type} block needs {', '.join(missing)}", param="messages")
-        return self
 
 
 class InputMessage(Body):
@@ -150,14 +145,13 @@ class OutputConfig(Body):
     effort: str | None = Field(default=None, description="Passed to the chat template as `reasoning_effort`.")
 
 
-class MessagesRequest(GenerationRequest):
-    """Body of `POST /v1/messages`. The server keeps no state between requests."""
+class CountTokensRequest(GenerationRequest):
+    """Body of `POST /v1/messages/count_tokens`."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
-
+    model: str
     messages: Annotated[Many[InputMessage], Field(min_length=1)]
     system: str | Many[TextPart] | None = None
-    max_tokens: int | None = Field(default=None, description="Default, and at most: what remains of the context.")
+    max_tokens: int | None = None
     stop_sequences: Many[str] | None = None
     tools: Many[InputTool] | None = None
     tool_choice: ToolChoice | None = None
@@ -199,6 +193,14 @@ class MessagesRequest(GenerationRequest):
         )
 
 
+class MessagesRequest(CountTokensRequest):
+    """Body of `POST /v1/messages`. The server keeps no state between requests."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
+
+    max_tokens: int = Field(description="At most what remains of the context.")
+
+
 class InputTokens(BaseModel):
     input_tokens: int
 
@@ -224,34 +226,36 @@ tokenization = APIRouter(tags=["tokenization"], route_class=BodyRoute, responses
 @router.post(MESSAGES_PATH, response_model=None, responses=RESPONSES)
 def create_message(body: MessagesRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat in the shape of Anthropic's API. The server stores nothing."""
+    return _MessageAnswer, _job(body, request, context)
+
+
+@tokenization.post(f"{MESSAGES_PATH}/count_tokens")
+def count_tokens(body: CountTokensRequest, request: Request, context: Context) -> InputTokens:
+    """Count the tokens of a message's prompt."""
+    return InputTokens(input_tokens=len(_job(body, request, context).prompts[0]))
+
+
+def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> Job:
     if body.thread is not None:
         error = InvalidRequest("the server stores no conversations: send all messages, without thread", param="thread")
         error.code = "thread_unsupported_request"  # Anthropic's client then does so
         raise error
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
-    for index in range(len(body.tools or ())):
+    for index, _ in enumerate(body.tools or ()):
         names[f"tools[{index}].function.name"] = f"tools[{index}].name"
-        names[parameters_field(index)] = f"tools[{index}].input_schema"
+        names[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
     thinks = context.reasoning_format is not None
     if body.thinking is not None and not thinks:
         request.state.ignored.append("thinking")
     chat = body.as_chat(thinks)
-    build = partial(build_job, chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id, names)
+    build = partial(build_job, chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id)
     try:
-        job = build()
+        return build()
     except ContextLengthExceeded:
         # In Anthropic's API, max_tokens may be more than what remains of the context.
         chat.max_tokens = None
-        job = build()
-    return _MessageAnswer, job
-
-
-@tokenization.post(f"{MESSAGES_PATH}/count_tokens")
-def count_tokens(body: MessagesRequest, request: Request, context: Context) -> InputTokens:
-    """Count the tokens of a message's prompt."""
-    _, job = create_message(body, request, context)
-    return InputTokens(input_tokens=len(job.prompts[0]))
+        return build()
 
 
 _BLOCKS: dict[str, dict[str, Any]] = {
@@ -263,104 +267,72 @@ _BLOCKS: dict[str, dict[str, Any]] = {
 _DELTAS = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
-    "arguments": ("input_json_delta", "partial_json"),
+    "call": ("input_json_delta", "partial_json"),
 }
-"""Kinds of pieces -> the type of the delta that adds their text to a block, and its field."""
+"""Kinds of blocks -> the type of the delta that adds text, and its field."""
 
 
-class _MessageAnswer(Answer):
-    end = b""
-
-    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._parser = job.form.parser()
-        self._content: list[dict[str, Any]] = []
-        self._open = self._text = ""
-        """Kind of the pieces that continue the last block, and the text of those that did."""
-
-    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
-        for _ in self.new_events(0, finished[0]):
-            pass
-        stop, counts = self._ended(finished)
-        return to_json(self._message(**stop, **counts))
+class _MessageAnswer(PartsAnswer):
+    """Its parts are content blocks."""
 
     def first_events(self) -> Iterator[dict[str, Any]]:
         usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
         yield {"type": "message_start", "message": self._message(usage=usage, guided=self.guided_info())}
 
-    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        [completion] = output.outputs
-        ended = completion.finish_reason is not None
-        for piece in self._parser.feed(completion.text, ended):
-            yield from self._add(piece)
-        if ended:
-            if not self._content:
-                yield from self._add(Piece("text", ""))
-            yield from self._close()
-
     def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
-        stop, counts = self._ended(finished)
-        yield {"type": "message_delta", "delta": stop, **counts}
+        message = self.ended(finished)
+        stop = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": stop, "usage": message["usage"], "guided": message["guided"]}
         yield {"type": "message_stop"}
 
     def failure(self, error: GuidedError) -> dict[str, Any]:
         return message_error(error)
 
-    def event(self, data: dict[str, Any]) -> bytes:
-        kind: str = data["type"]
-        return b"event: " + kind.encode() + b"\ndata: " + to_json(data) + b"\n\n"
+    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        of_call = {"id": self.job.new_call_id(), "name": piece.text} if piece.kind == "call" else {}
+        self.parts.append(_BLOCKS[piece.kind] | of_call)
+        yield self._event("start", content_block=self.parts[-1])
+
+    def grow(self, text: str) -> Iterator[dict[str, Any]]:
+        name, field = _DELTAS[self.open or "text"]
+        yield self._event("delta", delta={"type": name, field: text})
+
+    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+        block = self.parts[-1]
+        match self.open:
+            case "call":
+                with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off has no input
+                    block["input"] = json.loads(self.text)
+            case "reasoning":
+                # Clients drop thoughts without a signature. It is not read when they come back.
+                block |= {"thinking": self.text, "signature": self.job.request_id}
+                yield self._event("delta", delta={"type": "signature_delta", "signature": self.job.request_id})
+            case _:
+                block["text"] = self.text
+        yield self._event("stop")
+
+    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+        [completion] = finished[0].outputs
+        reason, counted = self._stop_reason(completion), usage_of(finished)
+        return self._message(
+            stop_reason=reason,
+            stop_sequence=completion.stop_reason if reason == "stop_sequence" else None,
+            usage={"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"]},
+            guided=self.guided_info(finished, [completion]),
+        )
 
     def _message(self, **fields: Any) -> dict[str, Any]:
         head = {"id": self.job.request_id, "type": "message", "role": "assistant"}
-        known = {"model": self.context.settings.model_name, "content": self._content}
+        known = {"model": self.context.settings.model_name, "content": self.parts}
         return {**head, **known, "stop_reason": None, "stop_sequence": None, **fields}
-
-    def _ended(self, finished: Sequence[RequestOutput]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return why the message ended, and what is known at its end."""
-        [completion] = finished[0].outputs
-        reason, counted = self._stop_reason(completion), usage_of(finished)
-        sequence = completion.stop_reason if reason == "stop_sequence" else None
-        usage = {"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"]}
-        guided = self.guided_info(finished, [completion])
-        return {"stop_reason": reason, "stop_sequence": sequence}, {"usage": usage, "guided": guided}
 
     def _stop_reason(self, completion: CompletionOutput) -> str:
         if completion.finish_reason == "length":
             return "model_context_window_exceeded" if self.job.params.max_tokens is None else "max_tokens"
-        if self._parser.num_calls and self._parser.complete:
+        if self.parser.num_calls and self.parser.complete:
             return "tool_use"
         return "stop_sequence" if isinstance(completion.stop_reason, str) else "end_turn"
 
-    def _add(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Add a piece to the last block, or to a new one, and yield the events."""
-        if piece.kind != self._open:
-            yield from self._close()
-            of_call = {"id": self.job.new_call_id(), "name": piece.text} if piece.kind == "call" else {}
-            self._content.append(_BLOCKS[piece.kind] | of_call)
-            self._open, self._text = "arguments" if of_call else piece.kind, ""
-            yield self._event("start", content_block=self._content[-1])
-        if piece.kind in _DELTAS:
-            self._text += piece.text
-            name, field = _DELTAS[piece.kind]
-            yield self._event("delta", delta={"type": name, field: piece.text})
-
-    def _close(self) -> Iterator[dict[str, Any]]:
-        """Complete the last block, if there is one, and yield the events."""
-        if not self._content:
-            return
-        block = self._content[-1]
-        match self._open:
-            case "arguments":
-                with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off has no input
-                    block["input"] = json.loads(self._text)
-            case "reasoning":
-                # Clients drop thoughts without a signature. It is not read when they come back.
-                block |= {"thinking": self._text, "signature": self.job.request_id}
-                yield self._event("delta", delta={"type": "signature_delta", "signature": self.job.request_id})
-            case _:
-                block["text"] = self._text
-        yield self._event("stop")
-
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Build an event about the last block."""
-        return {"type": f"content_block_{kind}", "index": len(self._content) - 1, **fields}
+        return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **fields}

@@ -34,24 +34,15 @@ from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.protocol import CHAT_EXAMPLE
 from guided.process_resources import watch_free_memory
 
-_ANSWER_SECONDS = 3
-"""After the grace period: time to send the last events of streams."""
 _EXIT_SECONDS = 8.0
 """After the grace period: time until the process ends, whatever still runs in it."""
 
-_UNREAD_SECONDS = 60.0
-"""Time for which a client may read nothing. The kernel then drops its connection."""
 _OPEN_FILES = 65536
 """Limit of open files, if the system allows it: a connection takes one."""
-
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 _SWITCH_SECONDS = 0.0001
 """Time for which a thread keeps the interpreter lock while another one wants it. The engine's thread wants it at each
 torch operation: a step of 5 ms beside a thread that checks a large body took 2.2 s with Python's 5 ms, now 0.06 s."""
-
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling parameters for which a model's `generation_config.json` can set defaults."""
 
 
 def start_engine(options: ServeOptions) -> AsyncLLM:
@@ -90,7 +81,8 @@ def _sampling_defaults(model: str) -> dict[str, Any]:
         return {}
     if config.do_sample is False:
         return {"temperature": 0.0}
-    return {name: value for name in _SAMPLING_FIELDS if (value := getattr(config, name, None)) is not None}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: value for name in names if (value := getattr(config, name, None)) is not None}
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
@@ -107,7 +99,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     try:
         settings = settings_of(options)
         if not settings.allowed_hosts and _is_loopback(options.host):
-            settings = dataclasses.replace(settings, allowed_hosts=(*_LOOPBACK_NAMES, options.host))
+            settings = dataclasses.replace(settings, allowed_hosts=("localhost", "127.0.0.1", "[::1]", options.host))
         app = create_app(engine, settings)
         app.openapi()  # FastAPI caches it: on the event loop, building it would block for half a second
         config = uvicorn_config(app, options)
@@ -127,15 +119,15 @@ def uvicorn_config(
         "ws": "none",
         "log_level": options.log_level,
         "log_config": uvicorn_logging(options.log_format),
-        "timeout_graceful_shutdown": _ANSWER_SECONDS,
+        "timeout_graceful_shutdown": 3,  # to send the last events of streams
         "timeout_keep_alive": math.ceil(limits.idle_seconds) + 1,  # our own timeout comes first
         "proxy_headers": False,
     }
     return uvicorn.Config(app, **{**given, **others})
 
 
-def drop_stalled_connections(listener: socket.socket, seconds: float = _UNREAD_SECONDS) -> None:
-    """Let the kernel drop connections to clients that read nothing. They inherit the timeout from the listener."""
+def drop_stalled_connections(listener: socket.socket, seconds: float = 60.0) -> None:
+    """Let the kernel drop connections to clients that read nothing for this time. They inherit it from the listener."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux. It covers closed TCP windows too.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from guided.errors import InvalidRequest, bounded
 
@@ -128,9 +131,26 @@ class Body(BaseModel):
 
 
 @cache
-def _names(body: type[Body]) -> frozenset[str | None]:
+def _names(body: type[Body]) -> frozenset[Any]:
     """Return the names and aliases of the fields of a kind of object."""
-    return frozenset(body.model_fields.keys() | {field.alias for field in body.model_fields.values()})
+    aliases = [field.validation_alias for field in body.model_fields.values()]
+    all_of = [each.choices if isinstance(each, AliasChoices) else [each] for each in aliases]
+    return frozenset([*body.model_fields, *chain.from_iterable(all_of)])
+
+
+class TypedBody(Body):
+    """An object of one of several types."""
+
+    required: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Types -> the fields that each must have."""
+    type: str
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        missing = [name for name in self.required[self.type] if getattr(self, name) is None]
+        if missing:
+            raise PydanticCustomError("missing", f"type {self.type} needs {', '.join(missing)}")
+        return self
 
 
 class JsonSchemaFormat(Body):
@@ -277,11 +297,8 @@ class CalledFunction(Body):
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
-def _custom_as_function(data: Any) -> Any:
-    """Return a tool or a call of type `custom` with its field `custom` as `function`."""
-    if isinstance(data, dict) and data.get("type") == "custom" and "custom" in data:
-        return {**{name: value for name, value in data.items() if name != "custom"}, "function": data["custom"]}
-    return data
+_BY_TYPE = AliasChoices("function", "custom")
+"""The field with what a tool or a call is has the name of its type."""
 
 
 class ToolCall(Body):
@@ -289,10 +306,8 @@ class ToolCall(Body):
 
     id: str | None = None
     type: Literal["function", "custom"] = "function"
-    function: CalledFunction
+    function: CalledFunction = Field(validation_alias=_BY_TYPE)
     index: int | None = None
-
-    _take_custom = model_validator(mode="before")(_custom_as_function)
 
 
 class Message(Body):
@@ -308,16 +323,14 @@ class Message(Body):
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
         former one for `tool`."""
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
-        message |= {"content": joined(self.content), "role": _ROLES.get(self.role, self.role)}
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message |= {"content": joined(self.content), "role": role}
         calls = self.tool_calls or [ToolCall(function=called) for called in (self.function_call,) if called is not None]
         if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": call.function.for_template()} for call in calls
             ]
         return message
-
-
-_ROLES = {"developer": "system", "function": "tool"}
 
 
 class InputFormat(Body):
@@ -357,9 +370,7 @@ class Tool(Body):
     """A function or a custom tool that the model may call."""
 
     type: Literal["function", "custom"]
-    function: FunctionDefinition
-
-    _take_custom = model_validator(mode="before")(_custom_as_function)
+    function: FunctionDefinition = Field(validation_alias=_BY_TYPE)
 
     @model_validator(mode="after")
     def _describe_input(self) -> Self:

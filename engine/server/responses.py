@@ -6,16 +6,16 @@ The request is translated to a chat. The output of the chat becomes items, and e
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, groupby
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import Answer, to_json, usage_of
+from engine.server.answers import PartsAnswer, usage_of
 from engine.server.chat import build_job
 from engine.server.context import Context, ServerContext
 from engine.server.generation import Job
@@ -32,15 +32,17 @@ from engine.server.protocol import (
     Tool,
     ToolCall,
     TurnRequest,
+    TypedBody,
     joined,
 )
 from engine.server.routes import RESPONSES, GenerationRoute, Prepared
-from engine.server.tools import parameters_field
 from guided.errors import GuidedError, InvalidRequest, error_body
 from guided.tools.parser import Piece
 
-_SCHEMA = {"type": "json_schema", "name": "person", "schema": CHAT_EXAMPLE["json_schema"]}
-EXAMPLE = {"input": CHAT_EXAMPLE["messages"][0]["content"], "text": {"format": _SCHEMA}}
+EXAMPLE = {
+    "input": CHAT_EXAMPLE["messages"][0]["content"],
+    "text": {"format": {"type": "json_schema", "name": "person", "schema": CHAT_EXAMPLE["json_schema"]}},
+}
 
 
 class InputPart(Body):
@@ -52,20 +54,17 @@ class InputPart(Body):
     logprobs: Any = None
 
 
-_REQUIRED = {
-    "message": ("role", "content"),
-    "function_call": ("name", "arguments", "call_id"),
-    "function_call_output": ("call_id", "output"),
-    "custom_tool_call": ("name", "input", "call_id"),
-    "custom_tool_call_output": ("call_id", "output"),
-    "reasoning": (),
-}
-"""Types of input items, and the fields that each must have."""
-
-
-class InputItem(Body):
+class InputItem(TypedBody):
     """A message, a call, its output, or thoughts. Items of an answer can be sent back as they are."""
 
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "message": ("role", "content"),
+        "function_call": ("name", "arguments", "call_id"),
+        "function_call_output": ("call_id", "output"),
+        "custom_tool_call": ("name", "input", "call_id"),
+        "custom_tool_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }
     type: Literal[
         "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
     ] = "message"
@@ -87,13 +86,6 @@ class InputItem(Body):
         if self.type == "message":
             return self.role == "assistant"
         return self.type in ("function_call", "custom_tool_call", "reasoning")
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> Self:
-        missing = [name for name in _REQUIRED[self.type] if getattr(self, name) is None]
-        if missing:
-            raise InvalidRequest(f"an input item of type {self.type} needs {', '.join(missing)}", param="input")
-        return self
 
 
 class TextFormat(ResponseFormat):
@@ -152,7 +144,7 @@ class ResponsesRequest(TurnRequest):
         return include
 
     def as_chat(self) -> ChatRequest:
-        """Return the chat with the same meaning. `CHAT_FIELDS` has its fields' names in this request."""
+        """Return the chat with the same meaning."""
         same = {name: getattr(self, name) for name in TurnRequest.model_fields if name in self.model_fields_set}
         if self.text is not None and self.text.format is not None:
             same["response_format"] = self.text.format
@@ -205,10 +197,6 @@ def _chat_tool(tool: FunctionTool) -> Tool:
     return Tool(type=tool.type, function=FunctionDefinition.model_construct(**given))
 
 
-CHAT_FIELDS = {**dict.fromkeys(("messages", "prompt"), "input"), "max_tokens": "max_output_tokens"}
-"""Fields of a chat -> their names in this endpoint's errors."""
-
-
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
 
@@ -216,11 +204,11 @@ router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 def create_response(body: ResponsesRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
     names = request.state.field_names
-    names |= CHAT_FIELDS
+    names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
     for index, tool in enumerate(body.tools or ()):
-        names[f"tools[{index}].function.name"] = f"tools[{index}].name"
-        names[parameters_field(index)] = f"tools[{index}].{'format' if tool.type == 'custom' else 'parameters'}"
-    job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id, names)
+        for field in ("name", "format", "parameters"):
+            names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{index}].{field}"
+    job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
     return partial(_ResponseAnswer, _settings(body, job)), job
 
 
@@ -240,88 +228,6 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_p": job.params.top_p,
     }
-
-
-class _ResponseAnswer(Answer):
-    """`settings` are those of the request, which the answer repeats."""
-
-    end = b""
-
-    def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._settings = settings
-        self._parser = job.form.parser()
-        self._items = _OutputItems(job.new_call_id)
-        self._thoughts = ""
-        self._numbers = count()
-
-    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
-        for _ in self.new_events(0, finished[0]):
-            pass
-        return to_json(self._ended(finished))
-
-    def first_events(self) -> Iterator[dict[str, Any]]:
-        for status in ("created", "in_progress"):
-            yield {"type": f"response.{status}", "response": self._response("in_progress")}
-
-    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        [completion] = output.outputs
-        pieces = self._parser.feed(completion.text, completion.finish_reason is not None)
-        self._thoughts += "".join(piece.text for piece in pieces if piece.kind == "reasoning")
-        yield from self._items.add(pieces)
-        if completion.finish_reason is not None:
-            if not self._items.items:
-                yield from self._items.add([Piece("text", "")])
-            yield from self._items.close(_status(completion))
-
-    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
-        response = self._ended(finished)
-        yield {"type": f"response.{response['status']}", "response": response}
-
-    def failure(self, error: GuidedError) -> dict[str, Any]:
-        response = self._response("failed", error=error_body(error)["error"])
-        return {"type": "response.failed", "response": response}
-
-    def event(self, data: dict[str, Any]) -> bytes:
-        kind: str = data["type"]
-        written = to_json({**data, "sequence_number": next(self._numbers)})
-        return b"event: " + kind.encode() + b"\ndata: " + written + b"\n\n"
-
-    def _ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
-        [completion] = finished[0].outputs
-        status, counted = _status(completion), usage_of(finished)
-        usage = {
-            "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
-            "total_tokens": counted["total_tokens"],
-        }
-        return self._response(
-            status,
-            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
-            usage=usage,
-            guided=self.guided_info(finished, [completion]),
-        )
-
-    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.settings.model_name}
-        empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
-        known = {"status": status, "output": self._items.items, "guided": self.guided_info()}
-        return {**head, **empty, **known, **fields, **self._settings}
-
-    def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
-        """Count the tokens up to the end of the thoughts."""
-        rest = len(self._thoughts.encode()) + completion.text.find(self._thoughts)
-        for number, token in enumerate(completion.token_ids):
-            if rest <= 0 or not self._thoughts:
-                return number
-            rest -= len(self.context.texts.bytes_of(token))
-        return len(completion.token_ids)
-
-
-def _status(completion: CompletionOutput) -> str:
-    return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
 class _Kind(NamedTuple):
@@ -349,54 +255,97 @@ _KINDS = {
 """By the kind of the piece that begins the item."""
 
 
-class _OutputItems:
-    """Builds the items of one response."""
+class _ResponseAnswer(PartsAnswer):
+    """Its parts are items. `settings` are those of the request, which the answer repeats."""
 
-    def __init__(self, new_call_id: Callable[[], str]) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._new_call_id = new_call_id
-        self._open: _Kind | None = None
-        self._text = ""
+    def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+        super().__init__(context, job, guided)
+        self._settings = settings
+        self._numbers = count()
 
-    def add(self, pieces: Iterable[Piece]) -> Iterator[dict[str, Any]]:
-        """Add new pieces, and yield the events."""
-        for piece in pieces:
-            kind = _KINDS.get(piece.kind, self._open)  # the text of a call belongs to the open item
-            assert kind is not None
-            begins_call = piece.kind in _KINDS and kind.part is None
-            if begins_call or kind is not self._open:
-                yield from self.close()
-                fields = {"call_id": self._new_call_id(), "name": piece.text} if begins_call else {}
-                yield from self._begin(kind, fields)
-            if not begins_call:
-                self._text += piece.text
-                yield self._event(f"{kind.events}.delta", delta=piece.text, logprobs=[])
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        for status in ("created", "in_progress"):
+            yield {"type": f"response.{status}", "response": self._response("in_progress")}
 
-    def _begin(self, kind: _Kind, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        self._open, self._text = kind, ""
-        item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **kind.item, **fields, "status": "in_progress"}
-        self.items.append({**item, **({"content": []} if kind.part is not None else {kind.field: ""})})
-        yield self._event("response.output_item.added", item=self.items[-1])
+    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        response = self.ended(finished)
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def failure(self, error: GuidedError) -> dict[str, Any]:
+        response = self._response("failed", error=error_body(error)["error"])
+        return {"type": "response.failed", "response": response}
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        return super().event({**data, "sequence_number": next(self._numbers)})
+
+    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        kind = _KINDS[piece.kind]
+        item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **kind.item, "status": "in_progress"}
+        if kind.part is None:
+            item |= {"call_id": self.job.new_call_id(), "name": piece.text, kind.field: ""}
+        else:
+            item |= {"content": []}
+        self.parts.append(item)
+        yield self._about_item("response.output_item.added", item=item)
         if kind.part is not None:
-            yield self._event("response.content_part.added", part={**kind.part, kind.field: ""})
+            yield self._about_text("response.content_part.added", part={**kind.part, kind.field: ""})
 
-    def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """Complete the last item, if it is not complete, and yield the events."""
-        kind = self._open
-        if kind is None:
-            return
-        text = {kind.field: self._text}
-        self.items[-1] |= {"status": status, **(text if kind.part is None else {"content": [{**kind.part, **text}]})}
-        yield self._event(f"{kind.events}.done", **text, logprobs=[])
+    def grow(self, text: str) -> Iterator[dict[str, Any]]:
+        yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=[])
+
+    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+        kind, item = self._kind, self.parts[-1]
+        text = {kind.field: self.text}
+        item |= {"status": _status(completion), **(text if kind.part is None else {"content": [{**kind.part, **text}]})}
+        yield self._about_text(f"{kind.events}.done", **text, logprobs=[])
         if kind.part is not None:
-            yield self._event("response.content_part.done", part={**kind.part, **text})
-        yield self._event("response.output_item.done", item=self.items[-1])
-        self._open = None
+            yield self._about_text("response.content_part.done", part={**kind.part, **text})
+        yield self._about_item("response.output_item.done", item=item)
 
-    def _event(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Build an event about the last item."""
-        data = {"type": event, "output_index": len(self.items) - 1, **fields}
-        if "item" in fields:
-            return data
-        is_call = self._open is not None and self._open.part is None
-        return {**data, "item_id": self.items[-1]["id"], **({} if is_call else {"content_index": 0})}
+    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+        [completion] = finished[0].outputs
+        status, counted = _status(completion), usage_of(finished)
+        usage = {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
+            "total_tokens": counted["total_tokens"],
+        }
+        return self._response(
+            status,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            usage=usage,
+            guided=self.guided_info(finished, [completion]),
+        )
+
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.settings.model_name}
+        empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
+        known = {"status": status, "output": self.parts, "guided": self.guided_info()}
+        return {**head, **empty, **known, **fields, **self._settings}
+
+    def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
+        """Count the tokens up to the end of the thoughts."""
+        thoughts = "".join(item["content"][0]["text"] for item in self.parts if item["type"] == "reasoning")
+        rest = len(thoughts.encode()) + completion.text.find(thoughts)
+        for number, token in enumerate(completion.token_ids):
+            if rest <= 0 or not thoughts:
+                return number
+            rest -= len(self.context.texts.bytes_of(token))
+        return len(completion.token_ids)
+
+    @property
+    def _kind(self) -> _Kind:
+        return _KINDS[self.open or "text"]
+
+    def _about_item(self, event: str, **fields: Any) -> dict[str, Any]:
+        return {"type": event, "output_index": len(self.parts) - 1, **fields}
+
+    def _about_text(self, event: str, **fields: Any) -> dict[str, Any]:
+        place = {} if self._kind.part is None else {"content_index": 0}
+        return self._about_item(event, item_id=self.parts[-1]["id"], **place, **fields)
+
+
+def _status(completion: CompletionOutput | None) -> str:
+    return "incomplete" if completion is not None and completion.finish_reason == "length" else "completed"

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, nullcontext
-from typing import Any, TypeVar, get_type_hints
+from contextlib import nullcontext
+from typing import Any, get_type_hints
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -27,15 +27,13 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import RequestOutput
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
-from engine.server.errors import BodyTooComplex, InvalidJson, RequestTimeout, shape_error
+from engine.server.errors import BodyTooComplex, InvalidJson, RequestTimeout, respell, shape_error
 from engine.server.generation import Job, Outputs, cancel, report, running
 from engine.server.protocol import GuidedInfo
 from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
 from guided.json_text import JsonError, JsonTooLarge, loads
 
 logger = logging.getLogger("guided.server")
-
-T = TypeVar("T")
 
 # Limits of a body. Its nesting is limited to less than Python's stack, and to more than a schema's, which has an error
 # of its own. Parsing members (keys, objects and arrays) holds the GIL: the limit takes a tenth of a second.
@@ -75,9 +73,6 @@ class BodyRoute(APIRoute):
             except ClientDisconnect:
                 context.client_left(request.state.request_id)
                 return Response(status_code=499)
-            except GuidedError as error:
-                error.param = request.state.field_names.get(error.param or "", error.param)
-                raise
 
         return handle
 
@@ -121,99 +116,95 @@ RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": _ANSWER, "con
 
 
 class GenerationRoute(BodyRoute):
-    """A route for endpoints that return the request's `Job`. It runs the job and sends the answer, or a stream."""
+    """A route for endpoints that return the request's `Job`. The response runs it."""
 
     async def respond(self, answer: Prepared, request: Request, context: ServerContext) -> Response:
-        """Run the job. Raises its error if it was refused, or failed before the first byte of the answer."""
-        make_answer, job = answer
-        async with AsyncExitStack() as stack:
-            while True:
-                try:
-                    guided, outputs = await _unless_gone(request, stack.enter_async_context(running(context, job)))
-                    break
-                except InvalidConstraint as error:
-                    if job.relax is None:
-                        raise
-                    job = await context.in_thread(job.relax, error)
-            if ignored := request.state.ignored:
-                guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
-            writer = make_answer(context, job, guided)
-            if job.stream:
-                return _EventStream(_events(outputs, writer, request, context), stack.pop_all(), context, job)
-            whole = await _unless_gone(request, self.whole(outputs, writer, context))
-            return Response(whole, media_type="application/json")
+        """Return the response that runs the job."""
+        return _JobResponse(answer, request, context)
 
-    async def whole(self, outputs: Outputs, answer: Answer, context: ServerContext) -> bytes:
+
+class _JobResponse(Response):
+    """Runs a job and sends its answer, or a stream. The job is aborted when the client disconnects."""
+
+    def __init__(self, prepared: Prepared, request: Request, context: ServerContext) -> None:
+        super().__init__()
+        self._make_answer, self._job = prepared
+        self._request = request
+        self._context = context
+        self._is_sent = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises the error of a job that was refused, or failed before the first byte of the answer."""
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work, watching = asyncio.create_task(self._run(scope, receive, send)), asyncio.create_task(watch())
+        try:
+            await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if self._is_sent or work.done():
+                await work
+            else:
+                self._context.client_left(self._job.http_id)
+        finally:
+            await cancel([work, watching])
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the job. If its constraint is refused, run it with less that is enforced, where that is allowed."""
+        context, state = self._context, self._request.state
+        while True:
+            try:
+                async with running(context, self._job, state.field_names) as (guided, outputs):
+                    if state.ignored:
+                        guided = (guided or GuidedInfo()).model_copy(update={"ignored": state.ignored})
+                    answer = self._make_answer(context, self._job, guided)
+                    if self._job.stream:
+                        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+                        events = self._events(outputs, answer)
+                        await StreamingResponse(events, 200, headers, "text/event-stream").stream_response(send)
+                    else:
+                        whole = await self._whole(outputs, answer)
+                        await Response(whole, media_type="application/json")(scope, receive, send)
+                    self._is_sent = True
+                return
+            except InvalidConstraint as error:
+                if self._job.relax is None:
+                    raise
+                self._job = await context.in_thread(self._job.relax, error)
+
+    async def _whole(self, outputs: Outputs, answer: Answer) -> bytes:
         """Return the body of an answer without `stream`."""
         last: dict[int, RequestOutput] = {}
         async for number, output in outputs:
             last[number] = output
-        return await context.in_thread(answer.whole, [last[number] for number in sorted(last)])
+            if self._job.at_admission:
+                break
+        return await self._context.in_thread(answer.whole, [last[number] for number in sorted(last)])
 
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and cancel it when the client disconnects. Raises `ClientDisconnect` then."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watching = asyncio.create_task(work), asyncio.create_task(watch())
-    try:
-        await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        await cancel([watching, task])
-
-
-class _EventStream(StreamingResponse):
-    """A response of events. It closes `resources` at the end, also if it never began."""
-
-    def __init__(
-        self, content: AsyncIterator[bytes], resources: AsyncExitStack, context: ServerContext, job: Job
-    ) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(content, media_type="text/event-stream", headers=headers)
-        self._resources = resources
-        self._context = context
-        self._job = job
-        self._complete = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._resources:
-            await super().__call__(scope, receive, send)
-        if not self._complete:
-            self._context.client_left(self._job.http_id)
-
-    async def stream_response(self, send: Send) -> None:
-        await super().stream_response(send)
-        self._complete = True
-
-
-async def _events(outputs: Outputs, answer: Answer, request: Request, context: ServerContext) -> AsyncIterator[bytes]:
-    """Write the whole stream, event by event."""
-    finished: dict[int, RequestOutput] = {}
-    try:
-        for data in answer.first_events():
-            yield answer.event(data)
-        async for number, output in outputs:
-            for data in answer.new_events(number, output):
+    async def _events(self, outputs: Outputs, answer: Answer) -> AsyncIterator[bytes]:
+        """Write the whole stream, event by event."""
+        finished: dict[int, RequestOutput] = {}
+        try:
+            for data in answer.first_events():
                 yield answer.event(data)
-            if output.finished:
-                finished[number] = output
-        for data in answer.last_events(list(finished.values())):
-            yield answer.event(data)
-        yield answer.end
-    except Exception as raised:
-        if isinstance(raised, GuidedError):
-            error: GuidedError = raised
-            error.param = request.state.field_names.get(error.param or "", error.param)
-            report(answer.job, error, answer.guided)
-        else:
-            error = InternalError("the server failed on this request; its log says why")
-            text, job = "request %s (x-request-id %s) failed", answer.job
-            logger.exception(text, job.request_id, job.http_id, extra=job.log_ids)
-        context.metrics.failed(error.code, error.status)
-        yield answer.event(answer.failure(error))
+            async for number, output in outputs:
+                for data in answer.new_events(number, output):
+                    yield answer.event(data)
+                if output.finished:
+                    finished[number] = output
+            for data in answer.last_events(list(finished.values())):
+                yield answer.event(data)
+            yield answer.end
+        except Exception as raised:
+            job = self._job
+            if isinstance(raised, GuidedError):
+                error: GuidedError = raised
+                respell(error, self._request.scope)
+                report(job, error, answer.guided)
+            else:
+                error = InternalError("the server failed on this request; its log says why")
+                text = "request %s (x-request-id %s) failed"
+                logger.exception(text, job.request_id, job.http_id, extra=job.log_ids)
+            self._context.metrics.failed(error.code, error.status)
+            yield answer.event(answer.failure(error))

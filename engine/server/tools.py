@@ -3,18 +3,18 @@ that reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
+from engine.server.custom_calls import CustomCallParser
 from engine.server.generation import OutputForm, locate
 from engine.server.protocol import ChatRequest, Tool
 from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
-from guided.limits import Limits
 from guided.regex_parser import parse
 from guided.schema.keywords import escape
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
@@ -51,7 +51,7 @@ def requested_calls(
     for index, tool in enumerate(tools):
         if tool.function.name not in names:
             continue
-        field = parameters_field(index)
+        field = schema_field(index, tool)
         if is_relaxed := field in relaxed or (is_off and tool.function.strict is False):
             not_enforced.append(field)
         parameters = {"type": "object"} if is_relaxed else _parameters(tool, field)
@@ -65,28 +65,26 @@ def requested_calls(
     return Calls(tool_format, functions, mode != "auto", parallel, answer), not_enforced
 
 
-def parameters_field(index: int) -> str:
-    """Return the path of the schema of a tool's arguments in a chat."""
-    return f"tools[{index}].function.parameters"
+def schema_field(index: int, tool: Tool) -> str:
+    """Return the path of the schema of a tool's arguments, or of the format of its input, in a chat."""
+    return f"tools[{index}].{'custom.format' if tool.type == 'custom' else 'function.parameters'}"
 
 
-def fields_to_relax(
-    body: ChatRequest, error: InvalidConstraint, names: Mapping[str, str], limits: Limits
-) -> frozenset[str]:
-    """Return the fields of all schemas of arguments that can't be enforced and need not be, if `error` is about one.
-
-    Args:
-        names: fields of a chat -> their names in the request.
-    """
-    tools = {} if body.strict_schema else {parameters_field(index): tool for index, tool in enumerate(body.tools or ())}
-    lenient = {field: tool for field, tool in tools.items() if tool.function.strict is not True}
-    meant = {field for field in lenient if error.param in (field, names.get(field))}
-    return frozenset(meant.union(field for field in lenient if meant and not _is_valid(lenient[field], field, limits)))
+def fields_to_relax(body: ChatRequest, error: InvalidConstraint) -> frozenset[str]:
+    """Return the fields of all schemas of arguments that can't be enforced and need not be, if `error` is about one."""
+    lenient = {
+        schema_field(index, tool): tool
+        for index, tool in enumerate(body.tools or ())
+        if tool.function.strict is not True
+    }
+    if body.strict_schema or error.param not in lenient:
+        return frozenset()
+    return frozenset([error.param, *(field for field, tool in lenient.items() if not _is_valid(tool, field))])
 
 
-def _is_valid(tool: Tool, field: str, limits: Limits) -> bool:
+def _is_valid(tool: Tool, field: str) -> bool:
     try:
-        Constraint.json_schema(_parameters(tool, field), limits=limits)
+        Constraint.json_schema(_parameters(tool, field))
     except InvalidConstraint:
         return False
     return True
@@ -105,7 +103,7 @@ def _check_names(tools: Sequence[Tool]) -> None:
         first = seen.setdefault(tool.function.name, index)
         if first != index:
             text = f"tools[{first}] has the name {tool.function.name!r} too: names are unique"
-            raise InvalidRequest(text, param=f"tools[{index}].function.name")
+            raise InvalidRequest(text, param=f"tools[{index}].{tool.type}.name")
 
 
 def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[str, Collection[str]]:
@@ -134,7 +132,7 @@ def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[
 
 
 def _invalid(message: str) -> InvalidRequest:
-    return InvalidRequest(f"tool_choice: {message}", param="tool_choice")
+    return InvalidRequest(message, param="tool_choice")
 
 
 def _parameters(tool: Tool, field: str) -> dict[str, Any]:
@@ -162,7 +160,11 @@ def output_form(
         raise InvalidRequest(message, param="max_reasoning_tokens")
     if calls is None and reasoning is None:
         return OutputForm(wanted.constraint)
-    parser = partial(OutputParser, reasoning, thinking=thinking == "open")
+    custom = {
+        tool.function.name: tool.input_grammar("lark") is not None for tool in body.tools or () if tool.type == "custom"
+    }
+    parser = partial(CustomCallParser, custom) if custom else partial(OutputParser)
+    parser = partial(parser, reasoning=reasoning, thinking=thinking == "open")
     if calls is not None:
         anywhere = calls.anywhere(reasoning)
         parser = partial(parser, tools=calls.format, functions=calls.functions, anywhere=anywhere)
@@ -170,7 +172,7 @@ def output_form(
     special = any(name in texts for name in context.engine.model.vocabulary.special_names)
     if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
-    whole, found = _combined(body, context, wanted, calls, reasoning, thinking)
+    whole, found = _combined(body, wanted, calls, reasoning, thinking)
     if calls is not None:
         return OutputForm(whole, "tools", found, parser, special, calls.format.id_length)
     kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
@@ -179,7 +181,6 @@ def output_form(
 
 def _combined(
     body: ChatRequest,
-    context: ServerContext,
     wanted: RequestedConstraint,
     calls: Calls | None,
     reasoning: ReasoningFormat | None,
@@ -192,9 +193,9 @@ def _combined(
     document = {"type": "structural_tag", "format": answer_format(calls or answer, reasoning, thinking, limit)}
     owners: dict[int, tuple[str, str]] = {}
     if calls is not None:
-        numbers = {tool.function.name: index for index, tool in enumerate(body.tools or ())}
+        fields = {tool.function.name: schema_field(index, tool) for index, tool in enumerate(body.tools or ())}
         for function in calls.functions:
-            owners[id(function.text or function.parameters)] = parameters_field(numbers[function.name]), ""
+            owners[id(function.text or function.parameters)] = fields[function.name], ""
     if answer is not None and given is not None:
         owners[id(answer.get("json_schema", answer))] = (
             wanted.param or given.kind,
@@ -203,9 +204,8 @@ def _combined(
     found = dict(_places(document, owners))
     candidates("structural_tag", wanted.backend)
     try:
-        whitespace, limits = None if given is None else given.whitespace, context.engine.engine.config.limits
-        strict = body.strict_schema is True
-        return Constraint.structural_tag(document, strict_schema=strict, whitespace=whitespace, limits=limits), found
+        whitespace, strict = None if given is None else given.whitespace, body.strict_schema is True
+        return Constraint.structural_tag(document, strict_schema=strict, whitespace=whitespace), found
     except InvalidConstraint as error:
         locate(error, found)
         raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from guided.constraint import Constraint
@@ -102,22 +105,19 @@ def test_alternatives_of_schemas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("constraint", "limits"),
+    ("create", "limits"),
     [
-        (Constraint.json_schema({"enum": [1, 2, 3]}), Limits(max_enum=2)),
-        (Constraint.json_schema({"properties": {"a": {"type": "null"}}}), Limits(max_nesting=2)),
-        (Constraint.json_object(whitespace="a{5}"), Limits(max_repetition=4)),
-        (Constraint.regex("a{5}"), Limits(max_repetition=4)),
-        (Constraint.choice(["a", "b"]), Limits(max_choices=1)),
-        (Constraint.grammar('start: "a" a\na: "b"'), Limits(max_grammar_rules=1)),
-        (Constraint.regex("a" * 100), Limits(max_constraint_bytes=99)),
+        (partial(Constraint.json_schema, {"enum": [1, 2, 3]}), Limits(max_enum=2)),
+        (partial(Constraint.json_object, whitespace="a{5}"), Limits(max_repetition=4)),
+        (partial(Constraint.choice, ["a", "b"]), Limits(max_choices=1)),
+        (partial(Constraint.regex, "a" * 100), Limits(max_constraint_bytes=99)),
     ],
-    ids=lambda each: each.kind if isinstance(each, Constraint) else "",
+    ids=["enum", "whitespace", "choices", "bytes"],
 )
-def test_a_constraint_can_be_held_to_other_limits_later(constraint: Constraint, limits: Limits) -> None:
-    constraint.check(DEFAULT_LIMITS)
+def test_a_limit_holds_from_the_first_value_beyond_it(create: Callable[..., Constraint], limits: Limits) -> None:
+    create(limits=DEFAULT_LIMITS)
     with pytest.raises(ConstraintTooLarge):
-        constraint.check(limits)
+        create(limits=limits)
 
 
 def test_limits_that_nothing_can_keep_are_refused() -> None:

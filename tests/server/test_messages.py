@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 PATH = "/v1/messages"
 CHAT = "/v1/chat/completions"
-ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 150}
+ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 150}
 LIGHT: dict[str, Any] = {
     "type": "object",
     "properties": {"color": {"enum": ["red", "green"]}, "on": {"type": "boolean"}},
@@ -118,7 +118,7 @@ def test_a_conversation_is_the_same_as_a_chat(hermes: TestClient) -> None:
     assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
     assert message["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
     assert message["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
-    counted = hermes.post(f"{PATH}/count_tokens", json={**asked, "tools": [TOOL]}).json()
+    counted = hermes.post(f"{PATH}/count_tokens", json={"model": "tiny", **asked, "tools": [TOOL]}).json()
     assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
 
 
@@ -240,7 +240,14 @@ def test_what_has_no_effect(client_with: Make) -> None:
         ({"messages": []}, "messages", "messages"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", ""),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type", "'text'"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages", "id, name, input"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            "messages[0].content[0]",
+            "Invalid 'messages[0].content[0]': type tool_use needs id, name, input",
+        ),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+        ({"max_tokens": None}, "max_tokens", ""),
+        ({"model": None}, "model", ""),
         ({"n": 2}, "n", "should be 1"),
         ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools", "web_search has no input_schema"),
         (

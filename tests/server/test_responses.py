@@ -231,7 +231,7 @@ def test_an_empty_answer_is_a_message(hermes: TestClient) -> None:
         ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
         ({"input": []}, "input", ""),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "'message'"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input", "arguments, call_id"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]", "arguments, call_id"),
         ({"text": {"format": {**FORMAT["format"], "schema": None}}}, "text.format.schema", "text.format.schema"),
         ({"text": {"format": {**FORMAT["format"], "schema": {"type": "strin"}}}}, "text.format", "(at '/type')"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),

@@ -367,6 +367,8 @@ def test_calls_in_other_forms_are_the_same_conversation() -> None:
         ({"functions": [{"name": "f"}]}, "functions", "former field", None),
         ({"tools": [*TOOLS, tool("roll_dice")]}, "tools[2].function.name", "tools[0]", None),
         ({"tools": [tool("no spaces")]}, "tools[0].function.name", "match pattern", None),
+        ({"tools": [custom("no spaces")]}, "tools[0].custom.name", "tools[0].custom.name", None),
+        ({"tools": None, "functions": [{"name": "f"}], "function_call": {"name": "x"}}, "function_call", "'x'", None),
         (
             {"tools": [*TOOLS, tool("f", WRONG, strict=True)]},
             "tools[2].function.parameters",

@@ -18,13 +18,17 @@ from guided.backends import AUTO, resolve
 if TYPE_CHECKING:
     from guided.check import Report
 
-_TOKENIZER = "tokenizer.json, tekken.json, or a model's folder. Masks depend on it. Default: the embedded model's."
-
 
 def check(
     files: Annotated[list[Path], typer.Argument(help="Files to check; - is standard input.", allow_dash=True)],
     tokenizer: Annotated[
-        Path, typer.Option(help=_TOKENIZER, exists=True, default_factory=checkpoint_path, show_default=False)
+        Path,
+        typer.Option(
+            help="tokenizer.json, tekken.json, or a model's folder. Masks depend on it. Default: the embedded model's.",
+            exists=True,
+            default_factory=checkpoint_path,
+            show_default=False,
+        ),
     ],
     kind: Annotated[
         Literal["json_schema", "regex", "grammar"] | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -10,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple
 
 import typer
@@ -18,11 +16,8 @@ import typer
 from engine.server.commands.parameters import SERVER_OPTIONS, options_of
 from engine.server.options import ServeOptions
 from guided.backends import BACKENDS
-from guided.pools.options import RayPoolOptions
 from guided.process_resources import available_cpus
 
-_LIBRARIES = {"outlines": "outlines_core"}
-"""Packages with another name than their backend."""
 _SECONDS = 120.0
 """Time limit of a check in a process of its own."""
 
@@ -33,14 +28,19 @@ tokens = (b"</s>", *(bytes([byte]) for byte in range(256)), b"<pad>")
 pool = InlinePool(Vocabulary(tokens, (0,), frozenset({0, 257}), 264))
 pool.compile(Constraint.json_schema({"type": "integer"}), (sys.argv[1],)).result()
 """
-_TRY_CLUSTER = """
+_TRY_RAY = """
 import json, sys
+try:
+    import ray
+except ImportError as error:
+    sys.exit(f"{error}: pip install 'guided[server,ray]'")
 from actors.cluster import Cluster
 from guided.errors import PoolUnavailable
 from guided.pools.options import RayPoolOptions
 options = RayPoolOptions(**json.loads(sys.argv[1]))
 try:
-    Cluster.join(options.address).check_room(options)
+    if options.address is not None:
+        Cluster.join(options.address).check_room(options)
 except PoolUnavailable as error:
     sys.exit(str(error))
 """
@@ -87,57 +87,30 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
     else:
         yield Finding("ok", "system", here)
     if options.pool == "ray":
-        yield _ray(options.ray)
-    yield from _backends()
-    if options.load.device != "cpu":
-        yield _gpu(options.load.device)
-
-
-def _ray(options: RayPoolOptions) -> Finding:
-    if _version("ray") is None:
-        return Finding("error", "Ray", "not installed: pip install 'guided[server,ray]'")
-    problem = None if options.address is None else _fails(_TRY_CLUSTER, json.dumps(asdict(options)))
-    if problem is not None:
-        return Finding("error", "Ray", problem)
-    text = "a local one is started" if options.address is None else "the cluster has room for the pool"
-    return Finding("ok", "Ray", text)
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(PackageNotFoundError):
-        return version(package)
-    return None
-
-
-def _backends() -> Iterator[Finding]:
+        given = json.dumps(asdict(options.ray))
+        good = "a local one is started" if options.ray.address is None else "the cluster has room for the pool"
+        yield _tried("Ray", good, "", _TRY_RAY, given)
     for name in BACKENDS:
-        subject = f"backend {name} {_version(_LIBRARIES.get(name, name)) or ''}".strip()
-        problem = _fails(_TRY_BACKEND, name)
-        if problem is None:
-            yield Finding("ok", subject, "compiles")
-        else:
-            yield Finding("error", subject, f"{problem}: pip install --force-reinstall it, with constraints.txt")
+        advice = "pip install --force-reinstall it, with constraints.txt"
+        yield _tried(f"backend {name}", "compiles", advice, _TRY_BACKEND, name)
+    device = options.load.device
+    if device != "cpu":
+        advice = "torch may be a CPU build, a container needs --gpus all, and Triton a C compiler"
+        found = _tried("GPU", "the mask kernel runs", advice, _TRY_GPU, "cuda" if device == "auto" else device)
+        no_gpu = device == "auto" and found.text.startswith("no CUDA device")
+        yield Finding("ok", "GPU", "no CUDA device; the CPU is used") if no_gpu else found
 
 
-def _gpu(device: str) -> Finding:
-    problem = _fails(_TRY_GPU, "cuda" if device == "auto" else device)
-    if problem is None:
-        return Finding("ok", "GPU", f"the mask kernel runs; torch {_version('torch')}, Triton {_version('triton')}")
-    if device == "auto" and problem == "no CUDA device":
-        return Finding("ok", "GPU", f"{problem}; the CPU is used")
-    advice = "torch may be a CPU build, a container needs --gpus all, and Triton a C compiler"
-    return Finding("error", "GPU", f"the mask kernel does not run: {problem}: {advice}")
-
-
-def _fails(code: str, *arguments: str) -> str | None:
-    """Run code in a process of its own, because a broken library may crash. Return why it failed, or None."""
+def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> Finding:
+    """Run code in a process of its own, because a broken library may crash. `advice`: what to do if it fails."""
+    command = [sys.executable, "-c", code, *arguments]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return f"no answer within {_SECONDS:g} s"
-    if done.returncode == 0:
-        return None
-    last = done.stderr.strip().rpartition("\n")[2]
-    return last or f"the process ended with status {done.returncode}"
+        problem = f"no answer within {_SECONDS:g} s"
+    else:
+        if done.returncode == 0:
+            return Finding("ok", subject, good)
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        problem = last_line or f"the process ended with status {done.returncode}"
+    return Finding("error", subject, f"{problem}: {advice}" if advice else problem)
