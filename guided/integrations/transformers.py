@@ -19,14 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from guided.bitmask import words
+from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
 from guided.kernel import apply_bitmask
 from guided.output_types import constraint_for
 from guided.pools.inline import InlinePool
-from guided.pools.protocol import MaskPool
-from guided.processor import GuidedProcessor
+from guided.pools.protocol import Grammar, MaskPool
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -95,9 +94,8 @@ class GuidedLogitsProcessor:
             each if isinstance(each, Constraint | None) else constraint_for(each, param="constraints") for each in many
         ]
         self._end_failed = failed_rows == "end"
-        self._processor = GuidedProcessor(pool or InlinePool(vocabulary))
+        self._pool = pool or InlinePool(vocabulary)
         self._width = vocabulary.padded_vocab_size
-        self._bitmask: NDArray[np.int32] = np.empty((0, words(self._width)), np.int32)
         self._stop = list(vocabulary.stop_token_ids)
         self._text = frozenset(vocabulary.text_token_ids)
         self._closed = False
@@ -109,20 +107,19 @@ class GuidedLogitsProcessor:
         """By index. Rows without a constraint have none."""
         self._unused: list[int] = []
         """Ids of sequences to be freed after this step: until then, their matchers may be copied."""
-        try:
-            futures = {
-                index: self._processor.initialize(str(index), constraint, backend)
-                for index, constraint in enumerate(self._constraints)
-                if constraint is not None
-            }
-            for index, future in futures.items():
-                try:
-                    future.result()
-                except GuidedError as error:
-                    raise _prefixed(error, f"constraint {index}") from error
-        except BaseException:
-            self.close()
-            raise
+        self._floors = torch.empty((0, 1))
+        """`[rows, 1]`: `_FLOOR` for rows with a constraint, -inf for others."""
+        self._grammars: list[Grammar | None] = []
+        """By index in `constraints`."""
+        futures = [
+            None if each is None else self._pool.compile(each, candidates(each.kind, backend))
+            for each in self._constraints
+        ]
+        for index, future in enumerate(futures):
+            try:
+                self._grammars.append(None if future is None else future.result())
+            except GuidedError as error:
+                raise _prefixed(error, f"constraint {index}") from error
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores with -inf for all forbidden tokens. Rows without a constraint are unchanged.
@@ -142,44 +139,50 @@ class GuidedLogitsProcessor:
             raise InvalidRequest(message, param="vocabulary")
         ids: NDArray[np.int64] = input_ids.numpy(force=True).copy()  # `generate()` may write into its tensor
         if not self._continue(ids):
-            self._begin(ids)
+            self._begin(ids, scores)
         self._ids = ids
-        rows = self._collect()
-        masked = scores.clone(memory_format=torch.contiguous_format)
-        masked[rows] = masked[rows].clamp_(min=_FLOOR)
-        apply_bitmask(masked, (self._bitmask[row] for row in rows), rows)
+        masked = torch.maximum(scores, self._floors)
+        self._mask(masked)
         self._mask_ended(scores, masked)
         return masked
 
-    def _begin(self, ids: NDArray[np.int64]) -> None:
+    def _begin(self, ids: NDArray[np.int64], scores: torch.Tensor) -> None:
         """Start a new generation with these prompts."""
         self.reset()
-        rows, prompts = len(ids), len(self._constraints)
+        rows, prompts = len(ids), len(self._grammars)
         if not prompts or rows % prompts:
             message = f"{rows} rows and {prompts} constraints: give one for all, or one (or None) for each prompt"
             raise InvalidRequest(message, param="constraints")
         self.failed.clear()
         self._length = ids.shape[1]
-        self._bitmask = np.empty((rows, words(self._width)), np.int32)
         for row in range(rows):
             index = row * prompts // rows  # the rows of a prompt are adjacent
-            if self._constraints[index] is not None:
-                self._rows[row] = _Row(str(index), next(_ids), [])
+            if self._grammars[index] is not None:
+                self._rows[row] = self._opened(_Row(str(index), next(_ids), []))
+        floors = [[_FLOOR if row in self._rows else -torch.inf] for row in range(rows)]
+        self._floors = torch.tensor(floors, dtype=scores.dtype, device=scores.device)
+
+    def _opened(self, one: _Row) -> _Row:
+        """Open a sequence in the pool."""
+        grammar = self._grammars[int(one.request_id)]
+        assert grammar is not None
+        self._pool.open(one, grammar)
+        return one
 
     def _continue(self, ids: NDArray[np.int64]) -> bool:
         """Update the sequences. Returns False if the rows don't continue those of the last call."""
         before, known = self._ids, ids.shape[1] - 1
         if len(ids) != len(before) or not self._length <= known <= before.shape[1]:
             return False
-        stayed = (ids[:, :known] == before[:, :known]).all(axis=1)
-        if not stayed.all() and not self._move(ids[:, :known], stayed.tolist()):
+        stayed = ids[:, :known] == before[:, :known]
+        if not stayed.all() and not self._move(ids[:, :known], stayed.all(axis=1).tolist()):
             return False
         tokens, length = ids[:, -1].tolist(), known - self._length
         for row, one in self._rows.items():
             output = one.output_token_ids
             if len(output) > length:  # draft tokens of an assistant were rejected
                 del output[length:]
-                self._processor.rollback(one.sequence_id, length)
+                self._pool.rollback(one.sequence_id, length)
                 if one.ended and not one.failed and self._text.issuperset(output):
                     one.ended = False
             output.append(tokens[row])
@@ -202,44 +205,39 @@ class GuidedLogitsProcessor:
         dropped, self._rows = set(before), {}
         for row, parent in sorted(parents.items(), key=lambda pair: pair[0] != pair[1]):
             assert parent is not None
-            self._rows[row] = before[parent] if parent in dropped else before[parent].copy()
+            self._rows[row] = before[parent] if parent in dropped else self._opened(before[parent].copy())
             dropped.discard(parent)
         self._unused += [before[row].sequence_id for row in dropped]
         return True
 
-    def _collect(self) -> list[int]:
-        """Write the masks of the rows into `_bitmask`. Returns the rows that have one."""
+    def _mask(self, masked: torch.Tensor) -> None:
+        """Wait for the masks of all rows and write -inf over what they forbid. Rows without a valid mask end."""
         step = [(row, one) for row, one in self._rows.items() if not one.ended]
         step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens
-        rows, sequences = [row for row, _ in step], tuple(one for _, one in step)
-        failed = self._fill(rows, sequences)
-        for sequence in sequences:
-            sequence.parent_id = None
+        missing = step
+        while missing:
+            self._pool.submit(tuple(one for _, one in missing))
+            found = self._pool.collect()
+            masks = [part.masks[slot] for part in found.ready for slot in part.slots]
+            apply_bitmask(masked, masks, [missing[place][0] for part in found.ready for place in part.rows])
+            for place, error in found.failed.items():
+                self._fail(*missing[place], error)
+            missing = [missing[place] for place in found.late]
+            if missing:
+                time.sleep(0.001)  # until a worker is up
+        for _, one in step:
+            one.parent_id = None
         self._free_unused()
-        if not failed:
-            return sorted(rows)
-        for row in sorted(rows):
-            error = failed.get(self._rows[row].sequence_id)
-            if error is not None and not self._end_failed:
-                self.reset()
-                raise _prefixed(error, f"row {row} of {len(self._bitmask)}") from error
-            if error is not None:
-                self._rows[row].ended = self._rows[row].failed = True
-                self.failed.setdefault(row, error)
-        return sorted(row for row in rows if not self._rows[row].ended)
 
-    def _fill(self, rows: list[int], sequences: tuple[GuidedSequence, ...]) -> dict[int, GuidedError]:
-        """Wait for all masks of a step. Returns the errors of failed rows, by sequence id."""
-        failed: dict[int, GuidedError] = {}
-        while True:
-            self._processor.prepare(sequences, rows)
-            report = self._processor.collect(self._bitmask)
-            failed |= report.failed
-            if not report.late:
-                return failed
-            time.sleep(0.001)  # until a worker is up
-            late = [place for place, each in enumerate(sequences) if each.sequence_id in report.late]
-            rows, sequences = [rows[place] for place in late], tuple(sequences[place] for place in late)
+    def _fail(self, row: int, one: _Row, error: GuidedError) -> None:
+        """End a row without a valid mask, or all of them."""
+        if not self._end_failed:
+            rows = len(self._ids)
+            self.reset()
+            raise _prefixed(error, f"row {row} of {rows}") from error
+        one.ended = one.failed = True
+        self.failed.setdefault(row, error)
+        self._unused.append(one.sequence_id)
 
     def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
         """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
@@ -262,18 +260,13 @@ class GuidedLogitsProcessor:
         self._ids = np.empty((0, 0), np.int64)
 
     def _free_unused(self) -> None:
-        for sequence_id in self._unused:
-            self._processor.free_sequence(sequence_id)
+        self._pool.free(self._unused)
         self._unused.clear()
 
     def close(self) -> None:
-        """Free matchers and grammars. Idempotent."""
-        if self._closed:
-            return
+        """Free the matchers. Idempotent."""
         self._closed = True
         self.reset()
-        for index in range(len(self._constraints)):
-            self._processor.free(str(index))
 
     def __enter__(self) -> GuidedLogitsProcessor:
         return self

@@ -19,6 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 
 def pytest_configure() -> None:
     os.environ |= {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # no other addresses
+    os.environ |= {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}
 
 
 def code(section: str) -> str:
