@@ -299,6 +299,6 @@ class TestErrors:
         assert "without /v1" in client.post(f"/v1{PATH}", json=ASK).json()["error"]["message"]
 
     def test_a_failure_in_a_stream(self, failing: TestClient) -> None:
-        events = events_of(failing, regex="[0-9]{30}")
+        events = events_of(failing, model="guided-default", regex="[0-9]{30}")
         assert (events[-1]["type"], events[-1]["error"]["type"]) == ("error", "api_error")
         assert re.fullmatch("[0-9]+", "".join(event["delta"]["text"] for event in events if "delta" in event))
