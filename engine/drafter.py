@@ -79,7 +79,7 @@ class Drafter:
         """Return the view of the row after `count` drafts. Its matcher keeps what has not changed."""
         opened = self._histories[sequence].guided
         if len(opened) < count:
-            new = replace(main, sequence_id=next(sequence_ids), parent_id=main.sequence_id, mask_seconds=None)
+            new = replace(main, sequence_id=next(sequence_ids), mask_seconds=None)
             new.output_token_ids = output
             opened.append(new)
             return new

@@ -31,8 +31,7 @@ def generate(
     matcher = compiled.grammar.matcher()  # in this process: only to propose drafts
     processor.initialize("request", constraint, compiled.backend).result()
     output: list[int] = []
-    rows = [GuidedSequence("request", 0, output)]
-    rows += [GuidedSequence("request", count, output, parent_id=0) for count in range(1, MAX_DRAFTS + 1)]
+    rows = [GuidedSequence("request", count, output) for count in range(MAX_DRAFTS + 1)]
     committed = [0] * len(rows)
     for steps in range(1, max_tokens + 1):
         drafts = propose(matcher, prompt + output)

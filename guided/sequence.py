@@ -21,8 +21,6 @@ class GuidedSequence:
     prompt_token_ids: Sequence[int] = ()
     sampling_params: Any = None
     """The engine's own object; the standard post-processor does not read it."""
-    parent_id: int | None = None
-    """The sequence that this one was forked from. Its matcher is copied if it is still open."""
     constrained: bool = True
     """It has a constraint. Others are for post-processors with `all_rows`."""
     eos_token_id: int | None = None

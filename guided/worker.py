@@ -76,41 +76,31 @@ class MaskWorker:
         self,
         slot: int,
         grammar: CompiledGrammar,
-        parent: int | None = None,
         tokens: Sequence[int] = (),
         budget: Budget | None = None,
     ) -> None:
         """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
 
         Args:
-            parent: slot of the matcher to copy. None: the matcher starts at the beginning.
             tokens: the sequence's whole output so far.
             budget: the constraint is completed within it.
         """
         state = self._slots[slot] = _SlotState(self._permitted, edit=(0, tokens))
         self.steered.discard(slot)
         try:
-            self._start(state, grammar, parent, budget)
+            self._start(state, grammar, budget)
         except GuidedError as error:
             state.error = error
 
-    def _start(self, state: _SlotState, grammar: CompiledGrammar, parent: int | None, budget: Budget | None) -> None:
+    def _start(self, state: _SlotState, grammar: CompiledGrammar, budget: Budget | None) -> None:
         with _native:
-            source = self._slots.get(parent) if parent is not None else None
-            if source is not None and source.matcher is not None:
-                state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
-                state.permitted, state.rules = source.permitted, source.rules
-            else:
-                state.matcher, state.rules = grammar.matcher(), grammar.rules
-                if grammar.special_token_ids:
-                    special = pack(grammar.special_token_ids, self._vocabulary.padded_vocab_size)
-                    state.permitted = self._permitted | special
+            state.matcher, state.rules = grammar.matcher(), grammar.rules
+            if grammar.special_token_ids:
+                special = pack(grammar.special_token_ids, self._vocabulary.padded_vocab_size)
+                state.permitted = self._permitted | special
             if budget is not None:
-                if source is not None and source.budgeted is not None:
-                    state.budgeted = source.budgeted.fork(budget)
-                else:
-                    self._completions = self._completions or Completions(self._vocabulary, self._permitted)
-                    state.budgeted = BudgetedSequence(self._completions.permitting(state.permitted), budget)
+                self._completions = self._completions or Completions(self._vocabulary, self._permitted)
+                state.budgeted = BudgetedSequence(self._completions.permitting(state.permitted), budget)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""

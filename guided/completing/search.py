@@ -195,12 +195,6 @@ class BudgetedSequence:
         self.steered = False
         """A mask was restricted."""
 
-    def fork(self, budget: Budget) -> BudgetedSequence:
-        """Return a copy for a sequence with the same output so far."""
-        copy = BudgetedSequence(self._completions, budget)
-        copy._known, copy.steered = list(self._known), self.steered
-        return copy
-
     def roll_back(self, length: int) -> None:
         """Forget what comes after the first `length` output tokens."""
         del self._known[length + 1 :]

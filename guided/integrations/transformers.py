@@ -11,7 +11,7 @@ during it: a Ray pool adds isolation, and hides no time.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any, Literal
 
@@ -45,8 +45,8 @@ class _Row(GuidedSequence):
     failed = False
 
     def copy(self) -> _Row:
-        """Return a sequence for another row with the same output. Its matcher is copied from this one's."""
-        copy = _Row(self.request_id, next(_ids), [*self.output_token_ids], parent_id=self.sequence_id)
+        """Return a sequence for another row with the same output."""
+        copy = _Row(self.request_id, next(_ids), [*self.output_token_ids])
         copy.ended, copy.failed = self.ended, self.failed
         return copy
 
@@ -105,8 +105,6 @@ class GuidedLogitsProcessor:
         """Number of tokens of the prompts."""
         self._rows: dict[int, _Row] = {}
         """By index. Rows without a constraint have none."""
-        self._unused: list[int] = []
-        """Ids of sequences to be freed after this step: until then, their matchers may be copied."""
         self._floors = torch.empty((0, 1))
         """`[rows, 1]`: `_FLOOR` for rows with a constraint, -inf for others."""
         self._grammars: list[Grammar | None] = []
@@ -207,14 +205,12 @@ class GuidedLogitsProcessor:
             assert parent is not None
             self._rows[row] = before[parent] if parent in dropped else self._opened(before[parent].copy())
             dropped.discard(parent)
-        self._unused += [before[row].sequence_id for row in dropped]
+        self._free(before[row] for row in dropped)
         return True
 
     def _mask(self, masked: torch.Tensor) -> None:
         """Wait for the masks of all rows and write -inf over what they forbid. Rows without a valid mask end."""
-        step = [(row, one) for row, one in self._rows.items() if not one.ended]
-        step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens
-        missing = step
+        missing = [(row, one) for row, one in self._rows.items() if not one.ended]
         while missing:
             self._pool.submit(tuple(one for _, one in missing))
             found = self._pool.collect()
@@ -225,9 +221,6 @@ class GuidedLogitsProcessor:
             missing = [missing[place] for place in found.late]
             if missing:
                 time.sleep(0.001)  # until a worker is up
-        for _, one in step:
-            one.parent_id = None
-        self._free_unused()
 
     def _fail(self, row: int, one: _Row, error: GuidedError) -> None:
         """End a row without a valid mask, or all of them."""
@@ -237,7 +230,7 @@ class GuidedLogitsProcessor:
             raise _prefixed(error, f"row {row} of {rows}") from error
         one.ended = one.failed = True
         self.failed.setdefault(row, error)
-        self._unused.append(one.sequence_id)
+        self._free([one])
 
     def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
         """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
@@ -254,14 +247,12 @@ class GuidedLogitsProcessor:
 
     def reset(self) -> None:
         """Start a new generation with the next call, whatever its rows are."""
-        self._unused += [one.sequence_id for one in self._rows.values()]
-        self._free_unused()
+        self._free(self._rows.values())
         self._rows.clear()
         self._ids = np.empty((0, 0), np.int64)
 
-    def _free_unused(self) -> None:
-        self._pool.free(self._unused)
-        self._unused.clear()
+    def _free(self, rows: Iterable[_Row]) -> None:
+        self._pool.free([one.sequence_id for one in rows])
 
     def close(self) -> None:
         """Free the matchers. Idempotent."""

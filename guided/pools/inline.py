@@ -19,7 +19,7 @@ from guided.backends import BACKENDS, Backends
 from guided.bitmask import words
 from guided.compilation import compile_constraint
 from guided.constraint import Constraint
-from guided.errors import BackendError, GuidedError
+from guided.errors import GuidedError
 from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES, GrammarCache
 from guided.pools.protocol import (
     MAX_FORCED_TOKENS,
@@ -54,7 +54,6 @@ class InlinePool:
         self._worker = MaskWorker(vocabulary)
         self._grammars: dict[int, Grammar] = {}
         """The grammar of each sequence that has no matcher yet. The worker's slots are sequence ids."""
-        self._open: set[int] = set()
         self._step: Sequence[GuidedSequence] = ()
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
         self._runs: NDArray[np.int32] = np.empty((0, MAX_FORCED_TOKENS), np.int32)
@@ -95,7 +94,6 @@ class InlinePool:
         self._worker.free(sequence_ids)
         for sequence_id in sequence_ids:
             self._grammars.pop(sequence_id, None)
-            self._open.discard(sequence_id)
 
     def rollback(self, sequence_id: int, length: int) -> None:
         if length < self._worker.length(sequence_id):
@@ -134,14 +132,10 @@ class InlinePool:
 
     def _fill(self, sequence: GuidedSequence, mask: NDArray[np.int32]) -> GuidedError | None:
         slot, tokens = sequence.sequence_id, sequence.output_token_ids
-        if slot in self._grammars:
-            parent = sequence.parent_id if sequence.parent_id in self._open else None
-            grammar = self._grammars.pop(slot).compiled
-            assert grammar is not None
-            self._worker.open(slot, grammar, parent, budget=sequence.budget)
-            self._open.add(slot)
-        elif slot not in self._open:
-            return BackendError(f"sequence {slot} is not open")
+        opening = self._grammars.pop(slot, None)
+        if opening is not None:
+            assert opening.compiled is not None
+            self._worker.open(slot, opening.compiled, budget=sequence.budget)
         known = self._worker.length(slot)
         if known > len(tokens):
             self._worker.edit(slot, len(tokens), ())

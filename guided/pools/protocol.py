@@ -158,8 +158,8 @@ class MaskPool(Protocol):
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         """Add a sequence. Its matcher is opened on a worker when the sequence is first submitted.
 
-        The matcher stays on that worker (a fork's on its parent's). If the worker ends, the pool opens the sequence on
-        another one from `sequence.output_token_ids`, or fails it.
+        The matcher stays on that worker, and starts from `sequence.output_token_ids`, which may have tokens already. If
+        the worker ends, the pool opens the sequence on another one, or fails it.
         """
 
     def free(self, sequence_ids: Collection[int]) -> None:

@@ -57,9 +57,9 @@ class Driver:
     def compile(self, constraint: Constraint, backends: Sequence[str] = LLGUIDANCE) -> Grammar:
         return self.pool.compile(constraint, backends).result(WAIT)
 
-    def open(self, grammar: Grammar, text: str = "", parent: int | None = None, budget: int | None = None) -> int:
+    def open(self, grammar: Grammar, text: str = "", budget: int | None = None) -> int:
         limit = None if budget is None else budget_of(grammar.constraint, budget)
-        sequence = GuidedSequence("request", next(_ids), tokens(text), parent_id=parent, budget=limit)
+        sequence = GuidedSequence("request", next(_ids), tokens(text), budget=limit)
         self.sequences[sequence.sequence_id] = sequence
         self.pool.open(sequence, grammar)
         return sequence.sequence_id
@@ -140,19 +140,6 @@ def test_outputs_that_are_repeated_shorter_or_rolled_back(driver: Driver) -> Non
     driver.pool.rollback(sequence, 1)
     driver.pool.rollback(10**9, 1)
     assert driver.mask(sequence, "cdcdcdcdcdcd") == "ace"
-
-
-def test_a_fork_has_its_parents_state_and_then_its_own(driver: Driver) -> None:
-    grammar = driver.compile(Constraint.regex("a(bc|de)"))
-    parent = driver.open(grammar)
-    driver.mask(parent, "a")
-    child = driver.open(grammar, "ad", parent)
-    driver.write(parent, "ab")
-    assert driver.step(child, parent) == ["e", "c"]
-    late, orphan = (driver.open(grammar, "ad", parent) for _ in range(2))
-    assert driver.step(late) == ["e"], "of a parent that went on"
-    driver.pool.free([parent])
-    assert driver.step(orphan) == ["e"], "of a parent that is gone"
 
 
 def test_freed_sequences_are_gone_and_the_others_stay(driver: Driver) -> None:

@@ -33,8 +33,6 @@ class FaultyPool(InlinePool):
         """By sequence: the position of the last mask that was asked for."""
         self.hold_compiles = False
         self.opened: list[int] = []
-        self.parents: list[int | None] = []
-        """Of each opened sequence."""
         self.freed: set[int] = set()
         self._held: list[tuple[Future[Grammar], Future[Grammar]]] = []
         self._lost: dict[int, GuidedError] = {}
@@ -59,7 +57,6 @@ class FaultyPool(InlinePool):
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         self.opened.append(sequence.sequence_id)
-        self.parents.append(sequence.parent_id)
         super().open(sequence, grammar)
 
     def free(self, sequence_ids: Collection[int]) -> None:

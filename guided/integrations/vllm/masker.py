@@ -161,10 +161,7 @@ class Masker:
         """Return the sequence of a row, with its current tokens."""
         request, drafts = row.request, row.drafts
         while len(request.sequences) <= drafts:
-            parent_id = request.sequences[0].sequence_id if request.sequences else None
-            request.sequences.append(
-                GuidedSequence(request.request_id, next(self._sequence_ids), row.token_ids, parent_id=parent_id)
-            )
+            request.sequences.append(GuidedSequence(request.request_id, next(self._sequence_ids), row.token_ids))
         sequence = request.sequences[drafts]
         sequence.output_token_ids = row.token_ids
         if drafts:  # this sequence's last draft tokens may have been replaced by other tokens

@@ -51,9 +51,7 @@ def test_beams_move_and_no_matcher_is_left(
     subject = GuidedLogitsProcessor(vocabulary, Constraint.json_schema(SCHEMA), pool=pool)
     batch = inputs(tiny_tokenizer, PROMPTS[:2])
     model.generate(**batch, num_beams=4, logits_processor=[subject], max_new_tokens=30)
-    assert pool.parents.count(None) == 8
     assert len(pool.opened) > 16
-    assert set(pool.opened) >= {parent for parent in pool.parents if parent is not None}
     assert len(set(pool.opened) - pool.freed) <= 8
     subject.close()
     subject.close()
