@@ -47,6 +47,7 @@ _WARM_UP = (
     Constraint.regex(r"\d\w\s"),  # Unicode classes take half a second, once per process
     Constraint.grammar('start: "a"'),
     Constraint.grammar('root ::= "a"'),
+    Constraint.structural_tag({"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}),
 )
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from engine.detokenizer import Detokenizer
 from engine.logprobs import TokenLogprobs
 from engine.sampling_params import SamplingParams
-from guided.completing.budget import budget_of
+from guided.completing.estimates import budget_of
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 

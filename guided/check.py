@@ -21,7 +21,8 @@ from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.bitmask import allowed_ids, words
 from guided.compilation import Compiled, compile_constraint
-from guided.completing.budget import Budget, budget_of
+from guided.completing.budget import Budget
+from guided.completing.estimates import budget_of
 from guided.completing.search import Completions
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest

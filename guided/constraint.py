@@ -2,6 +2,9 @@
 
 The checks here are cheap: sizes, nesting, NUL bytes, counts, and for JSON Schema the meta-schema. The syntax of a regex
 or a grammar is checked where it is compiled, in a process that may be killed.
+
+What reads schemas and regexes is imported when it is first used: a mask worker, which gets compiled grammars, starts
+without it.
 """
 
 from __future__ import annotations
@@ -12,15 +15,14 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from guided import regex as regexes
-from guided import regex_parser
-from guided.element_arguments import expand
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
-from guided.schema import document as schema_checks
 from guided.structural_tag import Content, Node, contents, located, parse, read
+
+if TYPE_CHECKING:
+    from guided import regex as regexes
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
@@ -100,6 +102,8 @@ class Constraint:
             UnsupportedConstraint: an unknown format with `strict_schema`.
             ConstraintTooLarge: over one of `limits`.
         """
+        from guided.schema import document as schema_checks
+
         notes: list[str] = []
         document = schema_checks.parse(schema, limits, param, notes, strict=strict_schema)
         if not additional_properties:
@@ -165,6 +169,8 @@ class Constraint:
         param: str = "structural_tag",
     ) -> Constraint:
         """The output is free text with constrained parts: see `guided/structural_tag.py`."""
+        from guided.schema.document import MAX_NOTES
+
         if isinstance(tag, str):
             _check_text(tag, "structural tag", limits, param)
         document = read(tag, limits, param)
@@ -175,7 +181,7 @@ class Constraint:
                     content.kind, content.value, strict_schema=strict_schema, limits=limits, param=param
                 )
             notes += [content.pointer + pointer for pointer in inner.not_enforced]
-            del notes[schema_checks.MAX_NOTES :]
+            del notes[MAX_NOTES:]
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
         spaces = _whitespace(whitespace, limits, param)
@@ -216,11 +222,16 @@ class Constraint:
 
 @lru_cache(maxsize=2)  # a compilation asks for them several times
 def _nodes(source: str) -> Node:
+    from guided.element_arguments import expand
+
     return parse(json.loads(source), _ANY_SIZE, "structural_tag", expand)
 
 
 @lru_cache(maxsize=64)  # a compilation asks for those of a structural tag several times
 def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
+    from guided import regex as regexes
+    from guided import regex_parser
+
     if kind == "choice":
         return regexes.choice(map(regexes.literal, json.loads(source)))
     return regex_parser.parse(source) if kind == "regex" else None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-
-import regex
 
 SCALARS = ("number", "boolean", "null")
 TYPES = ("string", *SCALARS, "object", "array")
@@ -35,6 +34,8 @@ class ElementStyle:
     @cached_property
     def begin_pattern(self) -> Any:
         """The compiled regex of `begin`, or `item`, with any whitespace before it."""
+        import regex  # the process of a mask worker does without it
+
         return regex.compile(r"\s*(?:" + "|".join(map(_pattern, filter(None, (self.begin, self.item)))) + ")")
 
     def mark(self, text: str, name: str, kind: str = "") -> str:
@@ -43,10 +44,10 @@ class ElementStyle:
 
 
 def _pattern(begin: str) -> str:
-    written: str = regex.escape(begin.rstrip("\n")).replace("><", r">\s*<")
-    named: str = written.replace(regex.escape(NAME), rf"(?P<name>{FREE_NAME})")
+    written = re.escape(begin.rstrip("\n")).replace("><", r">\s*<")
+    named = written.replace(re.escape(NAME), rf"(?P<name>{FREE_NAME})")
     pad = r"(?P<pad>\n?)" if begin.endswith("\n") else ""
-    return named.replace(regex.escape(_KIND), r"(?P<kind>\w*)") + pad
+    return named.replace(re.escape(_KIND), r"(?P<kind>\w*)") + pad
 
 
 _DSML = {"true": ("string",), "false": (*SCALARS, "object", "array")}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import guided.schema.document  # noqa: F401 -- at the start of a server, and not at its first request
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.limits import DEFAULT_LIMITS

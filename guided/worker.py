@@ -73,11 +73,7 @@ class MaskWorker:
         return len(self._slots)
 
     def open(
-        self,
-        slot: int,
-        grammar: CompiledGrammar,
-        tokens: Sequence[int] = (),
-        budget: Budget | None = None,
+        self, slot: int, grammar: CompiledGrammar, tokens: Sequence[int] = (), budget: Budget | None = None
     ) -> None:
         """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
 

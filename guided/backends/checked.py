@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
-from guided.backends.schema_lowering import TIERS
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.output_rules import NumberLimit, token_limit
-from guided.schema.validation import Validator
 from guided.structural_tag import Content, contents
-from guided.tags.content_reader import ContentReader
 from guided.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from guided.tags.content_reader import ContentReader
 
 _CHECKED = b"checked:"
 """Prefix of the serialisation of a grammar that is checked."""
@@ -46,6 +47,8 @@ class CheckedBackend(Backend):
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See `Backend.compile`. Leaves out more and more keywords of a schema that the library refuses."""
+        from guided.backends.schema_lowering import TIERS
+
         tag = constraint.kind == "structural_tag"
         if tag and any(content.kind == "grammar" for content in contents(constraint.outline)):
             constraint = replace(constraint, strict=True)  # where such a content ends is not known here
@@ -90,6 +93,9 @@ class CheckedBackend(Backend):
 
 def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabulary) -> ContentReader:
     """Return the reader that validates the contents with a pointer in `checked`."""
+    from guided.schema.validation import Validator  # imported for the first grammar that is checked
+    from guided.tags.content_reader import ContentReader
+
     tag = constraint.kind == "structural_tag"
     node = constraint.tag if tag else Content("json_schema", constraint.source or '{"type": "object"}', "")
     validators = {}

@@ -3,6 +3,8 @@
 In llguidance, errors are states: a matcher that exceeded its limits, or got a wrong token, gives a mask that allows
 end-of-sequence only. So the adapter checks the error state after every call and raises a `BackendError`, or an
 `UnsupportedConstraint` where the constraint exceeds llguidance's limits.
+
+What only `compile` needs is imported there: a mask worker loads compiled grammars.
 """
 
 from __future__ import annotations
@@ -13,21 +15,19 @@ import re
 from ctypes import addressof, c_char
 from functools import lru_cache
 from importlib import metadata
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from guided import regex
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.backends.llguidance_schema import LLGuidanceLowering
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
-from guided.grammar import check_lark
-from guided.schema import string_pattern
-from guided.tags.llguidance import TagGrammar
 from guided.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from guided.backends.llguidance_schema import LLGuidanceLowering
 
 _VERSION = metadata.version("llguidance")
 REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
@@ -53,6 +53,8 @@ class LLGuidanceBackend(Backend):
         )
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
+        from guided.tags.llguidance import TagGrammar
+
         special: set[int] = set()
         if constraint.kind == "structural_tag":
             tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
@@ -83,6 +85,10 @@ class LLGuidanceBackend(Backend):
 
     def _source(self, constraint: Constraint) -> tuple[str, list[str]]:
         """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""
+        from guided import regex
+        from guided.backends.llguidance_schema import LLGuidanceLowering
+        from guided.grammar import check_lark
+
         make = llguidance.LLMatcher
         match constraint.kind:
             case "json_schema" | "json_object":
@@ -97,6 +103,8 @@ class LLGuidanceBackend(Backend):
     def _inner(self, content: Constraint) -> tuple[dict[str, Any], list[str]]:
         """Return a content of a structural tag as an entry of llguidance's list of grammars; see `_source`."""
         if content.kind == "grammar":
+            from guided.grammar import check_lark
+
             self._grammar(content, self._source(content)[0], frozenset())  # its errors point to this content
             return {"lark_grammar": check_lark(content.source)}, []
         source, checked = self._source(content)
@@ -224,6 +232,8 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
             "leave the pattern out, or use another backend",
             param="whitespace_pattern",
         )
+    from guided.schema import string_pattern
+
     pattern = string_pattern.whitespace(USUAL_WHITESPACE if whitespace is None else whitespace)
     after = ""
     if whitespace is None and REPEATS_WHITESPACE:  # whitespace after commas and colons only

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 import jsonschema_rs
-from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import ConstraintNotMet, bounded
 from guided.schema.keywords import Schema, pointer
@@ -52,6 +51,8 @@ class Draft:
 
     @cached_property
     def _meta(self) -> Any:
+        from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+
         return self.validator(REGISTRY.contents(self.uri), offline=True)
 
 

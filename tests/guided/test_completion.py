@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from guided.backends import Backends
 from guided.bitmask import allowed_ids, words
 from guided.compilation import compile_constraint
-from guided.completing.budget import budget_of
+from guided.completing.estimates import budget_of
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest
 from guided.vocabulary import Vocabulary

@@ -11,7 +11,7 @@ from byte_vocabulary import BYTES, STOP, WORDS, allowed, tokens
 from driven_pool import copy_masks
 
 from actors import RayPool
-from guided.completing.budget import budget_of
+from guided.completing.estimates import budget_of
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
