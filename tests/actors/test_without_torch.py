@@ -1,4 +1,4 @@
-"""Mask actors without torch: the libraries' masks are the same, and one that can't do without it has the real one."""
+"""Mask actors start without what they do not need. Without torch, the libraries' masks are the same."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ _MASKS = """
     print(*sorted(name for name in ("torch", "transformers") if sys.modules.get(name) is not None))
 """
 
+_START = """
+    import sys
+    import actors.mask_actor
+    from byte_vocabulary import BYTES
+    from guided.backends import Backends
+
+    Backends(BYTES)["llguidance"]
+    print(*sorted({"interegular", "jsonschema_rs", "referencing", "regex"}.intersection(sys.modules)))
+"""
+
 
 @pytest.mark.parametrize(
     ("prelude", "loaded"),
@@ -44,6 +54,10 @@ _MASKS = """
 )
 def test_masks_need_neither_torch_nor_transformers(prelude: str, loaded: str) -> None:
     assert run(textwrap.dedent(_MASKS).format(prelude=prelude)).strip() == loaded
+
+
+def test_a_mask_actor_starts_without_readers_of_schemas() -> None:
+    assert run(textwrap.dedent(_START)).strip() == ""
 
 
 def test_neither_an_actor_nor_a_compile_process_has_it(local_ray: None) -> None:
