@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,20 +18,13 @@ class Chunk:
     sequences: list[Sequence]
     start: int
     end: int
-    drafts: list[Sequence] = field(default_factory=list)
-    """A sequence for the row after each draft. Its last token is the draft. These are the last tokens of the chunk."""
     row: int = 0
     """Row of the hidden states of its first token. Set by `Batch`."""
 
     @property
     def is_last(self) -> bool:
         """The sequences are sampled after this chunk."""
-        return self.end - len(self.drafts) == self.sequences[0].length
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Its tokens, drafts included."""
-        return self.sequences[0].data.span(self.start, self.end) + [draft.last_token for draft in self.drafts]
+        return self.end == self.sequences[0].length
 
     def unscored(self) -> Iterator[tuple[int, int]]:
         """Yield (first, last) of its prompt tokens and forced tokens that have no log-probabilities yet, although they
@@ -60,12 +53,10 @@ class Batch:
         self.is_repeatable = True
         """The next step may use this object again."""
         self.sequences = decodes
-        """The sampled sequences. The row of each draft follows that of its sequence."""
+        """The sampled sequences."""
         self.selected: list[int] | None = None
         """The rows of the hidden states that are sampled. None: all, in order. The last row of a prefill is there once
         for each of its sequences. Rows of earlier chunks are not sampled."""
-        self.drafted: dict[int, list[int]] = {}
-        """By row of a sequence with drafts: the drafts. Their rows follow."""
         if prefills:
             self._select()
         guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
@@ -73,8 +64,6 @@ class Batch:
         """The rows for the post-processors: those with a constraint, or all."""
         self.guided_rows = np.array(guided, np.intp)
         """int `[len(guided)]`: their row numbers."""
-        self.draft_rows = frozenset(at + 1 + n for at, drafts in self.drafted.items() for n in range(len(drafts)))
-        """Rows of drafts: they are sampled only to decide on the drafts."""
         params = [sequence.params for sequence in self.sequences]
 
         def rows(applies: Callable[[SamplingParams], object]) -> list[int]:
@@ -95,11 +84,7 @@ class Batch:
         end = 0
         for chunk in self.prefills:
             chunk.row, end = end, end + chunk.end - chunk.start
-            if chunk.drafts:
-                self.drafted[len(self.sequences)] = [draft.last_token for draft in chunk.drafts]
-                self.sequences += [chunk.sequences[0], *chunk.drafts]
-                self.selected += range(end - len(chunk.drafts) - 1, end)
-            elif chunk.is_last:
+            if chunk.is_last:
                 self.sequences += chunk.sequences
                 self.selected += [end - 1] * len(chunk.sequences)
         self.sequences += self.decodes

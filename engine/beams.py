@@ -12,7 +12,7 @@ from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.logprobs import TokenLogprobs
 from engine.sampler import SamplerOutput, ranked_logprobs
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus, common_length
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.post_processor import LogitPostProcessor
 
 
@@ -146,7 +146,8 @@ def _advance(
     for own, sequence, candidate in zip(outputs, beams, chosen, strict=True):
         output = outputs[candidate.beam]
         if own != output and sequence.guided is not None:
-            processor.rollback(sequence.seq_id, common_length(own, output))
+            same = next(place for place, (a, b) in enumerate(zip(own, output, strict=True)) if a != b)
+            processor.rollback(sequence.seq_id, same)
         sequence.take_over([*output, candidate.token], candidate.logprob, scored(candidate))
     return True
 

@@ -47,9 +47,6 @@ class EngineConfig:
         seed: seed of the engine. A request without a seed derives its own from it.
         forced_tokens: append tokens without an alternative without a forward pass for each. Outputs are the same. Read
             where the mask pool is started.
-        num_speculative_tokens: maximum number of draft tokens per sequence and step, which followed an earlier
-            occurrence of the newest tokens. Outputs are the same, except for rounding. Useful where outputs copy from
-            prompts. Not with custom logits processors. 0: off.
         logits_processors: custom logits processors in their order: classes, or `module:Class`
             (docs/logits-processors.md).
         logits_processor_plugins: load those of installed packages too; they run before the others.
@@ -64,12 +61,10 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int = 0
     forced_tokens: bool = True
-    num_speculative_tokens: int = 0
     logits_processors: tuple[str | type, ...] = ()
     logits_processor_plugins: bool = True
 
     RANGES: ClassVar[Mapping[str, Range]] = {
-        "num_speculative_tokens": Range(0),
         **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len"), Range(1)),
         **dict.fromkeys(("block_size", "num_blocks", "kv_cache_bytes"), Range(1)),
     }

@@ -31,7 +31,10 @@ _NOT_SUPPORTED: dict[str, str] = {
     "pipeline_parallel_size": "give tensor_parallel_size",
     "quantization": "the checkpoint's own dtype is used",
     "trust_remote_code": "only models of transformers itself are served",
-    "speculative_config": "give num_speculative_tokens",
+    **dict.fromkeys(
+        ("speculative_config", "num_speculative_tokens"),
+        "draft tokens are not supported: serve with vLLM and guided (docs/vllm.md)",
+    ),
     "prefix_pos": "beginnings are found again by themselves (enable_prefix_caching)",
     "lora_request": "LoRA adapters are not supported: merge them into the checkpoint",
     "enable_lora": "LoRA adapters are not supported: merge them into the checkpoint",

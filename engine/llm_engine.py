@@ -20,7 +20,6 @@ from engine.batch import Batch, Chunk
 from engine.beams import advance_beams, show_result
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
-from engine.drafter import Drafter
 from engine.keywords import refuse_unknown, without_neutral
 from engine.kv_cache import plan_blocks
 from engine.logits_processors.loading import describe, load_classes
@@ -75,17 +74,10 @@ class LLMEngine:
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
             processor = ProcessorBundle(*standard, *([] if processor is None else [processor]), config=description)
         self.processor = processor
-        if config.num_speculative_tokens and (self.logits_processors.classes or processor.needs_samples):
-            raise ValueError(
-                "num_speculative_tokens does not work with custom logits processors, nor with a post-processor that "
-                "overrides sampled(): use one of them"
-            )
-        self.drafter = Drafter(config.num_speculative_tokens, processor)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
-            drafter=self.drafter,
         )
         self.stats = EngineStats()
         self.groups: dict[str, SequenceGroup] = {}
@@ -312,7 +304,7 @@ class LLMEngine:
         self._prepared = None
         self.stats.note_masks(report)
         for row in batch.measured:
-            if row not in batch.draft_rows and (details := batch.sequences[row].details) is not None:
+            if (details := batch.sequences[row].details) is not None:
                 details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
@@ -328,8 +320,7 @@ class LLMEngine:
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
-            if row not in batch.draft_rows:
-                self._fail(batch.sequences[row].group, InternalError("no token of this step has a finite logit"))
+            self._fail(batch.sequences[row].group, InternalError("no token of this step has a finite logit"))
         return sampled
 
     def _skip(self, batch: Batch, report: ApplyReport) -> frozenset[int]:
@@ -340,29 +331,19 @@ class LLMEngine:
         for row in batch.guided_rows.tolist():
             sequence = batch.sequences[row]
             error = report.failed.get(sequence.seq_id)
-            if error is None and sequence.seq_id not in late_ids:
-                continue
-            if row in batch.draft_rows:
-                self.processor.free_sequence(sequence.seq_id)  # opened again when it is needed
-                skipped.add(row)
-            elif error is not None:
+            if error is not None:
                 self._fail(sequence.group, error)
                 skipped.add(row)
-            else:
+            elif sequence.seq_id in late_ids:
                 late.append(row)
         self.stats.late_rows += len(late)
         return frozenset(skipped) | self.scheduler.skip(batch, late, skipped)
 
     def append(self, sampled: SamplerOutput, batch: Batch) -> None:
-        """Append the tokens, accept drafts, apply the post-processor's edits, continue beams, end what is complete."""
-        skipped = sampled.skipped
-        others = skipped | batch.draft_rows
-        any_ended = self._append_tokens(sampled, batch, others)
-        for row, drafts in batch.drafted.items():
-            if row not in skipped:
-                any_ended |= self._accept(batch.sequences[row], row, drafts, sampled)
+        """Append the tokens, apply the post-processor's edits, continue beams, end what is complete."""
+        any_ended = self._append_tokens(sampled, batch)
         if batch.guided:
-            any_ended |= self._follow_edits(sampled, batch, others)
+            any_ended |= self._follow_edits(sampled, batch)
         if batch.beams:
             batch.is_repeatable = False  # penalties are counted again
             for group, finished in advance_beams(sampled, batch, self.blocks, self.processor).items():
@@ -371,10 +352,10 @@ class LLMEngine:
         if any_ended:
             self._drop_ended(batch)
 
-    def _append_tokens(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
+    def _append_tokens(self, sampled: SamplerOutput, batch: Batch) -> bool:
         """Append a token to each sequence but beams. Returns whether a sequence has ended."""
         changed, now, running = self._changed, time.monotonic(), SequenceStatus.RUNNING
-        logprobs, measured = sampled.logprobs, sampled.measured
+        skipped, logprobs, measured = sampled.skipped, sampled.logprobs, sampled.measured
         plain = not logprobs and not measured
         any_ended = False
         for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
@@ -391,23 +372,9 @@ class LLMEngine:
                     any_ended |= sequence.append(token, logprobs.get(row), measured.get(row))
         return any_ended
 
-    def _accept(self, sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput) -> bool:
-        """Append the tokens that were sampled after accepted drafts. Returns whether the sequence has ended."""
-        self.stats.drafted_tokens += len(drafts)
-        for draft in drafts:
-            accepted = sampled.token_ids[row] == draft
-            row += 1
-            if sequence.is_finished() or not accepted or row in sampled.skipped or row in sampled.broken:
-                break
-            self.stats.accepted_tokens += 1
-            sequence.computed += 1
-            if not sequence.params.is_greedy:
-                next(sequence.uniforms)
-            sequence.append(sampled.token_ids[row], sampled.logprobs.get(row), sampled.measured.get(row))
-        return sequence.is_finished()
-
-    def _follow_edits(self, sampled: SamplerOutput, batch: Batch, skipped: frozenset[int]) -> bool:
+    def _follow_edits(self, sampled: SamplerOutput, batch: Batch) -> bool:
         """Apply the edits that the post-processor requests. Returns whether a sequence has ended."""
+        skipped = sampled.skipped
         samples: list[SequenceOutput | None] = []
         if self.processor.needs_samples:
             for row, sequence in zip(batch.guided_rows.tolist(), batch.guided, strict=True):
@@ -465,7 +432,6 @@ class LLMEngine:
                     self._forget(sequence.group)
                 else:
                     self.processor.free_sequence(sequence.seq_id)
-                    self.drafter.forget(sequence)
 
     # -- ends
 
@@ -485,8 +451,6 @@ class LLMEngine:
         """Release everything that belongs to a group that has ended."""
         group.finished_time = time.monotonic()
         self.scheduler.remove(group)
-        for sequence in group.sequences:
-            self.drafter.forget(sequence)
         if self.groups.pop(group.request_id, None) is not None:
             self.processor.free(group.request_id)
 

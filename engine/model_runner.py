@@ -27,8 +27,9 @@ def read_batch(batch: Batch, blocks: BlockManager) -> PagedContext:
     for chunk in batch.prefills:
         start = end
         end += chunk.end - chunk.start
-        row = row_of[chunk.sequences[0].seq_id]
-        token_ids[start:end] = chunk.token_ids
+        first = chunk.sequences[0]
+        row = row_of[first.seq_id]
+        token_ids[start:end] = first.data.span(chunk.start, chunk.end)
         positions[start:end] = at = np.arange(chunk.start, chunk.end)
         slots[start:end] = tables[row, at // size] * size + at % size
         table = tables[row : row + 1, : -(-chunk.end // size)].copy() if chunk.start else None

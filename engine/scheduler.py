@@ -7,7 +7,6 @@ from collections.abc import Collection
 
 from engine.batch import Batch, Chunk
 from engine.block_manager import BlockManager
-from engine.drafter import Drafter
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
@@ -23,9 +22,7 @@ class Scheduler:
     token is then computed again.
     """
 
-    def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, drafter: Drafter
-    ) -> None:
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -38,7 +35,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.skipped: dict[Sequence, bool] = {}
         """True: its mask was late. False: it is a beam, and the mask of another one of its group was."""
-        self._drafter = drafter
         self._last = Batch([], [], [])
         self._watermark = max(1, blocks.num_blocks // 100)
         """Blocks that stay free when a prefill starts, for the next tokens of the running sequences."""
@@ -78,9 +74,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self._continue_prefills(chunks, budget)
         if self.num_preemptions == before:
-            budget = self._start_prefills(chunks, budget)
-        if self._drafter.max_drafts:
-            decodes = self._schedule_drafts(decodes, chunks, budget)
+            self._start_prefills(chunks, budget)
         decodes.sort(key=lambda sequence: sequence.length)
         last = self._last
         if not chunks and last.is_repeatable and not last.prefills and last.decodes == decodes:
@@ -121,24 +115,6 @@ class Scheduler:
         for sequence in decodes:
             sequence.computed = sequence.length
         return decodes, copies
-
-    def _schedule_drafts(self, decodes: list[Sequence], chunks: list[Chunk], budget: int) -> list[Sequence]:
-        """Turn decoding sequences with drafts into chunks, as far as tokens and blocks are left. Returns the others."""
-        others: list[Sequence] = []
-        for sequence in decodes:
-            drafts = self._drafter.propose(sequence, budget)
-            try:
-                for position in range(sequence.length, sequence.length + len(drafts)):
-                    self.blocks.append_slot(sequence.seq_id, position)
-            except MemoryError:
-                drafts = []
-            if drafts:
-                rows = self._drafter.rows(sequence, drafts)
-                chunks.append(Chunk([sequence], sequence.length - 1, sequence.length + len(drafts), rows))
-                budget -= len(drafts)
-            else:
-                others.append(sequence)
-        return others
 
     def preempt(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence, and queue it to be prefilled again. With a beam, all beams are preempted."""
@@ -205,15 +181,14 @@ class Scheduler:
         self.prefilling = [prefill for prefill in self.prefilling if prefill[0].computed < prefill[0].length]
         return budget
 
-    def _start_prefills(self, chunks: list[Chunk], budget: int) -> int:
-        """Start prefills while they fit. Returns the number of tokens that are left."""
+    def _start_prefills(self, chunks: list[Chunk], budget: int) -> None:
+        """Start prefills while they fit."""
         while budget > 0 and (parts := self._next_prefill()) and self._fits(parts):
             for part in parts:
                 self._start(part)
                 budget -= self._chunk(part, chunks, budget)
                 if part[0].computed < part[0].length:
                     self.prefilling.append(part)
-        return budget
 
     def _next_prefill(self) -> list[list[Sequence]]:
         """Return the next prefill that could start, in parts that have the same tokens. Empty: there is none."""

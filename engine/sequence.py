@@ -7,7 +7,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -21,8 +20,7 @@ from guided.completing.estimates import budget_of
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 
-sequence_ids = itertools.count()
-"""Ids of sequences, and of the matchers of drafts' rows."""
+_ids = itertools.count()
 
 
 class SequenceStatus(Enum):
@@ -95,14 +93,10 @@ class SequenceData:
 
 
 def uniforms(seed: int) -> Iterator[float]:
-    """Return the random numbers in [0, 1) of one sequence. They depend on its seed only. `copy` works."""
-
-    def numbers() -> Iterator[float]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            yield from torch.rand(32, generator=generator, dtype=torch.float64).tolist()
-
-    return itertools.tee(numbers(), 1)[0]
+    """Yield the random numbers in [0, 1) of one sequence. They depend on its seed only."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.rand(32, generator=generator, dtype=torch.float64).tolist()
 
 
 class Sequence:
@@ -120,7 +114,7 @@ class Sequence:
         seed: int,
         detokenizer: Detokenizer,
     ) -> None:
-        self.seq_id = next(sequence_ids)
+        self.seq_id = next(_ids)
         self.index = index
         self.params = params
         self.data = SequenceData(prompt_token_ids)
@@ -336,9 +330,3 @@ def sequence_seed(engine_seed: int, request_id: str, seed: int | None, index: in
     root = f"seed {seed}" if seed is not None else f"request {engine_seed} {request_id}"
     digest = hashlib.blake2b(f"{root} {index}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def common_length(left: Tokens[int], right: Tokens[int]) -> int:
-    """Return how many tokens at the beginning are the same."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))

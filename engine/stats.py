@@ -29,8 +29,6 @@ class EngineStats:
     mask_seconds: float = 0.0
     hidden_seconds: float = 0.0
     """Mask time of the workers, and the part of it that no step waited for."""
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
     forced_tokens: int = 0
     """Tokens that were appended without a forward pass of their own."""
     late: int = 0

@@ -156,8 +156,6 @@ class _EngineCollector(Collector):
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", blocks.tokens_looked_up),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", blocks.tokens_found),
             ("forced_tokens", "Tokens appended without a forward pass of their own.", stats.forced_tokens),
-            ("spec_decode_num_draft_tokens", "Draft tokens.", stats.drafted_tokens),
-            ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.accepted_tokens),
             ("engine_steps", "Steps of the engine.", stats.steps),
             ("engine_step_seconds", "Seconds spent in steps.", stats.step_seconds),
             ("mask_exposed_seconds", "Mask time that the forward pass did not hide.", exposed),

@@ -227,7 +227,6 @@ OPTIONS = (
         Option("engine.max_model_len", "Context length in tokens. Default: the model's own."),
         Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
         Option("engine.enable_prefix_caching", "Reuse the KV cache of prompts that begin alike."),
-        Option("engine.num_speculative_tokens", "Draft tokens per sequence and step, by prompt lookup."),
         Option("engine.logits_processors", "A custom logits processor (MODULE:CLASS). Can be repeated."),
         Option("engine.logits_processor_plugins", "Load the logits processors of installed packages."),
         Option("post_processor", "A post-processor (MODULE:CLASS) beside the standard one."),

@@ -83,7 +83,7 @@ def test_the_kv_cache_gets_what_the_largest_step_leaves(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_guided_outputs_are_those_of_the_cpu(tiny_model: LoadedModel, tiny_llama_dir: Path) -> None:
     prompts, params = zip(*requests().values(), strict=True)
-    config = EngineConfig(max_model_len=128, num_speculative_tokens=2)
+    config = EngineConfig(max_model_len=128)
     expected = LLM(tiny_model, config=copy.copy(config)).generate(list(prompts), list(params), use_tqdm=False)
     on_gpu = load_model(str(tiny_llama_dir), dtype="float32", device="cuda")
     found = LLM(on_gpu, config=config).generate(list(prompts), list(params), use_tqdm=False)

@@ -78,10 +78,7 @@ def test_after_a_rollback_a_sequence_takes_another_way(engine_with: Callable[...
     assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
-@pytest.mark.parametrize("config", [{"block_size": 4}, {"num_speculative_tokens": 3}])
-def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
-    engine_with: Callable[..., LLMEngine], config: dict[str, int]
-) -> None:
+def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(engine_with: Callable[..., LLMEngine]) -> None:
     expected = run(engine_with(), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
     places = [3, 9, 16]
 
@@ -90,9 +87,9 @@ def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
             return SampledEdit(rollback=places.pop(0) // 3 + 1)
         return None
 
-    found = run(engine_with(Own(decide, 9), **config), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    found = run(engine_with(Own(decide, 9), block_size=4), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
     places = [3, 9, 16]
-    error = run(engine_with(Own(decide, 1), **config), {"r": (PROMPT, DIGITS)})["r"].error
+    error = run(engine_with(Own(decide, 1), block_size=4), {"r": (PROMPT, DIGITS)})["r"].error
     assert "2 tokens to roll back; the limit is 1" in str(error)
     assert found.token_ids == expected.token_ids
     assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
@@ -102,7 +99,7 @@ def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
 def test_edits_of_sequences_that_got_no_token_are_ignored(
     engine_with: Callable[..., LLMEngine], tiny_model: LoadedModel
 ) -> None:
-    """A failed row, a beam and a draft are among the prepared sequences. Only outputs can be changed."""
+    """A failed row and a beam are among the prepared sequences. Only outputs can be changed."""
     digit = tiny_model.vocabulary.encode("7")
 
     class Failing(Own):
@@ -116,7 +113,7 @@ def test_edits_of_sequences_that_got_no_token_are_ignored(
         "beams": (PROMPT, SamplingParams(regex=REGEX, temperature=0.0, n=2, use_beam_search=True, max_tokens=30)),
         "edited": (PROMPT, DIGITS),
     }
-    engine = engine_with(own, num_speculative_tokens=3)
+    engine = engine_with(own)
     found = run(engine, requests)
     expected = run(engine_with(), {"beams": requests["beams"]})["beams"]
     assert isinstance(found["failed"].error, BackendError)

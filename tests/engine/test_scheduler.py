@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 
 from engine.batch import Batch
 from engine.block_manager import BlockManager
-from engine.drafter import Drafter
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceGroup, SequenceStatus
-from guided.post_processor import LogitPostProcessor
 from tests.engine.conftest import new_sequence
 
 BLOCK = 4
@@ -24,8 +22,7 @@ def group(name: str, tokens: int, n: int = 1, **fields: Any) -> SequenceGroup:
 
 def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> Scheduler:
     blocks = BlockManager(num_blocks, BLOCK, max_seqs=max_num_seqs, max_blocks=16)
-    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    return Scheduler(blocks, **limits, drafter=Drafter(0, LogitPostProcessor()))
+    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
 def names(batch: Batch) -> tuple[list[str], list[str]]:
