@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from examples.default_model_training.records import Draw, known_record, made_up_record, styled, tell
+from examples.default_model_training.records import Draw, known_record, made_up_record, shown, styled, tell
 from examples.default_model_training.values import DATA, Values
 
 
@@ -36,25 +37,30 @@ class Example:
 def json_task(v: Values) -> Example:
     """A text, and an object with what it says: perhaps grouped, compact or indented."""
     rng = v.rng
-    told = tell(v, known_record(v) if rng.random() < 0.75 else made_up_record(v))
-    value: Any = told.asked
-    if rng.random() < 0.15:
+    told = tell(v, known_record(v) if rng.random() < 0.7 else made_up_record(v))
+    names_keys = rng.random() < 0.5
+    value: Any = told.asked if names_keys or rng.random() < 0.7 else told.all
+    if not names_keys and rng.random() < 0.1:
         value = rng.choice(([value], {"result": value}, {told.record.domain: value}))
     indent, separators = rng.choices(((None, None), (None, (",", ":")), (2, None)), (0.86, 0.08, 0.06))[0]
     answer = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)
-    if rng.random() < 0.2:
+    if not names_keys and rng.random() < 0.3:
         label = rng.choice((("Text", "JSON"), ("Input", "Output"), ("Q", "A")))
         return Example([f"{label[0]}: {told.text}\n{label[1]}:{rng.choice(('', ' '))}"], answer, chat=False)
-    if rng.random() < 0.4:
-        ask = rng.choice(DATA["ask for JSON"]).format(d=told.record.domain)
+    if names_keys:
+        ask = rng.choice(DATA["ask for keys"]).format(k=rng.choice((", ", ", ", " and ")).join(told.asked))
+        if rng.random() < 0.1:
+            ask = f"{rng.choice(('Schema', 'JSON schema', 'Follow this schema'))}: {json.dumps(schema_of(told.asked))}"
+    elif rng.random() < 0.3:
+        return Example([told.text], answer)
     else:
-        ask = rng.choice(DATA["ask for keys"]).format(k=", ".join(told.asked))
+        ask = rng.choice(DATA["ask for JSON"]).format(d=told.record.domain)
     ask += " No spaces." if separators else " Indent it." if indent else ""
     return Example([_joined(ask, told.text, rng)], answer)
 
 
 def _joined(ask: str, text: str, rng: random.Random) -> str:
-    parts = [ask, text]
+    parts = [ask, rng.choice(("", "", "", "Text: ", "Input: ")) + text]
     rng.shuffle(parts)
     return rng.choice((" ", "\n", "\n\n")).join(parts)
 
@@ -92,7 +98,7 @@ def choice_task(v: Values) -> Example:
 
 def repeat_task(v: Values) -> Example:
     """Copying, and nothing else."""
-    draws = (v.word, v.word, v.first, v.code, v.product, v.person, v.email, v.phone, v.iso_date)
+    draws = (v.word, v.word, v.letters, v.letters, v.first, v.code, v.product, v.person, v.email, v.phone, v.iso_date)
     text = " ".join(v.rng.choice(draws)() for _ in range(v.rng.randint(2, 10)))
     if v.rng.random() < 0.6:
         return Example([f"Repeat: {text}"], text)
@@ -108,74 +114,97 @@ def talk_task(v: Values) -> Example:
     return Example([ask.format(w=v.word())], "I do not know. I only turn short texts into JSON.")
 
 
-def _parameter(names: str, draw: Draw) -> tuple[list[str], Draw]:
-    return names.split("|"), draw
-
-
-PARAMETERS = {
-    "city": _parameter("city|location|place", Values.city),
-    "from": _parameter("origin|from|start", Values.city),
-    "to": _parameter("destination|to|target", Values.city),
-    "person": _parameter("name|person|recipient", Values.first),
-    "full": _parameter("name|full name|user", Values.person),
-    "email": _parameter("email|address", Values.email),
-    "subject": _parameter("subject|title", lambda v: f"{v.word()} {v.word()}"),
-    "text": _parameter("text|message|body|content", lambda v: " ".join(v.word() for _ in range(3))),
-    "query": _parameter("query|q|search|term", lambda v: f"{v.word()} {v.one_of('nouns')}"),
-    "topic": _parameter("topic|category", Values.word),
-    "date": _parameter("date|day|on", Values.iso_date),
-    "time": _parameter("time|at|when", Values.time),
-    "phone": _parameter("phone|number", Values.phone),
-    "nights": _parameter("nights|days|duration", lambda v: v.integer(2, 14)),
-    "guests": _parameter("guests|people|party size", lambda v: v.integer(2, 12)),
-    "minutes": _parameter("minutes|duration", lambda v: v.integer(2, 90)),
-    "quantity": _parameter("quantity|count|amount", lambda v: v.integer(2, 60)),
-    "amount": _parameter("amount|value|sum", Values.price),
-    "price": _parameter("max price|limit|budget", lambda v: v.integer(10, 900)),
-    "currency": _parameter("from currency|source", lambda v: v.one_of("currencies")),
-    "other": _parameter("to currency|target", lambda v: v.one_of("currencies")),
-    "company": _parameter("company|firm|symbol", Values.brand),
-    "venue": _parameter("restaurant|venue|place", Values.venue),
-    "product": _parameter("product|item", Values.product),
-    "code": _parameter("order id|id|reference", Values.code),
-    "id": _parameter("id|user id", Values.number),
-    "language": _parameter("language|target", lambda v: v.one_of("languages")),
-    "room": _parameter("room|where", lambda v: v.one_of("rooms")),
-    "degrees": _parameter("degrees|temperature", lambda v: v.integer(15, 30)),
-    "song": _parameter("song|title|track", lambda v: f"{v.word().title()} {v.word().title()}"),
-    "expression": _parameter("expression|formula", lambda v: f"{v.number()} {v.rng.choice('+-*/')} {v.number()}"),
-    "path": _parameter("path|file|filename", lambda v: f"{v.word()}.{v.rng.choice(('txt', 'csv', 'md'))}"),
+PARAMETERS: dict[str, tuple[str, Draw]] = {
+    "city": ("city|location|place", Values.city),
+    "from": ("origin|from|start", Values.city),
+    "to": ("destination|to|target", Values.city),
+    "person": ("name|person|recipient", Values.first),
+    "full": ("name|full name|user", Values.person),
+    "email": ("email|address", Values.email),
+    "subject": ("subject|title", lambda v: f"{v.word()} {v.word()}"),
+    "text": ("text|message|body|content", lambda v: " ".join(v.word() for _ in range(3))),
+    "query": ("query|q|search|term", lambda v: f"{v.word()} {v.one_of('nouns')}"),
+    "topic": ("topic|category", Values.word),
+    "date": ("date|day|on", Values.iso_date),
+    "time": ("time|at|when", Values.time),
+    "phone": ("phone|number", Values.phone),
+    "nights": ("nights|days|duration", lambda v: v.integer(2, 14)),
+    "guests": ("guests|people|party size", lambda v: v.integer(2, 12)),
+    "minutes": ("minutes|duration", lambda v: v.integer(2, 90)),
+    "quantity": ("quantity|count|amount", lambda v: v.integer(2, 60)),
+    "amount": ("amount|value|sum", Values.price),
+    "price": ("max price|limit|budget", lambda v: v.integer(10, 900)),
+    "currency": ("from currency|source", lambda v: v.one_of("currencies")),
+    "other": ("to currency|target", lambda v: v.one_of("currencies")),
+    "company": ("company|firm|symbol", Values.brand),
+    "venue": ("restaurant|venue|place", Values.venue),
+    "product": ("product|item", Values.product),
+    "code": ("order id|id|reference", Values.code),
+    "id": ("id|user id", Values.number),
+    "language": ("language|target", lambda v: v.one_of("languages")),
+    "room": ("room|where", lambda v: v.one_of("rooms")),
+    "degrees": ("degrees|temperature", lambda v: v.integer(15, 30)),
+    "song": ("song|title|track", lambda v: f"{v.word().title()} {v.word().title()}"),
+    "expression": ("expression|formula", lambda v: f"{v.number()} {v.rng.choice('+-*/')} {v.number()}"),
+    "path": ("path|file|filename", lambda v: f"{v.word()}.{v.rng.choice(('txt', 'csv', 'md'))}"),
 }
 """Names and values of parameters, by the places in the requests of functions."""
+FAMILIES = [each["names"].split("|") for each in DATA["functions"]]
+SINGLE: list[Draw] = [
+    Values.word,
+    Values.number,
+    Values.price,
+    Values.iso_date,
+    Values.code,
+    Values.first,
+    lambda v: v.rng.random() < 0.5,
+]
+
+
+def schema_of(values: dict[str, Any]) -> dict[str, Any]:
+    """The JSON Schema of an object with these values."""
+    types = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array"}
+    properties = {name: {"type": types[type(value)]} for name, value in values.items()}
+    return {"type": "object", "properties": properties, "required": [*properties]}
 
 
 def _function(v: Values) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """A function as `tools` describes it, a request that it serves, and the arguments of the right call."""
-    rng, types = v.rng, {int: "integer", float: "number", str: "string", bool: "boolean"}
+    rng = v.rng
     arguments: dict[str, Any] = {}
-    if rng.random() < 0.6:
+    if rng.random() < 0.55:
         known = rng.choice(DATA["functions"])
-        names, description, ask = (
-            known["names"].split("|"),
-            known["description"],
-            rng.choice(known["requests"].split("|")),
-        )
+        names, description = known["names"].split("|"), known["description"]
+        ask = rng.choice(known["requests"].split("|"))
         values = {}
         for place in (each.partition("}")[0] for each in ask.split("{")[1:]):
             choices, draw = PARAMETERS[place]
-            name = styled(rng.choice(choices), "snake")
+            name = styled(rng.choice(choices.split("|")), "snake")
             values[place] = arguments[f"{name}_2" if name in arguments else name] = draw(v)
         ask = ask.format(**values)
     else:
-        verb, noun = rng.choice([*DATA["verbs"]]), v.one_of("nouns")
-        arguments = {v.one_of("keys"): rng.choice((v.word, v.number, v.price))() for _ in range(rng.randint(1, 3))}
+        known_verb = rng.random() < 0.7
+        verb = rng.choice([*DATA["verbs"]]) if known_verb else v.word()
+        noun = v.one_of("nouns") if rng.random() < 0.5 else v.word()
+        for _ in range(rng.randint(1, 3)):
+            arguments[v.one_of("keys") if rng.random() < 0.7 else v.word()] = v.rng.choice(SINGLE)(v)
         names, description = [f"{verb} {noun}"], f"{verb.capitalize()} a {noun}."
-        told = ", ".join(f"{key} {value}" for key, value in arguments.items())
-        ask = f"{rng.choice(DATA['verbs'][verb].split('|'))} the {noun} with {told}."
-    properties = {name: {"type": types[type(value)]} for name, value in arguments.items()}
-    schema = {"type": "object", "properties": properties, "required": [*properties]}
-    function = {"name": styled(rng.choice(names), "snake"), "description": description, "parameters": schema}
-    return {"type": "function", "function": function}, ask, arguments
+        told = [f"{key}{rng.choice((' ', ': ', ' = '))}{shown(value, rng)}" for key, value in arguments.items()]
+        listed = rng.choice((" and ", ", ")).join(rng.choice(("", "", "the ")) + each for each in told)
+        asked = rng.choice(DATA["verbs"][verb].split("|")) if known_verb else verb.capitalize()
+        ask = f"{asked} {rng.choice(('the ', 'a ', ''))}{noun}{rng.choice((' with ', ' for ', ': ', ', '))}{listed}"
+        ask += rng.choice((".", "", " please."))
+    function = {"name": styled(rng.choice(names), rng.choice(("snake", "snake", "camel", "kebab")))}
+    if rng.random() < 0.8:
+        function["description"] = description
+    ask = rng.choice(DATA["greetings"]) + ask
+    return {"type": "function", "function": {**function, "parameters": schema_of(arguments)}}, ask, arguments
+
+
+def _family(tool: dict[str, Any]) -> list[str]:
+    """The names of the functions that do the same."""
+    name = re.sub("[A-Z]", lambda found: " " + found[0].lower(), re.sub("[-_]", " ", tool["function"]["name"]))
+    return next((names for names in FAMILIES if name in names), [name])
 
 
 def call_task(v: Values) -> Example:
@@ -184,9 +213,9 @@ def call_task(v: Values) -> Example:
     tools = {right["function"]["name"]: right}
     while len(tools) < 2 or (len(tools) < 4 and v.rng.random() < 0.6):
         other, _, _ = _function(v)
-        tools.setdefault(other["function"]["name"], other)
-    offered = [*tools.values()]
-    v.rng.shuffle(offered)
+        if not {*_family(other)} & {each for tool in tools.values() for each in _family(tool)}:
+            tools[other["function"]["name"]] = other
+    offered = v.rng.sample([*tools.values()], len(tools))
     call = json.dumps({"name": right["function"]["name"], "arguments": arguments}, ensure_ascii=False)
     return Example([ask], f"<tool_call>\n{call}\n</tool_call>", tools=offered)
 
@@ -214,7 +243,4 @@ def example(index: int, seed: int = 0, held_out: bool = False, tool_share: float
     one = rng.choices([task for task, _ in TASKS], [weight for _, weight in TASKS])[0](v)
     if one.chat and rng.random() < 0.25:
         one.system = rng.choice(DATA["systems"])
-    if rng.random() < 0.04 and one.chat:
-        earlier = talk_task(v)
-        one.turns = [*earlier.turns, earlier.answer, *one.turns]
     return one

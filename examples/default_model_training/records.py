@@ -177,6 +177,8 @@ class Told:
     record: Record
     text: str
     asked: dict[str, Any]
+    all: dict[str, Any]
+    """All facts of the text in its order, under their first keys."""
 
 
 def tell(v: Values, record: Record, most: int = 7) -> Told:
@@ -197,4 +199,5 @@ def tell(v: Values, record: Record, most: int = 7) -> Told:
     pairs = list(asked.items())
     rng.shuffle(pairs)
     count = rng.randint(1, len(pairs)) if rng.random() < 0.4 else len(pairs)
-    return Told(record, text[0].upper() + text[1:], dict(pairs[:count]))
+    everything = {styled(fact.keys[0], "snake"): fact.value for fact in facts}
+    return Told(record, text[0].upper() + text[1:], dict(pairs[:count]), everything)

@@ -6,7 +6,6 @@ space in the prompt and after a quote in the JSON: what the model has to learn i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -19,13 +18,6 @@ VOCAB_SIZE = 2048
 PAD, BOS, END = "<|pad|>", "<|begin|>", "<|end|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (checkpoint_path() / "chat_template.jinja").read_text()
-
-
-def texts(count: int, seed: int) -> Iterator[str]:
-    """The prompts and answers of `count` examples, without any special token."""
-    for index in range(count):
-        one = example(index, seed, tool_share=0)
-        yield from (*one.turns, one.answer)
 
 
 def build(count: int = 20_000, seed: int = 0) -> PreTrainedTokenizerFast:
@@ -45,7 +37,8 @@ def build(count: int = 20_000, seed: int = 0) -> PreTrainedTokenizerFast:
         max_token_length=12,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(count, seed), trainer)
+    examples = (example(index, seed, tool_share=0) for index in range(count))
+    tokenizer.train_from_iterator((text for one in examples for text in (*one.turns, one.answer)), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )

@@ -1,4 +1,4 @@
-"""Train a model like the embedded one from nothing: `python -m examples.default_model_training.train --help`.
+"""Train a model like the embedded one: `python -m examples.default_model_training.train --help`.
 
 Text comes from `corpus`, so nothing is downloaded. The stream of batches is a pure function of the seed.
 """
@@ -11,6 +11,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,7 @@ MAX_LENGTH = 1024
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """`input_ids` and `labels`, int64 `[rows, length]`; labels are shifted, and IGNORED outside the answers."""
 
     input_ids: Tensor
@@ -73,13 +73,11 @@ def pool(
     return batches
 
 
-def loss_of(model: LlamaForCausalLM, batch: Batch, bfloat16: bool) -> Tensor:
+def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
     """Mean cross entropy of the answers' tokens."""
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
-        hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        answers = batch.labels != IGNORED
-        logits = model.lm_head(hidden[answers]).float()
-    return cross_entropy(logits, batch.labels[answers])
+    hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    answers = batch.labels != IGNORED
+    return cross_entropy(model.lm_head(hidden[answers]), batch.labels[answers])
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -101,13 +99,44 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM
     return LlamaForCausalLM(config)
 
 
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) in float32.
+
+    `torch.optim.Muon` computes in bfloat16, which takes minutes a step on a CPU without instructions for it.
+    """
+
+    def __init__(self, params: list[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move each matrix along its orthogonalized momentum, scaled to the size of an Adam step."""
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
+                momentum.lerp_(matrix.grad, 0.05)
+                update = orthogonalized(matrix.grad.lerp(momentum, 0.95))
+                matrix.mul_(1 - 0.05 * group["lr"])
+                matrix.add_(update, alpha=-0.2 * group["lr"] * max(matrix.shape) ** 0.5)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal rows or columns, by five Newton-Schulz iterations."""
+    if matrix.size(0) > matrix.size(1):
+        return orthogonalized(matrix.T).T
+    found: Tensor = matrix / matrix.norm().clamp(min=1e-7)
+    for _ in range(5):
+        square = found @ found.T
+        found = 3.4445 * found + (2.0315 * square @ square - 4.775 * square) @ found
+    return found
+
+
 def optimizers_of(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
     adamw = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    muon = torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
-    return [muon, adamw]
+    return [Muon(matrices, args.lr), adamw]
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -135,7 +164,6 @@ class Run:
     optimizers: list[torch.optim.Optimizer]
     average: dict[str, Tensor]
     step: int = 0
-    tokens: int = 0
 
     def advance(self, batch: Batch, args: argparse.Namespace) -> float:
         """One optimizer step; the weights' running average follows."""
@@ -143,7 +171,7 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        loss = loss_of(self.model, batch, args.bfloat16)
+        loss = loss_of(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -153,35 +181,27 @@ class Run:
         for name, weight in self.model.named_parameters():
             self.average[name].lerp_(weight.detach(), 1 - keep)
         self.step += 1
-        self.tokens += int((batch.input_ids != 0).sum())
         return float(loss.detach())
 
 
 def train(args: argparse.Namespace) -> None:
-    work: Path = args.work
-    work.mkdir(parents=True, exist_ok=True)
-    if not (work / "tokenizer").exists():
-        build(seed=args.seed).save_pretrained(work / "tokenizer")
-    tokenizer = load(work / "tokenizer")
-    model = new_model(tokenizer, args.seed)
+    if args.start:
+        tokenizer, model = load(args.start), LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    else:
+        tokenizer = build(seed=args.seed)
+        model = new_model(tokenizer, args.seed)
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
     run = Run(model, optimizers_of(model, args), average)
-    rows = sorted((encode(tokenizer, example(i, seed=2, held_out=True)) for i in range(32)), key=lambda r: len(r[0]))
-    held_out = [collate(rows[i : i + 16]) for i in range(0, 32, 16)]
     with tqdm(total=args.steps, unit="step", mininterval=5) as progress:
         for number in itertools.count(1):
             batches = pool(tokenizer, number - 1, args.seed, args.pool_size, args.batch_tokens, args.tool_share)
             for batch in batches[: args.steps - run.step]:
                 loss = run.advance(batch, args)
                 progress.update()
-                progress.set_postfix(loss=f"{loss:.3f}", tokens=f"{run.tokens / 1e6:.1f}M", refresh=False)
+                progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
             if run.step < args.steps and number % 4:
                 continue
-            with torch.no_grad():
-                losses = [float(loss_of(model, batch, args.bfloat16)) for batch in held_out]
-            row = {"step": run.step, "tokens": run.tokens, "loss": loss, "held_out_loss": sum(losses) / len(losses)}
-            with (work / "log.jsonl").open("a") as log:
-                log.write(json.dumps(row) + "\n")
+            tqdm.write(json.dumps({"step": run.step, "loss": loss}))
             export(model, run.average, tokenizer, args.out)
             if run.step >= args.steps:
                 return
@@ -190,8 +210,8 @@ def train(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("default-model-training"), help="log and tokenizer")
-    parser.add_argument("--out", type=Path, default=Path("default-model-training/out"), help="the checkpoint")
+    parser.add_argument("--out", type=Path, default=Path("default-model-training"), help="the checkpoint")
+    parser.add_argument("--start", type=Path, help="a checkpoint to train further, instead of new weights")
     parser.add_argument("--tool-share", type=float, default=0.3, help="part of the exchanges that offers functions")
     parser.add_argument("--steps", type=int, default=3150, help="optimizer steps in all")
     parser.add_argument("--decay", type=int, default=650, help="last steps, over which the learning rate falls to 0")
@@ -200,7 +220,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-tokens", type=int, default=4096, help="most tokens in a batch, padding included")
     parser.add_argument("--pool-size", type=int, default=512, help="examples that are sorted by length together")
     parser.add_argument("--seed", type=int, default=0, help="of the corpus, the tokenizer and the first weights")
-    parser.add_argument("--bfloat16", action=argparse.BooleanOptionalAction, default=True, help="autocast matrices")
     train(parser.parse_args(argv))
 
 

@@ -9,10 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.default_model import checkpoint_path
+
 T = TypeVar("T", str, int, float)
 SALT = 15  # with this one the held-out side has small numbers, too (11, 13, 18, 27 ...)
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("corpus.json").read_text())
 """Word lists, facts of records, functions, and ways to ask."""
+TOKENS: list[str] = [*json.loads((checkpoint_path() / "tokenizer.json").read_text())["model"]["vocab"]]
+PIECES = [token for token in TOKENS if token.isascii() and token.isalpha() and token.islower()]
+"""The tokens of letters: each has to be copied."""
 WORDS: dict[str, list[str]] = {name: words.split() for name, words in DATA["words"].items()}
 
 
@@ -57,13 +62,15 @@ class Values:
     def _word(self) -> str:
         rng = self.rng
         kind = rng.random()
-        if kind < 0.10:
+        if kind < 0.12:
             return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8)))
         if kind < 0.15:
             script = self.one_of("scripts")
             return "".join(rng.choice(script) for _ in range(rng.randint(2, 6)))
         if kind < 0.22:
             return self.one_of("nouns")
+        if kind < 0.5:
+            return "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 3)))
         text = ""
         for _ in range(rng.choice((1, 2, 2, 2, 3))):
             text += self.one_of("onsets") + self.one_of("vowels") + (self.one_of("codas") if rng.random() < 0.8 else "")
@@ -71,6 +78,11 @@ class Values:
             at = rng.randrange(len(text))
             text = text[:at] + rng.choice(DATA["words"]["accented"]) + text[at + 1 :]
         return text + (self.one_of("endings") if rng.random() < 0.8 else "")
+
+    def letters(self) -> str:
+        """Random letters and digits of both cases."""
+        signs = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+        return self._pick(lambda: "".join(self.rng.choice(signs) for _ in range(self.rng.randint(2, 12))))
 
     def _name(self, known: str, share: float) -> str:
         return self._pick(lambda: self.one_of(known) if self.rng.random() < share else self._word().capitalize())
@@ -82,7 +94,8 @@ class Values:
         return self._name("last", 0.35)
 
     def city(self) -> str:
-        return self._name("cities", 0.4)
+        second = f" {self.brand()}" if self.rng.random() < 0.1 else ""
+        return self._pick(lambda: self._name("cities", 0.35) + second)
 
     def country(self) -> str:
         return self._name("countries", 0.6)
