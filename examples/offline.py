@@ -23,7 +23,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("Extract name, age and city as JSON. Anna Weber is 47 years old and lives in Hamburg.", {"json_schema": PERSON}),
     ("The meeting takes place on 2031-05-17 in Oslo. Extract the date.", {"regex": r"\d{4}-\d{2}-\d{2}"}),
     ("Classify the sentiment: positive, negative. The hotel is wonderful.", {"choice": ["positive", "negative"]}),
-    ("Write 4 plus 3 minus 2 as an expression.", {"grammar": 'root ::= [1-9] (" " [-+] " " [1-9])+'}),
+    ("Write 4 plus 3 as an expression.", {"grammar": 'root ::= [1-9] (" " [-+] " " [1-9])+'}),
 ]
 
 
