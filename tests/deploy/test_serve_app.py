@@ -137,14 +137,18 @@ def test_ray_exports_the_metrics_of_each_replica(url: str, ray_cluster: tuple[st
     guided = {sample.name for sample in samples(httpx.get(f"{url}/metrics", timeout=60).text)}
     assert "guided_engine_steps_total" in guided
 
-    def exported() -> list[Sample]:
-        return [each for each in samples(httpx.get(ray_cluster[1], timeout=20).text) if "guided" in each.name]
+    exported: list[Sample] = []
 
-    wait_until(lambda: {each.name for each in exported()} >= {f"ray_{name}" for name in guided}, 60)
-    assert {(each.labels["deployment"], each.labels["application"]) for each in exported()} == {
+    def are_exported() -> bool:
+        text = httpx.get(ray_cluster[1], timeout=20).text
+        exported[:] = [sample for sample in samples(text) if "guided" in sample.name]
+        return {sample.name for sample in exported} >= {f"ray_{name}" for name in guided}
+
+    wait_until(are_exported, 60)
+    assert {(each.labels["deployment"], each.labels["application"]) for each in exported} == {
         ("GuidedServer", "guided")
     }
-    assert all(each.labels["replica"] for each in exported())
+    assert all(each.labels["replica"] for each in exported)
 
 
 def samples(text: str) -> list[Sample]:
