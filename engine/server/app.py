@@ -20,7 +20,6 @@ from engine.async_llm import AsyncLLM
 from engine.server import chat, completions, health, messages, metrics, models, responses
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
-from engine.server.health import ReadinessCheck
 from engine.server.metrics import Metrics
 from engine.server.middleware import RequestChecks
 from engine.server.options import ServerSettings
@@ -74,7 +73,6 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors
     )
     app.state.context = context = ServerContext(engine, settings, Metrics(engine))
-    app.state.readiness = ReadinessCheck(context)
     app.add_middleware(RequestChecks, context=context)
     if settings.allowed_origins:
         app.add_middleware(

@@ -124,6 +124,7 @@ def test_health_says_why_no_actor_is_up(server: Hosted, monkeypatch: pytest.Monk
     answer = httpx.get(f"{server.url}/health")
     assert (answer.status_code, answer.json()["reason"]) == (503, "no mask actor is up: Ray is gone")
     assert answer.json()["pool"]["trouble"] == "Ray is gone"
+    assert httpx.get(f"{server.url}/health/live").status_code == 200
 
 
 class TestRows:

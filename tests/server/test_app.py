@@ -294,6 +294,8 @@ class TestRefusals:
         client.app.state.context.shutting_down = True  # type: ignore[attr-defined]
         assert post(client).status_code == 503
         assert client.get("/health").status_code == 503
+        live = client.get("/health/live")
+        assert (live.status_code, live.json()) == (200, {"status": "ok", "reason": None})
 
 
 class TestFailures:

@@ -44,7 +44,15 @@ def test_sigterm_ends_a_server_with_threads_that_hang(server: ServerProcess) -> 
     clients = [threading.Thread(target=hang) for _ in range(40)]
     for each in clients:
         each.start()
-    wait_until(lambda: httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 503)
+
+    def is_stuck() -> bool:
+        try:
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=2)
+        except httpx.TimeoutException:
+            return True
+        return False
+
+    wait_until(is_stuck)
     server.stop(signal.SIGTERM)
     for each in clients:
         each.join()
