@@ -138,6 +138,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._check_numbers()
+        object.__setattr__(self, "top_k", max(0, self.top_k))  # -1 is off too
         self._check_names()
         self._check_lists()
         self._check_beams()
@@ -206,16 +207,15 @@ class SamplingParams:
     def _check_beams(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequest(f"best_of is {self.best_of}; it must be at least n ({self.n})", param="best_of")
+        how, names = "needs", ["length_penalty", "early_stopping"]
         if self.use_beam_search:
-            how = "does not work with"
-            given = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
-            given |= {"mask_details": self.mask_details, "complete": self.complete}
-        else:
-            how = "needs"
-            given = {"length_penalty": self.length_penalty != 1, "early_stopping": bool(self.early_stopping)}
-        for name, is_given in given.items():
-            if is_given:
-                raise InvalidRequest(f"{name} {how} use_beam_search", param=name)
+            how, names = "does not work with", [*_TRUNCATING, "mask_details", "complete"]
+        for name in filter(self._is_given, names):
+            raise InvalidRequest(f"{name} {how} use_beam_search", param=name)
+
+    def _is_given(self, name: str) -> bool:
+        """Whether a parameter has another value than its default."""
+        return getattr(self, name) not in (type(self).__dataclass_fields__[name].default, {})
 
     def _check_resample(self) -> None:
         if not self.resample:
@@ -223,11 +223,10 @@ class SamplingParams:
         if self.constraint is None or self.use_beam_search or self.width == self.n:
             why = "resample draws n of best_of samples: it requires a constraint, and best_of above n, without beams"
             raise InvalidRequest(why, param="resample")
-        for name in _DISTORTING:
-            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            if value not in (default, {}):
-                why = f"resample weighs samples of the model's own distribution: {name} must be {default}"
-                raise InvalidRequest(why, param=name)
+        for name in filter(self._is_given, _DISTORTING):
+            default = type(self).__dataclass_fields__[name].default
+            why = f"resample weighs samples of the model's own distribution: {name} must be {default}"
+            raise InvalidRequest(why, param=name)
 
     def _build_constraint(self) -> Constraint | None:
         fields = {kind: getattr(self, kind) for kind in KINDS} | {"json_object": self.json_object or None}
@@ -278,8 +277,9 @@ _RANGES: dict[str, tuple[type, Range]] = {
 }
 
 
+_TRUNCATING = ("top_p", "top_k", "min_p")
 _DISTORTING = (
-    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "logit_bias"),
+    *(*_TRUNCATING, "temperature", "min_tokens", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """Parameters that change the distribution of samples. With their default values they do not."""

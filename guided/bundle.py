@@ -174,23 +174,17 @@ class ProcessorBundle(LogitPostProcessor):
     def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport:
         """Apply every member. A sequence that is late or failed in one member is late or failed in the report."""
         merged = ApplyReport()
-        late: set[int] = set()
         for member in self._members:
             if not member.sequences:
                 continue
             if member.error is None:
                 try:
                     report = member.apply(logits, deadline)
-                    late.update(report.late)
                 except Exception as error:
                     member.error = member.failure("apply", error)
             if member.error is not None:
                 report = ApplyReport({sequence.sequence_id: member.error for sequence in member.sequences})
-            merged.failed.update(report.failed)
-            merged.wait_seconds += report.wait_seconds
-            merged.mask_seconds += report.mask_seconds
-            merged.kernel_seconds += report.kernel_seconds
-        merged.late = sorted(late.difference(merged.failed))
+            merged.add(report)
         return merged
 
     def edits(

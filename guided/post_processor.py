@@ -42,6 +42,14 @@ class ApplyReport:
     kernel_seconds: float = 0.0
     """Seconds for writing -inf, which is device work."""
 
+    def add(self, other: ApplyReport) -> None:
+        """Add the report of another post-processor about the same step."""
+        self.failed |= other.failed
+        self.late = sorted({*self.late, *other.late} - self.failed.keys())
+        self.wait_seconds += other.wait_seconds
+        self.mask_seconds += other.mask_seconds
+        self.kernel_seconds += other.kernel_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class SampledEdit:

@@ -69,6 +69,10 @@ def test_what_does_not_go_together_is_refused(fields: dict[str, Any], message: s
         SamplingParams(**fields)
 
 
+def test_top_k_is_off_with_minus_one_too() -> None:
+    assert SamplingParams(**RESAMPLED, top_k=-1) == SamplingParams(**RESAMPLED, top_k=0)
+
+
 @pytest.mark.parametrize(
     ("fields", "kind"),
     [

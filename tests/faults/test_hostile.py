@@ -23,7 +23,7 @@ from byte_vocabulary import BYTES, tokens
 from actors.compiler import Compiler
 from engine.server.constraints import requested_constraint as asked
 from engine.server.protocol import ChatRequest
-from guided.backends import AUTO, Backends, candidates
+from guided.backends import AUTO, BACKENDS, Backends, candidates
 from guided.constraint import Constraint
 from guided.errors import CompileTimeout, GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
 from guided.limits import CompileLimits
@@ -35,7 +35,6 @@ ALL = os.environ.get("GUIDED_HOSTILE") == "all"
 SECONDS = 10.0 if ALL else 2.0
 SLACK_SECONDS = 20.0
 """Extra time for a busy machine."""
-NAMES = ("llguidance", "xgrammar", "outlines", "lm-format-enforcer")
 
 pytestmark = pytest.mark.skipif(not HOSTILE.exists(), reason="shared/data is not here")
 
@@ -84,7 +83,7 @@ def decided(compiler: Compiler, constraint: Constraint, backend: str) -> Grammar
     except UnsupportedConstraint as error:
         return error
     started = time.monotonic()
-    compiled = compiler.compile(constraint, [name for name in names if name in NAMES])
+    compiled = compiler.compile(constraint, names)
     failure = compiled.exception(SECONDS + 120)
     assert time.monotonic() - started < SECONDS + SLACK_SECONDS
     assert not any(each.crashes for each in compiler.backends())
@@ -125,7 +124,7 @@ def test_it_is_decided_as_listed_by_every_backend(entry: dict[str, Any], compile
     if entry["bounded"] and entry["expected"] != "reject" and not ALL:
         return
     slow = entry["bounded"] and not ALL
-    for backend in ("llguidance", "xgrammar", AUTO) if slow else (*NAMES, AUTO):
+    for backend in ("llguidance", "xgrammar", AUTO) if slow else (*BACKENDS, AUTO):
         outcome = decided(compiler, constraint, backend)
         if entry["bounded"] or cant(backend, outcome):
             continue
