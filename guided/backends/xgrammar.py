@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.without_torch import import_xgrammar
-from guided.backends.xgrammar_ebnf import ebnf, gbnf, quoted
+from guided.backends.xgrammar_ebnf import ebnf, exact, gbnf, quoted
 from guided.backends.xgrammar_schema import XGrammarLowering
 from guided.bitmask import pack
 from guided.constraint import Constraint
@@ -103,7 +103,7 @@ class XGrammarBackend(Backend):
             grammar = xgrammar.Grammar.from_lark(constraint.source, tokenizer_info=self._tokenizer)
         else:
             grammar = xgrammar.Grammar.from_ebnf(gbnf(constraint.source))
-        text = str(grammar)
+        text = exact(str(grammar))
         for name in _rules_without_text(text):
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce rule {bounded(name, 60)!r}: it derives nothing but itself and the empty text",
@@ -123,7 +123,7 @@ class XGrammarBackend(Backend):
         if whitespace is not None:
             style |= {"any_whitespace": False, "separators": (",", ":")}
         text = json.dumps(schema.document(), ensure_ascii=False)
-        grammar = _corrected(str(xgrammar.Grammar.from_json_schema(text, **style)), schema)
+        grammar = _corrected(exact(str(xgrammar.Grammar.from_json_schema(text, **style))), schema)
         if whitespace is None:
             # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
             grammar = grammar.replace(r"[ \n\r\t]*", "usual_whitespace") + _USUAL_WHITESPACE

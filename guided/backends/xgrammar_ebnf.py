@@ -13,7 +13,12 @@ from guided.regex_parser import parse
 def quoted(text: str) -> str:
     """Return the literal `text`."""
     special = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(special.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
+    return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'
+
+
+def exact(grammar: str) -> str:
+    """Return a grammar in which each `\\x` has two digits, as xgrammar prints it: it reads more, so `é0` is lost."""
+    return re.sub(r"\\(?:x([0-9A-Fa-f]{2})|.)", lambda found: f"\\u00{found[1]}" if found[1] else found[0], grammar)
 
 
 def ebnf(node: Node) -> str:
@@ -78,4 +83,4 @@ def gbnf(text: str) -> str:
             raise InvalidConstraint(what, param="grammar") from None
         return found[0] if found["repeated"] else ebnf(node)
 
-    return _GBNF_TOKEN.sub(rewritten, text)
+    return exact(_GBNF_TOKEN.sub(rewritten, text))

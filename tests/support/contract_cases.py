@@ -29,7 +29,7 @@ PERSON = {
     "additionalProperties": False,
 }
 LARK = 'start: "SELECT " column ("," " " column)* " FROM " NAME\ncolumn: NAME | "*"\nNAME: /[a-z]+/\n'
-GBNF = 'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"\n'
+GBNF = 'root ::= item ("," item)*\nitem ::= [0-9]+ | "é0" [é-ü0]{2} | "(" root ")"\n'
 
 
 CITY = {
@@ -73,6 +73,7 @@ def is_json(text: str, schema: Any) -> bool:
 
 def is_list(text: str) -> bool:
     """Whether `text` is a sentence of GBNF: removes the innermost brackets until none is left."""
+    text = re.sub(r"é0[é-ü0]{2}", "0", text)
     inner = re.compile(r"\(\d+(?:,\d+)*\)")
     while inner.search(text):
         text = inner.sub("0", text)
@@ -127,10 +128,10 @@ CASES = [
     ),
     Case(
         "options",
-        Constraint.choice(["yes", "yes please", "no", 'qu"o\\te\n', "Zürich", "狐狸", "👩‍👩‍👧", "[a-z]+"]),
-        ["yes", "yes please", "no", 'qu"o\\te\n', "Zürich", "狐狸", "👩‍👩‍👧", "[a-z]+"],
+        Constraint.choice(["yes", "yes please", "no", 'qu"o\\te\n', "Zürich", "狐狸", "👩‍👩‍👧", "[a-z]+", "\x1b0é0"]),
+        ["yes", "yes please", "no", 'qu"o\\te\n', "Zürich", "狐狸", "👩‍👩‍👧", "[a-z]+", "\x1b0é0"],
         ["maybe", "yes ", "nope", "Yes", "abc", "👩"],
-        lambda text: text in ["yes", "yes please", "no", 'qu"o\\te\n', "Zürich", "狐狸", "👩‍👩‍👧", "[a-z]+"],
+        lambda text: text in ["yes", "yes please", "no", 'qu"o\\te\n', "Zürich", "狐狸", "👩‍👩‍👧", "[a-z]+", "\x1b0é0"],
     ),
     Case(
         "lark",
@@ -151,7 +152,13 @@ CASES = [
         ["<f=x", "<f=dice>7", "Hi <f=dice>1", '<f=weather>{"city": 1', "<f=dice>1<"],
         is_calls,
     ),
-    Case("gbnf", Constraint.grammar(GBNF), ["1", "12,(3,(4)),5", "((0))"], ["()", "1,,2", ",1", "(1))"], is_list),
+    Case(
+        "gbnf",
+        Constraint.grammar(GBNF),
+        ["1", "12,(3,(4)),5", "((é0ü0))"],
+        ["()", "1,,2", ",1", "(1))", "é0üa"],
+        is_list,
+    ),
 ]
 
 

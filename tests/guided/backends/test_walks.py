@@ -51,6 +51,7 @@ KNOWN: list[Any] = [
         {"type": "object", "required": ["a"], "additionalProperties": False, "properties": {"a": value}}
         for value in ({"enum": ["\x01q", "b"]}, {"const": "q\x7f"}, {"type": "string", "pattern": "^\\x1bq$"})
     ),
+    {"type": "object", "required": ["créer"], "properties": {"créer": NULL}, "additionalProperties": False},
     {"type": "object", "minProperties": 2},
     {"$schema": DRAFT7, "type": "array", "items": {"$ref": "#/definitions/a", **NULL}, "definitions": {"a": BOOLEAN}},
     {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": INTEGER, "minItems": 2, "maxItems": 3},
