@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from examples.default_model_training.records import Draw, known_record, made_up_record, shown, styled, tell
+from examples.default_model_training.records import known_record, made_up_record, shown, styled, tell
 from examples.default_model_training.values import DATA, Values
 
 
@@ -45,7 +45,7 @@ def json_task(v: Values) -> Example:
     indent, separators = rng.choices(((None, None), (None, (",", ":")), (2, None)), (0.86, 0.08, 0.06))[0]
     answer = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)
     if not names_keys and rng.random() < 0.3:
-        label = rng.choice((("Text", "JSON"), ("Input", "Output"), ("Q", "A")))
+        label = rng.choice((("Text", "JSON"), ("Input", "Output"), ("Description", "JSON"), ("Q", "A")))
         return Example([f"{label[0]}: {told.text}\n{label[1]}:{rng.choice(('', ' '))}"], answer, chat=False)
     if names_keys:
         ask = rng.choice(DATA["ask for keys"]).format(k=rng.choice((", ", ", ", " and ")).join(told.asked))
@@ -60,7 +60,7 @@ def json_task(v: Values) -> Example:
 
 
 def _joined(ask: str, text: str, rng: random.Random) -> str:
-    parts = [ask, rng.choice(("", "", "", "Text: ", "Input: ")) + text]
+    parts = [ask, rng.choice(("", "", "", "Text: ", "Input: ", "Description: ")) + text]
     rng.shuffle(parts)
     return rng.choice((" ", "\n", "\n\n")).join(parts)
 
@@ -114,58 +114,19 @@ def talk_task(v: Values) -> Example:
     return Example([ask.format(w=v.word())], "I do not know. I only turn short texts into JSON.")
 
 
-PARAMETERS: dict[str, tuple[str, Draw]] = {
-    "city": ("city|location|place", Values.city),
-    "from": ("origin|from|start", Values.city),
-    "to": ("destination|to|target", Values.city),
-    "person": ("name|person|recipient", Values.first),
-    "full": ("name|full name|user", Values.person),
-    "email": ("email|address", Values.email),
-    "subject": ("subject|title", lambda v: f"{v.word()} {v.word()}"),
-    "text": ("text|message|body|content", lambda v: " ".join(v.word() for _ in range(3))),
-    "query": ("query|q|search|term", lambda v: f"{v.word()} {v.one_of('nouns')}"),
-    "topic": ("topic|category", Values.word),
-    "date": ("date|day|on", Values.iso_date),
-    "time": ("time|at|when", Values.time),
-    "phone": ("phone|number", Values.phone),
-    "nights": ("nights|days|duration", lambda v: v.integer(2, 14)),
-    "guests": ("guests|people|party size", lambda v: v.integer(2, 12)),
-    "minutes": ("minutes|duration", lambda v: v.integer(2, 90)),
-    "quantity": ("quantity|count|amount", lambda v: v.integer(2, 60)),
-    "amount": ("amount|value|sum", Values.price),
-    "price": ("max price|limit|budget", lambda v: v.integer(10, 900)),
-    "currency": ("from currency|source", lambda v: v.one_of("currencies")),
-    "other": ("to currency|target", lambda v: v.one_of("currencies")),
-    "company": ("company|firm|symbol", Values.brand),
-    "venue": ("restaurant|venue|place", Values.venue),
-    "product": ("product|item", Values.product),
-    "code": ("order id|id|reference", Values.code),
-    "id": ("id|user id", Values.number),
-    "language": ("language|target", lambda v: v.one_of("languages")),
-    "room": ("room|where", lambda v: v.one_of("rooms")),
-    "degrees": ("degrees|temperature", lambda v: v.integer(15, 30)),
-    "song": ("song|title|track", lambda v: f"{v.word().title()} {v.word().title()}"),
-    "expression": ("expression|formula", lambda v: f"{v.number()} {v.rng.choice('+-*/')} {v.number()}"),
-    "path": ("path|file|filename", lambda v: f"{v.word()}.{v.rng.choice(('txt', 'csv', 'md'))}"),
-}
-"""Names and values of parameters, by the places in the requests of functions."""
 FAMILIES = [each["names"].split("|") for each in DATA["functions"]]
-SINGLE: list[Draw] = [
-    Values.word,
-    Values.number,
-    Values.price,
-    Values.iso_date,
-    Values.code,
-    Values.first,
-    lambda v: v.rng.random() < 0.5,
-]
+SINGLE = ("word", "number", "price", "iso_date", "code", "first", "city", "flag")
+"""Kinds of the arguments of made-up functions."""
 
 
-def schema_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The JSON Schema of an object with these values."""
-    types = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array"}
-    properties = {name: {"type": types[type(value)]} for name, value in values.items()}
-    return {"type": "object", "properties": properties, "required": [*properties]}
+def schema_of(value: Any) -> dict[str, Any]:
+    """The JSON Schema of a value, with every key required."""
+    if isinstance(value, dict):
+        properties = {key: schema_of(each) for key, each in value.items()}
+        return {"type": "object", "properties": properties, "required": [*value], "additionalProperties": False}
+    if isinstance(value, list):
+        return {"type": "array", "items": schema_of(value[0])}
+    return {"type": {int: "integer", float: "number", str: "string", bool: "boolean"}[type(value)]}
 
 
 def _function(v: Values) -> tuple[dict[str, Any], str, dict[str, Any]]:
@@ -174,20 +135,20 @@ def _function(v: Values) -> tuple[dict[str, Any], str, dict[str, Any]]:
     arguments: dict[str, Any] = {}
     if rng.random() < 0.55:
         known = rng.choice(DATA["functions"])
-        names, description = known["names"].split("|"), known["description"]
+        names, description = known["names"].split("|"), rng.choice(known["description"].split("|"))
         ask = rng.choice(known["requests"].split("|"))
         values = {}
         for place in (each.partition("}")[0] for each in ask.split("{")[1:]):
-            choices, draw = PARAMETERS[place]
-            name = styled(rng.choice(choices.split("|")), "snake")
-            values[place] = arguments[f"{name}_2" if name in arguments else name] = draw(v)
+            parameter = DATA["parameters"][place]
+            name = styled(rng.choice(parameter["names"].split("|")), "snake")
+            values[place] = arguments[f"{name}_2" if name in arguments else name] = v.draw(parameter["value"])
         ask = ask.format(**values)
     else:
         known_verb = rng.random() < 0.7
         verb = rng.choice([*DATA["verbs"]]) if known_verb else v.word()
         noun = v.one_of("nouns") if rng.random() < 0.5 else v.word()
         for _ in range(rng.randint(1, 3)):
-            arguments[v.one_of("keys") if rng.random() < 0.7 else v.word()] = v.rng.choice(SINGLE)(v)
+            arguments[v.one_of("keys") if rng.random() < 0.7 else v.word()] = v.draw(rng.choice(SINGLE))
         names, description = [f"{verb} {noun}"], f"{verb.capitalize()} a {noun}."
         told = [f"{key}{rng.choice((' ', ': ', ' = '))}{shown(value, rng)}" for key, value in arguments.items()]
         listed = rng.choice((" and ", ", ")).join(rng.choice(("", "", "the ")) + each for each in told)
@@ -198,7 +159,10 @@ def _function(v: Values) -> tuple[dict[str, Any], str, dict[str, Any]]:
     if rng.random() < 0.8:
         function["description"] = description
     ask = rng.choice(DATA["greetings"]) + ask
-    return {"type": "function", "function": {**function, "parameters": schema_of(arguments)}}, ask, arguments
+    parameters = schema_of(arguments)
+    if rng.random() < 0.2:
+        parameters["properties"].setdefault(v.one_of("keys"), {"type": "string"})
+    return {"type": "function", "function": {**function, "parameters": parameters}}, ask, arguments
 
 
 def _family(tool: dict[str, Any]) -> list[str]:

@@ -4,76 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from examples.default_model_training.values import DATA, Values
 
-Draw = Callable[[Values], Any]
-DRAWS: dict[str, dict[str, Draw]] = {
-    "person": {
-        "name": Values.person,
-        "age": lambda v: v.integer(1, 99),
-        "city": Values.city,
-        "country": Values.country,
-        "job": lambda v: v.one_of("jobs"),
-        "employer": Values.company,
-        "email": Values.email,
-        "phone": Values.phone,
-        "birthday": Values.iso_date,
-        "hobbies": lambda v: v.some("hobbies"),
-        "languages": lambda v: v.some("languages"),
-        "children": lambda v: v.integer(0, 12),
-        "married": lambda v: v.rng.random() < 0.5,
-    },
-    "order": {
-        "order id": Values.code,
-        "customer": Values.person,
-        "total": Values.price,
-        "currency": lambda v: v.one_of("currencies"),
-        "status": lambda v: v.rng.choice(("pending", "paid", "shipped", "delivered", "cancelled", "returned")),
-        "date": Values.iso_date,
-        "address": Values.city,
-        "quantity": lambda v: v.integer(1, 500),
-        "product": Values.product,
-        "gift": lambda v: v.rng.random() < 0.5,
-        "carrier": Values.company,
-    },
-    "event": {
-        "title": lambda v: f"{v.brand()} {v.one_of('topics')} {v.one_of('events')}",
-        "date": Values.iso_date,
-        "time": Values.time,
-        "venue": Values.venue,
-        "city": Values.city,
-        "attendees": lambda v: v.integer(5, 9000),
-        "organizer": Values.person,
-        "ticket price": Values.price,
-        "topic": lambda v: v.one_of("topics"),
-        "online": lambda v: v.rng.random() < 0.5,
-        "duration": lambda v: v.integer(1, 72),
-    },
-    "product": {
-        "name": Values.product,
-        "brand": Values.company,
-        "price": Values.price,
-        "color": lambda v: v.one_of("colors"),
-        "weight": lambda v: v.integer(1, 90),
-        "stock": lambda v: v.integer(1, 9999),
-        "in stock": lambda v: v.rng.random() < 0.5,
-        "rating": lambda v: v.rng.randint(10, 50) / 10,
-        "category": lambda v: v.one_of("categories"),
-        "sku": Values.code,
-        "tags": lambda v: v.some("tags"),
-        "released": Values.iso_date,
-        "warranty": lambda v: v.integer(1, 20),
-    },
-}
-"""Domain -> key of a fact -> how its value is drawn. The first fact names the thing."""
-ANY: tuple[Draw, ...] = (
-    *(Values.word, Values.word, Values.brand, Values.number, Values.number, Values.person, Values.code, Values.price),
-    *(Values.iso_date, Values.time, Values.email, Values.phone, Values.city, lambda v: v.rng.random() < 0.5),
-    *(lambda v: [v.word() for _ in range(v.rng.randint(1, 4))], lambda v: f"{v.word()} {v.word()}"),
+ANY = (
+    *("word", "word", "words 2", "brand", "number", "number", "person", "code", "price", "iso_date", "time", "email"),
+    *("phone", "city", "flag", "several word", "several number", "below_zero", "phrase", "phrase", "one_of colors"),
 )
 """Values of made-up things."""
 
@@ -97,23 +35,33 @@ class Record:
     domain: str
     subject: str
     facts: list[Fact]
-
-    @property
-    def pronouns(self) -> tuple[str, str, str]:
-        """Who, whose, whom."""
-        return ("she", "her", "her") if self.domain == "person" else ("it", "its", "it")
+    pronouns: tuple[str, ...] = ("it", "its", "it")
 
 
 def known_record(v: Values, domain: str | None = None) -> Record:
     """A person, order, event or product."""
-    domain = domain or v.rng.choice([*DRAWS])
+    domain = domain or v.rng.choice([*DATA["records"]])
+    described = DATA["records"][domain]["facts"]
+    values = {key: v.draw(fact["value"]) for key, fact in described.items()}
+    name = str(next(iter(values.values())))
+    pronouns = ["it", "its", "it"]
+    if domain == "person":
+        values["first name"], *_, values["last name"] = name.split(" ")
+        pronouns = v.rng.choice((["she", "her", "her"], ["he", "his", "him"]))
     facts = []
-    for key, draw in DRAWS[domain].items():
-        described, value = DATA["records"][domain]["facts"][key], draw(v)
-        clauses = described["if false"] if value is False else described["clauses"]
-        facts.append(Fact(described["keys"].split("|"), value, clauses))
-    subject = {"order": f"order {facts[0].value}", "product": f"the {facts[0].value}"}.get(domain, str(facts[0].value))
-    return Record(domain, v.rng.choice((subject, subject, f"the {domain}")), facts)
+    for key, value in values.items():
+        clauses = described[key]["if false" if value is False else "clauses"]
+        facts.append(Fact(described[key]["keys"].split("|"), value, clauses))
+    subject = v.rng.choice((full_name(domain, name, v.rng), full_name(domain, name, v.rng), f"the {domain}"))
+    if domain == "person" and v.rng.random() < 0.3:
+        subject = values["first name"]
+    return Record(domain, subject, facts, tuple(pronouns))
+
+
+def full_name(domain: str, name: str, rng: random.Random) -> str:
+    """How a text names the thing by the way."""
+    before = {"order": ("order ", "order no. ", ""), "product": ("the ", "our ", "")}
+    return rng.choice(before.get(domain, ("",))) + name
 
 
 def made_up_record(v: Values) -> Record:
@@ -121,7 +69,7 @@ def made_up_record(v: Values) -> Record:
     facts = []
     for key in {" ".join(v.word() for _ in range(v.rng.choice((1, 1, 2)))): 0 for _ in range(v.rng.randint(2, 8))}:
         clauses = [f"the {key} is {{v}}", f"{key} is {{v}}", f"its {key} is {{v}}", f"the {key} of {{s}} is {{v}}"]
-        facts.append(Fact([key], v.rng.choice(ANY)(v), clauses))
+        facts.append(Fact([key], v.draw(v.rng.choice(ANY)), clauses))
     return Record("thing", v.rng.choice(("the " + v.word(), v.brand(), "it")), facts)
 
 
@@ -129,6 +77,10 @@ def shown(value: Any, rng: random.Random) -> str:
     """A value as it stands in a text."""
     if isinstance(value, bool):
         return rng.choice(("true", "yes")) if value else rng.choice(("false", "no"))
+    if isinstance(value, float) and rng.random() < 0.2:
+        return f"{value:.2f}"
+    if isinstance(value, dict):
+        return rng.choice(("{1} x {0}", "{1} {0}", "{0} ({1})")).format(*value.values())
     if isinstance(value, list):
         texts = [shown(each, rng) for each in value]
         return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + rng.choice((" and ", ", ")) + texts[-1]
@@ -145,16 +97,19 @@ def styled(key: str, style: str) -> str:
     return {"snake": "_", "kebab": "-", "spaced": " "}[style].join(words)
 
 
-def prose(record: Record, facts: list[Fact], rng: random.Random) -> str:
-    """Sentences that tell the facts in order."""
+def prose(record: Record, facts: list[Fact], rng: random.Random, named: str = "") -> str:
+    """Sentences that tell the facts in order; the first one mentions `named`."""
     sentences: list[str] = []
     clauses: list[str] = []
     by_name = rng.random() < 0.35
     for index, fact in enumerate(facts):
-        named = (record.subject, f"{record.subject}'s", record.subject)
-        forms = record.pronouns if index and not by_name else named
+        subject = named or record.subject
+        forms = record.pronouns if index and not by_name else (subject, f"{subject}'s", subject)
+        choices = fact.clauses
+        if named and not index:
+            choices = [each for each in choices if "{s}" in each or "{p}" in each] or [f"{{s}}: {choices[0]}"]
         text = shown(fact.value, rng)
-        clauses.append(rng.choice(fact.clauses).format(s=forms[0], p=forms[1], o=forms[2], v=text))
+        clauses.append(rng.choice(choices).format(s=forms[0], p=forms[1], o=forms[2], v=text))
         if rng.random() < 0.6 or index == len(facts) - 1:
             text = rng.choice((" and ", ", ", ", and ", "; ")).join(clauses)
             sentences.append(text[0].upper() + text[1:] + ".")
@@ -162,12 +117,22 @@ def prose(record: Record, facts: list[Fact], rng: random.Random) -> str:
     return " ".join(sentences)
 
 
-def listing(facts: list[Fact], rng: random.Random) -> str:
+def listing(facts: list[Fact], keys: list[str], rng: random.Random) -> str:
     """The facts as `key: value` lines, or on one line."""
-    colon = rng.choice((": ", ": ", ": ", " = ", " - "))
+    colon = rng.choice((": ", ": ", ": ", " = ", " - ", ":"))
     between = rng.choice(("\n", "\n", "; ", ", ", "\n- "))
-    text = between.join(f"{fact.keys[0]}{colon}{shown(fact.value, rng)}" for fact in facts)
-    return ("- " if between == "\n- " else "") + text
+    lines = (f"{rng.choice((k, f.keys[0]))}{colon}{shown(f.value, rng)}" for k, f in zip(keys, facts, strict=True))
+    return ("- " if between == "\n- " else "") + between.join(lines)
+
+
+def opened(record: Record, rng: random.Random) -> tuple[str, list[Fact]]:
+    """A text that begins with one of the domain's openings, and the facts that it tells."""
+    by_key = {fact.keys[0]: fact for fact in record.facts}
+    opening = rng.choice(DATA["records"][record.domain]["openings"])
+    told = [by_key[key] for key in re.findall(r"{(.*?)}", opening)]
+    text = re.sub(r"{(.*?)}", lambda found: shown(by_key[found[1]].value, rng), opening) + "."
+    rest = rng.sample([fact for fact in record.facts[1:] if fact not in told], rng.choice((0, 0, 1, 2, 3)))
+    return f"{text} {prose(record, rest, rng)}".strip(), told + rest
 
 
 @dataclass
@@ -185,19 +150,34 @@ def tell(v: Values, record: Record, most: int = 7) -> Told:
     """Pick facts, tell them in prose or as a listing, and ask for some of them in another order."""
     rng = v.rng
     facts = rng.sample(record.facts, min(len(record.facts), rng.randint(2, most)))
-    openings = DATA["records"].get(record.domain, {}).get("openings")
-    if openings and rng.random() < 0.3:
-        by_key = {fact.keys[0]: fact for fact in record.facts}
-        opening = rng.choice([each for each in openings if by_key.keys() >= {*re.findall(r"{(.*?)}", each)}])
-        facts = [by_key[key] for key in re.findall(r"{(.*?)}", opening)]
-        text = re.sub(r"{(.*?)}", lambda found: shown(by_key[found[1]].value, rng), opening) + "."
-    else:
-        text = listing(facts, rng) if rng.random() < 0.25 else prose(record, facts, rng)
     style = rng.choice(("snake", "snake", "snake", "camel", "title", "kebab", "spaced"))
     plain = rng.random() < 0.5
-    asked = {styled(fact.keys[0] if plain else rng.choice(fact.keys), style): fact.value for fact in facts}
-    pairs = list(asked.items())
+
+    def key(fact: Fact) -> str:
+        return styled(fact.keys[0] if plain else rng.choice(fact.keys), style)
+
+    kind = rng.random()
+    known = record.domain in DATA["records"]
+    implied: list[Fact] = []
+    if known and kind < 0.3:
+        text, facts = opened(record, rng)
+    elif known and kind < 0.6:  # the name is told by the way
+        name, rest = record.facts[0], [fact for fact in facts if fact is not record.facts[0]]
+        text = prose(record, rest, rng, full_name(record.domain, name.value, rng))
+        facts = [name, *rest]
+        if record.domain == "person" and rng.random() < 0.25:
+            implied = [fact for fact in record.facts[1:3] if fact not in facts]
+    elif kind < 0.8:
+        text = prose(record, facts, rng)
+    else:
+        text = ""
+    keys = [key(fact) for fact in facts]
+    text = text or listing(facts, keys, rng)
+    pairs = [*zip(keys, facts, strict=True), *((key(fact), fact) for fact in implied)]
     rng.shuffle(pairs)
     count = rng.randint(1, len(pairs)) if rng.random() < 0.4 else len(pairs)
+    asked: dict[str, Any] = {}
+    for name_of, fact in pairs[:count]:
+        asked.setdefault(name_of, fact.value)
     everything = {styled(fact.keys[0], "snake"): fact.value for fact in facts}
-    return Told(record, text[0].upper() + text[1:], dict(pairs[:count]), everything)
+    return Told(record, text[0].upper() + text[1:], asked, everything)

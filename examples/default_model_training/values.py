@@ -48,6 +48,17 @@ class Values:
         """One to three words of a closed vocabulary."""
         return self.rng.sample(WORDS[name], self.rng.randint(1, 3))
 
+    def draw(self, kind: str) -> Any:
+        """A value of the kind that `corpus.json` names: one of the methods below, perhaps with arguments."""
+        method, *arguments = kind.split(" ")
+        return getattr(self, method)(*(int(each) if each.isdigit() else each for each in arguments))
+
+    def flag(self) -> bool:
+        return self.rng.random() < 0.5
+
+    def several(self, kind: str) -> list[Any]:
+        return [self.draw(kind) for _ in range(self.rng.randint(1, 4))]
+
     def _pick(self, draw: Callable[[], T]) -> T:
         for _ in range(10_000):
             value = draw()
@@ -87,6 +98,15 @@ class Values:
     def _name(self, known: str, share: float) -> str:
         return self._pick(lambda: self.one_of(known) if self.rng.random() < share else self._word().capitalize())
 
+    def words(self, count: int) -> str:
+        return " ".join(self.word() for _ in range(count))
+
+    def query(self) -> str:
+        return f"{self.word()} {self.one_of('nouns')}"
+
+    def song(self) -> str:
+        return self.words(2).title()
+
     def first(self) -> str:
         return self._name("first", 0.35)
 
@@ -104,10 +124,18 @@ class Values:
         return self._name("nouns", 0.0)
 
     def person(self) -> str:
-        return f"{self.first()} {self.last()}"
+        middle = f"{self.first()} " if self.rng.random() < 0.08 else ""
+        return f"{self.first()} {middle}{self.last()}"
 
     def company(self) -> str:
         return self.brand() + (f" {self.one_of('suffixes')}" if self.rng.random() < 0.6 else "")
+
+    def organizer(self) -> str:
+        return self.company() if self.flag() else self.person()
+
+    def title(self) -> str:
+        topic = f"{self.one_of('topics')} " if self.rng.random() < 0.7 else ""
+        return f"{self.brand()} {topic}{self.one_of('events')}"
 
     def venue(self) -> str:
         return f"{self.brand()} {self.one_of('venues')}"
@@ -115,8 +143,11 @@ class Values:
     def product(self) -> str:
         kind = self.rng.random()
         if kind < 0.4:
-            return f"{self.brand()} {self.one_of('things')}"
+            return f"{self.brand()} {self.one_of('things') if kind < 0.3 else self.integer(2, 99)}"
         return f"{self.one_of('adjectives')} {self.one_of('things')}" if kind < 0.7 else self.one_of("things")
+
+    def items(self) -> list[dict[str, Any]]:
+        return [{"product": self.product(), "quantity": self.integer(1, 60)} for _ in range(self.rng.randint(1, 3))]
 
     def integer(self, low: int, high: int) -> int:
         """An integer of `low..high`, of this side of the split."""
@@ -127,6 +158,18 @@ class Values:
         digits = max(self.rng.randint(1, 6), 2 if self.held_out else 1)
         return self.integer(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
 
+    def rating(self) -> float:
+        return self.rng.randint(10, 50) / 10
+
+    def expression(self) -> str:
+        return f"{self.number()} {self.rng.choice('+-*/')} {self.number()}"
+
+    def path(self) -> str:
+        return f"{self.word()}.{self.rng.choice(('txt', 'csv', 'md', 'py'))}"
+
+    def below_zero(self) -> int:
+        return -self.number()
+
     def price(self) -> float:
         high = self.rng.choice((10, 100, 100, 1000, 5000))
         return self._pick(lambda: round(self.rng.uniform(1, high), 2))
@@ -134,6 +177,19 @@ class Values:
     def iso_date(self) -> str:
         rng = self.rng
         return self._pick(lambda: f"{rng.randint(1950, 2035)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}")
+
+    def date(self) -> str:
+        """An ISO date, or one with the month's name."""
+        rng = self.rng
+        if rng.random() < 0.6:
+            return self.iso_date()
+        return self._pick(lambda: f"{rng.randint(1, 28)} {self.one_of('months')} {rng.randint(1990, 2035)}")
+
+    def phrase(self) -> str:
+        """Two to six words, as a title or a sentence."""
+        words = [self.one_of("small") if self.rng.random() < 0.2 else self.word() for _ in range(5)]
+        text = " ".join((self.word(), *words[: self.rng.randint(1, 5)]))
+        return self.rng.choice((text, text.title(), text.capitalize(), text.capitalize() + "."))
 
     def time(self) -> str:
         return self._pick(lambda: f"{self.rng.randint(0, 23):02}:{self.rng.choice((0, 15, 30, 45, 10, 5)):02}")
