@@ -129,11 +129,14 @@ def schema_of(value: Any) -> dict[str, Any]:
     return {"type": {int: "integer", float: "number", str: "string", bool: "boolean"}[type(value)]}
 
 
-def _function(v: Values) -> tuple[dict[str, Any], str, dict[str, Any]]:
-    """A function as `tools` describes it, a request that it serves, and the arguments of the right call."""
+def _function(v: Values, like: str = "") -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """A function as `tools` describes it, a request that it serves, and the arguments of the right call.
+
+    `like` is its verb or noun.
+    """
     rng = v.rng
     arguments: dict[str, Any] = {}
-    if rng.random() < 0.55:
+    if not like and rng.random() < 0.55:
         known = rng.choice(DATA["functions"])
         names, description = known["names"].split("|"), rng.choice(known["description"].split("|"))
         ask = rng.choice(known["requests"].split("|"))
@@ -147,6 +150,10 @@ def _function(v: Values) -> tuple[dict[str, Any], str, dict[str, Any]]:
         known_verb = rng.random() < 0.7
         verb = rng.choice([*DATA["verbs"]]) if known_verb else v.word()
         noun = v.one_of("nouns") if rng.random() < 0.5 else v.word()
+        if like in DATA["verbs"]:
+            verb, known_verb = like, True
+        elif like:
+            noun = like
         for _ in range(rng.randint(1, 3)):
             arguments[v.one_of("keys") if rng.random() < 0.7 else v.word()] = v.draw(rng.choice(SINGLE))
         names, description = [f"{verb} {noun}"], f"{verb.capitalize()} a {noun}."
@@ -175,8 +182,9 @@ def call_task(v: Values) -> Example:
     """Call the one of two to four functions that the request is about."""
     right, ask, arguments = _function(v)
     tools = {right["function"]["name"]: right}
+    like = v.rng.choice(_family(right)[0].split(" ")) if v.rng.random() < 0.3 else ""
     while len(tools) < 2 or (len(tools) < 4 and v.rng.random() < 0.6):
-        other, _, _ = _function(v)
+        other, _, _ = _function(v, like if len(tools) == 1 else "")
         if not {*_family(other)} & {each for tool in tools.values() for each in _family(tool)}:
             tools[other["function"]["name"]] = other
     offered = v.rng.sample([*tools.values()], len(tools))

@@ -11,7 +11,7 @@ from examples.default_model_training.values import DATA, Values
 
 ANY = (
     *("word", "word", "words 2", "brand", "number", "number", "person", "code", "price", "iso_date", "time", "email"),
-    *("phone", "city", "flag", "several word", "several number", "below_zero", "phrase", "phrase", "one_of colors"),
+    *("phone", "city", "flag", "several word", "several number", "phrase", "phrase", "one_of colors"),
 )
 """Values of made-up things."""
 
@@ -165,7 +165,7 @@ def tell(v: Values, record: Record, most: int = 7) -> Told:
         name, rest = record.facts[0], [fact for fact in facts if fact is not record.facts[0]]
         text = prose(record, rest, rng, full_name(record.domain, name.value, rng))
         facts = [name, *rest]
-        if record.domain == "person" and rng.random() < 0.25:
+        if record.domain == "person" and rng.random() < 0.5:
             implied = [fact for fact in record.facts[1:3] if fact not in facts]
     elif kind < 0.8:
         text = prose(record, facts, rng)

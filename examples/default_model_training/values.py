@@ -101,9 +101,6 @@ class Values:
     def words(self, count: int) -> str:
         return " ".join(self.word() for _ in range(count))
 
-    def query(self) -> str:
-        return f"{self.word()} {self.one_of('nouns')}"
-
     def song(self) -> str:
         return self.words(2).title()
 
@@ -129,9 +126,6 @@ class Values:
 
     def company(self) -> str:
         return self.brand() + (f" {self.one_of('suffixes')}" if self.rng.random() < 0.6 else "")
-
-    def organizer(self) -> str:
-        return self.company() if self.flag() else self.person()
 
     def title(self) -> str:
         topic = f"{self.one_of('topics')} " if self.rng.random() < 0.7 else ""
@@ -166,9 +160,6 @@ class Values:
 
     def path(self) -> str:
         return f"{self.word()}.{self.rng.choice(('txt', 'csv', 'md', 'py'))}"
-
-    def below_zero(self) -> int:
-        return -self.number()
 
     def price(self) -> float:
         high = self.rng.choice((10, 100, 100, 1000, 5000))
