@@ -66,7 +66,7 @@ SECTIONS = [
         "random_outputs",
         "Is every random output of a random constraint that ends `stop` valid?",
         lambda results: [row for row in results["outputs"] if row["stop"]],
-        {name: random_outputs.COLUMNS[name] for name in ("way", "kind", "stop", "invalid", "failed", "refused")},
+        {name: random_outputs.COLUMNS[name] for name in ("way", "kind", "stop", "invalid")},
     ),
     Section("serving", "What do guided requests cost at the HTTP server? In ms.", columns=serving.COLUMNS),
     Section("chaos", "What happens to requests while actors are killed and inputs are hostile?", _figures),
@@ -74,7 +74,7 @@ SECTIONS = [
         "vllm",
         "What does one bad mask do to the other requests inside vLLM? In ms.",
         lambda results: list(results["stalls"]),
-        vllm.COLUMNS,
+        {name: title for name, title in vllm.COLUMNS.items() if name not in ("without_p50", "itl_p50")},
     ),
 ]
 

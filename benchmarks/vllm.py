@@ -51,7 +51,7 @@ COLUMNS = {
     "others": "others valid",
     "without_p50": "ITL p50 without",
     "itl_p50": "with",
-    "itl_p99": "p99",
+    "itl_p99": "ITL p99",
     "longest_gap": "longest gap, ms",
     "afterwards": "next request",
 }
