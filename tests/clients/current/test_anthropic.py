@@ -66,7 +66,7 @@ def test_an_agent_loop(
 
 
 def test_exceptions(client: anthropic.Anthropic, asked: dict[str, Any]) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="This model's maximum context length .*'messages'"):
+    with pytest.raises(anthropic.BadRequestError, match=r"This model's maximum context length .*'messages'"):
         client.messages.create(**{**asked, "messages": [{"role": "user", "content": "word " * 5000}]})
     with pytest.raises(anthropic.BadRequestError, match=r"output_config.format: .*'/type'"):
         client.messages.create(**asked, output_config={"format": {"type": "json_schema", "schema": {"type": "strin"}}})
