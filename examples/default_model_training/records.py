@@ -44,10 +44,10 @@ def known_record(v: Values, domain: str | None = None) -> Record:
     described = DATA["records"][domain]["facts"]
     values = {key: v.draw(fact["value"]) for key, fact in described.items()}
     name = str(next(iter(values.values())))
-    pronouns = ["it", "its", "it"]
+    pronouns = Record.pronouns
     if domain == "person":
         values["first name"], *_, values["last name"] = name.split(" ")
-        pronouns = v.rng.choice((["she", "her", "her"], ["he", "his", "him"]))
+        pronouns = v.rng.choice((("she", "her", "her"), ("he", "his", "him")))
     facts = []
     for key, value in values.items():
         clauses = described[key]["if false" if value is False else "clauses"]
@@ -55,7 +55,7 @@ def known_record(v: Values, domain: str | None = None) -> Record:
     subject = v.rng.choice((full_name(domain, name, v.rng), full_name(domain, name, v.rng), f"the {domain}"))
     if domain == "person" and v.rng.random() < 0.3:
         subject = values["first name"]
-    return Record(domain, subject, facts, tuple(pronouns))
+    return Record(domain, subject, facts, pronouns)
 
 
 def full_name(domain: str, name: str, rng: random.Random) -> str:
