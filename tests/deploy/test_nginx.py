@@ -7,7 +7,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,8 +30,11 @@ def server(tiny_model: LoadedModel) -> Iterator[Hosted]:
 
 
 @pytest.fixture(scope="module")
-def proxy(server: Hosted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of an nginx with our configuration, but for ports and paths."""
+def connect(server: Hosted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], httpx.Client]]:
+    """Opens a client of an nginx with our configuration, but for ports and paths.
+
+    Each thread needs a client of its own: httpcore changes the TLS context of a client at each new connection.
+    """
     assert NGINX is not None
     folder = tmp_path_factory.mktemp("nginx")
     key, certificate, configuration = folder / "key.pem", folder / "cert.pem", folder / "nginx.conf"
@@ -61,18 +64,19 @@ def proxy(server: Hosted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
     try:
         wait_until(answers)
-        trusted = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(base_url=f"https://localhost:{port}", verify=trusted, timeout=60) as client:
-            yield client
+        yield lambda: httpx.Client(
+            base_url=f"https://localhost:{port}", verify=ssl.create_default_context(cafile=str(certificate)), timeout=60
+        )
     finally:
         process.terminate()
         process.wait(20)
 
 
-def test_the_events_of_a_stream_come_at_once(server: Hosted, proxy: httpx.Client) -> None:
+def test_the_events_of_a_stream_come_at_once(server: Hosted, connect: Callable[[], httpx.Client]) -> None:
     server.pool.delay = lambda sequence, position: 1_000_000 if position >= 5 else 0
     body = {"prompt": "a", "regex": "[a-z]{9}", "max_tokens": 20, "stream": True}
-    with proxy.stream("POST", "/v1/completions", json=body, headers={"authorization": "Bearer a"}) as answer:
+    headers = {"authorization": "Bearer a"}
+    with connect() as client, client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
         lines = answer.iter_lines()
         assert answer.status_code == 200
         assert next(lines).startswith("data: "), "while the next mask is still missing"
@@ -85,9 +89,10 @@ FLOOD, BURST, RATE = 96, 40, 10
 """Requests at once, and what the configuration lets wait, and through in a second."""
 
 
-def test_each_key_has_its_own_rate(proxy: httpx.Client) -> None:
-    def ask(key: str) -> httpx.Response:
-        return proxy.get("/version", headers={"authorization": f"Bearer {key}"})
+def test_each_key_has_its_own_rate(connect: Callable[[], httpx.Client]) -> None:
+    def ask(key: str, path: str = "/version") -> httpx.Response:
+        with connect() as client:
+            return client.get(path, headers={"authorization": f"Bearer {key}"})
 
     began = time.monotonic()
     with ThreadPoolExecutor(FLOOD) as threads:
@@ -99,4 +104,4 @@ def test_each_key_has_its_own_rate(proxy: httpx.Client) -> None:
     assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
     assert refused[0].headers["retry-after"] == "1"
     assert other.status_code == 200
-    assert proxy.get("/metrics").status_code == 404
+    assert ask("other", "/metrics").status_code == 404
