@@ -44,8 +44,12 @@ class GuidedError(Exception):
     retry_after: float = 1.0
     """Seconds after which to send it again, for the statuses 429 and 503."""
 
-    def __init__(self, message: str, *, param: str | None = None, pointer: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, pointer: str | None = None, code: str = "", status: int = 0
+    ) -> None:
         super().__init__(message)
+        self.code, self.status = code or self.code, status or self.status
+        """Those of the class, unless others are given."""
         self.message = message
         self.param = param
         """The request field at fault, as the user wrote it."""

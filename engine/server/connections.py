@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from engine.server.errors import HeaderTooLarge, RequestTimeout, TooManyConnections
+from engine.server.errors import RequestTimeout, TooManyConnections
 from guided.errors import GuidedError, InvalidRequest, error_body, error_headers
 
 
@@ -58,8 +58,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_bytes += len(data)
         super().data_received(data)
         if self._header_bytes > self._limits.max_header_bytes:
-            limit = self._limits.max_header_bytes
-            self._refuse(HeaderTooLarge(f"URL and headers have more than the limit of {limit} bytes"))
+            message = f"URL and headers have more than the limit of {self._limits.max_header_bytes} bytes"
+            self._refuse(InvalidRequest(message, code="header_too_large", status=431))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 
 from engine.async_llm import AsyncLLM
 from engine.detokenizer import TokenTexts
-from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
+from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
 from engine.server.protocol import GenerationRequest
@@ -82,7 +82,7 @@ class ServerContext:
         """Check the model that a request names. None: the served model."""
         if name not in (None, self.settings.model_name):
             message = f"The model {bounded(name, 100)!r} does not exist; here: {self.settings.model_name}"
-            raise ModelNotFound(message, param="model")
+            raise InvalidRequest(message, param="model", code="model_not_found", status=404)
 
     def check_size(self, body: GenerationRequest, prompts: int, max_tokens: int | None, logprobs: int | None) -> None:
         """Refuse a request with too many outputs, or with several that can have too many log-probabilities."""

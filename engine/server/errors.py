@@ -25,29 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("guided.server")
 
 
-class Unauthorized(InvalidRequest):
-    code = "invalid_api_key"
-    status = 401
-
-
-class ModelNotFound(InvalidRequest):
-    code = "model_not_found"
-    status = 404
-
-
-class BodyTooComplex(InvalidRequest):
-    code = "body_too_complex"
-
-
-class InvalidJson(InvalidRequest):
-    code = "invalid_json"
-
-
-class HeaderTooLarge(InvalidRequest):
-    code = "header_too_large"
-    status = 431
-
-
 class RequestTimeout(InvalidRequest):
     code = "request_timeout"
     status = 408
@@ -126,8 +103,8 @@ async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_http_exception(request: Request, raised: Exception) -> JSONResponse:
     assert isinstance(raised, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-    error = InvalidRequest(_hint(request) if raised.status_code == 404 else bounded(raised.detail))
-    error.status, error.code = raised.status_code, codes.get(raised.status_code, InvalidRequest.code)
+    message = _hint(request) if raised.status_code == 404 else bounded(raised.detail)
+    error = InvalidRequest(message, code=codes.get(raised.status_code, ""), status=raised.status_code)
     return refuse(request.app.state.context, request.scope, error, **(raised.headers or {}))
 
 
@@ -175,10 +152,8 @@ def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     elif param:
         code, message = "invalid_type", f"Invalid '{param}': {bounded(first['msg'])}"
     else:
-        code, message = InvalidRequest.code, "the body must be a JSON object (content-type: application/json)"
-    error = InvalidRequest(message, param=param or None)
-    error.code = code
-    return error
+        code, message = "", "the body must be a JSON object (content-type: application/json)"
+    return InvalidRequest(message, param=param or None, code=code)
 
 
 _TAGS = {"str", "int", "float", "bool", "dict", "list", "none", "any"}

@@ -237,9 +237,8 @@ def count_tokens(body: CountTokensRequest, request: Request, context: Context) -
 
 def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> Job:
     if body.thread is not None:
-        error = InvalidRequest("the server stores no conversations: send all messages, without thread", param="thread")
-        error.code = "thread_unsupported_request"  # Anthropic's client then does so
-        raise error
+        message = "the server stores no conversations: send all messages, without thread"
+        raise InvalidRequest(message, param="thread", code="thread_unsupported_request")  # the client then does so
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
     for index, _ in enumerate(body.tools or ()):

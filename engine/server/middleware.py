@@ -11,8 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.context import ServerContext
-from engine.server.errors import Unauthorized, refuse
-from guided.errors import GuidedError
+from engine.server.errors import refuse
+from guided.errors import GuidedError, InvalidRequest
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
 """Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic. Nor
@@ -59,7 +59,8 @@ class RequestChecks:
         text = (bearer if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip().encode()
         same = [secrets.compare_digest(text, key) for key in self._keys]  # all of them: the time reveals nothing
         if True not in same:
-            raise Unauthorized("Incorrect API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+            message = "Incorrect API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise InvalidRequest(message, code="invalid_api_key", status=401)
 
     def _limited(self, receive: Receive) -> Receive:
         """Count the bytes of the body as they arrive."""

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import RequestOutput
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
-from engine.server.errors import BodyTooComplex, InvalidJson, RequestTimeout, respell, shape_error
+from engine.server.errors import RequestTimeout, respell, shape_error
 from engine.server.generation import Job, Outputs, cancel, report, running
 from engine.server.protocol import GuidedInfo
 from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
@@ -98,9 +98,9 @@ def parse(
     try:
         data = loads(raw, **_BODY_LIMITS, constants=True)
     except JsonTooLarge as error:
-        raise BodyTooComplex(f"the body is over a limit: {error}") from None
+        raise InvalidRequest(f"the body is over a limit: {error}", code="body_too_complex") from None
     except JsonError as error:
-        raise InvalidJson(f"the body is not JSON: {error}") from None
+        raise InvalidRequest(f"the body is not JSON: {error}", code="invalid_json") from None
     try:
         return body_type.model_validate(data, context={"ignored": None if context.settings.strict_fields else ignored})
     except ValidationError as error:

@@ -25,7 +25,7 @@ from serving import ServerProcess, serving, sse, wait_until
 
 from engine.model_loader import LoadedModel
 from guided.backends import BACKENDS
-from guided.errors import GuidedError, errors_by_code
+from guided.errors import GuidedError, InvalidRequest, errors_by_code
 
 STATUSES = {
     400: """invalid_request context_length_exceeded invalid_constraint constraint_too_large unsupported_constraint
@@ -46,6 +46,8 @@ RETRYABLE = {
     "worker_died",
     *(code for code, status in ERRORS.items() if status in (408, 429, 503)),
 }
+WITHOUT_CLASS = {"body_too_complex", "invalid_json", "invalid_api_key", "model_not_found", "header_too_large"}
+"""Codes that are an argument of an `InvalidRequest`."""
 ROW_FAULTS = {"raise@fill:3": "backend_error", "empty@fill:3": "dead_end"}
 LONG = "[a-z]{300}"
 SECONDS = 30.0
@@ -78,16 +80,17 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 class TestEveryError:
     def test_every_class_is_in_the_table(self) -> None:
         others = {"guided_error", "replica_died"}  # the root, and that of Ray Serve's proxies
-        assert errors_by_code(GuidedError).keys() - others == ERRORS.keys()
+        assert errors_by_code(GuidedError).keys() - others == ERRORS.keys() - WITHOUT_CLASS
 
     @pytest.mark.parametrize("code", ERRORS)
     def test_before_the_first_token_it_is_a_status(
         self, server: Hosted, code: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         failed: Future[Any] = Future()
-        failed.set_exception(errors_by_code(GuidedError)[code]("told to"))
-        monkeypatch.setattr(server.pool, "compile", lambda constraint, backends: failed)
         status = ERRORS[code]
+        given = InvalidRequest("told to", code=code, status=status)
+        failed.set_exception(given if code in WITHOUT_CLASS else errors_by_code(GuidedError)[code]("told to"))
+        monkeypatch.setattr(server.pool, "compile", lambda constraint, backends: failed)
         fault = "load" if "queue_full" in code else "request" if status < 500 else "server"
         counters: list[tuple[str, dict[str, str]]] = [
             ("guided_request_failures_total", {"code": code, "fault": fault}),
