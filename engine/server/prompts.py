@@ -33,11 +33,6 @@ def encode_chat(
     (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
     """
     _check_template(tokenizer, variables or {})
-    if continue_final_message and (add_generation_prompt or messages[-1].role != "assistant"):
-        raise InvalidRequest(
-            "continue_final_message needs add_generation_prompt: false and an assistant message at the end",
-            param="continue_final_message",
-        )
     rendered = [message.for_template() for message in messages]
     functions = [tool.for_template() for tool in tools]
     _check_length(json.dumps(rendered, ensure_ascii=False), max_characters, "messages")
