@@ -42,7 +42,7 @@ class CheckedRequest(BaseModel):
 @router.post("/v1/check", response_model=CheckedRequest)
 def check_request(body: ChatRequest, request: Request, context: Context) -> Prepared:
     """Take a chat request through admission and compilation only. A request that is refused gets its error."""
-    body.stream, body.stream_options = False, None
+    body.stream = False
     return _CheckAnswer, _chat_job(body, request, context, at_admission=True)
 
 

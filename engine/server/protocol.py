@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from guided.errors import InvalidRequest, bounded
@@ -213,13 +213,6 @@ class GenerationRequest(Body):
     def wants_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @field_validator("stream_options")
-    @classmethod
-    def _only_of_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if options is not None and not info.data.get("stream"):
-            raise InvalidRequest("stream_options requires stream: true", param="stream_options")
-        return options
 
     # The constraint, one of these. Our own names ...
     json_schema: dict[str, Any] | str | bool | None = Field(default=None, description="A schema, or its JSON text.")
