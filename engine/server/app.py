@@ -89,5 +89,4 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         app.include_router(routes.router)
     app.get("/", include_in_schema=False)(playground)
     app.include_router(models.tokenization)
-    app.include_router(messages.tokenization)
     return app

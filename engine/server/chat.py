@@ -17,18 +17,19 @@ from engine.server.context import Context, ServerContext
 from engine.server.generation import Job, sampling_params
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo
-from engine.server.routes import RESPONSES, GenerationRoute, Prepared
+from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.tools import MAX_TRIES, fields_to_relax, output_form, requested_calls
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 
-router = APIRouter(tags=["generation"], route_class=GenerationRoute)
+router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=RESPONSES)
-def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> Prepared:
+@router.post("/v1/chat/completions", responses=RESPONSES)
+def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> JobResponse:
     """Answer a chat, constrained or not. With `stream`, the status is sent once the constraint is compiled."""
-    return _FunctionsAnswer if body.functions else _ChatAnswer, _chat_job(body, request, context)
+    kind = _FunctionsAnswer if body.functions else _ChatAnswer
+    return JobResponse(kind, _chat_job(body, request, context), request, context)
 
 
 class CheckedRequest(BaseModel):
@@ -40,10 +41,10 @@ class CheckedRequest(BaseModel):
 
 
 @router.post("/v1/check", response_model=CheckedRequest)
-def check_request(body: ChatRequest, request: Request, context: Context) -> Prepared:
+def check_request(body: ChatRequest, request: Request, context: Context) -> JobResponse:
     """Take a chat request through admission and compilation only. A request that is refused gets its error."""
     body.stream = False
-    return _CheckAnswer, _chat_job(body, request, context, at_admission=True)
+    return JobResponse(_CheckAnswer, _chat_job(body, request, context, at_admission=True), request, context)
 
 
 def _chat_job(body: ChatRequest, request: Request, context: ServerContext, at_admission: bool = False) -> Job:

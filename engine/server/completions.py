@@ -17,16 +17,16 @@ from engine.server.context import Context, ServerContext
 from engine.server.generation import Job, OutputForm, sampling_params
 from engine.server.prompts import encode
 from engine.server.protocol import CompletionRequest, GuidedInfo
-from engine.server.routes import RESPONSES, GenerationRoute, Prepared
+from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from guided.errors import InvalidRequest
 
-router = APIRouter(tags=["generation"], route_class=GenerationRoute)
+router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
 
-@router.post("/v1/completions", response_model=None, responses=RESPONSES)
-def create_completion(body: CompletionRequest, request: Request, context: Context) -> Prepared:
+@router.post("/v1/completions", responses=RESPONSES)
+def create_completion(body: CompletionRequest, request: Request, context: Context) -> JobResponse:
     """Continue one or several prompts, constrained or not."""
-    return _TextAnswer, _build_job(body, context, request.state.request_id)
+    return JobResponse(_TextAnswer, _build_job(body, context, request.state.request_id), request, context)
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:

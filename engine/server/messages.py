@@ -39,7 +39,7 @@ from engine.server.protocol import (
     TypedBody,
     joined,
 )
-from engine.server.routes import RESPONSES, BodyRoute, GenerationRoute, Prepared
+from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest
 from guided.tools.parser import Piece
 
@@ -219,17 +219,16 @@ class MessageError(BaseModel):
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessageError} for status in ("4XX", "5XX")}
-router = APIRouter(tags=["generation"], route_class=GenerationRoute, responses=_ERRORS)
-tokenization = APIRouter(tags=["tokenization"], route_class=BodyRoute, responses=_ERRORS)
+router = APIRouter(tags=["generation"], route_class=BodyRoute, responses=_ERRORS)
 
 
-@router.post(MESSAGES_PATH, response_model=None, responses=RESPONSES)
-def create_message(body: MessagesRequest, request: Request, context: Context) -> Prepared:
+@router.post(MESSAGES_PATH, responses=RESPONSES)
+def create_message(body: MessagesRequest, request: Request, context: Context) -> JobResponse:
     """Answer a chat in the shape of Anthropic's API. The server stores nothing."""
-    return _MessageAnswer, _job(body, request, context)
+    return JobResponse(_MessageAnswer, _job(body, request, context), request, context)
 
 
-@tokenization.post(f"{MESSAGES_PATH}/count_tokens")
+@router.post(f"{MESSAGES_PATH}/count_tokens")
 def count_tokens(body: CountTokensRequest, request: Request, context: Context) -> InputTokens:
     """Count the tokens of a message's prompt."""
     return InputTokens(input_tokens=len(_job(body, request, context).prompts[0]))

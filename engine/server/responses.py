@@ -35,7 +35,7 @@ from engine.server.protocol import (
     TypedBody,
     joined,
 )
-from engine.server.routes import RESPONSES, GenerationRoute, Prepared
+from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from guided.errors import GuidedError, InvalidRequest, error_body
 from guided.tools.parser import Piece
 
@@ -197,11 +197,11 @@ def _chat_tool(tool: FunctionTool) -> Tool:
     return Tool(type=tool.type, function=FunctionDefinition.model_construct(**given))
 
 
-router = APIRouter(tags=["generation"], route_class=GenerationRoute)
+router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
 
-@router.post("/v1/responses", response_model=None, responses=RESPONSES)
-def create_response(body: ResponsesRequest, request: Request, context: Context) -> Prepared:
+@router.post("/v1/responses", responses=RESPONSES)
+def create_response(body: ResponsesRequest, request: Request, context: Context) -> JobResponse:
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
     names = request.state.field_names
     names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
@@ -209,7 +209,7 @@ def create_response(body: ResponsesRequest, request: Request, context: Context) 
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{index}].{field}"
     job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
-    return partial(_ResponseAnswer, _settings(body, job)), job
+    return JobResponse(partial(_ResponseAnswer, _settings(body, job)), job, request, context)
 
 
 def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""BodyRoute reads the body of a request, in stages from cheap to expensive. GenerationRoute then runs a job.
+"""BodyRoute reads the body of a request, in stages from cheap to expensive. A JobResponse then runs a job.
 
 1. Size: the middleware counts the bytes (`middleware.py`).
 2. JSON within limits: number of values, nesting, length of numbers, duplicate keys (`guided.json_text`).
@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from typing import Any, get_type_hints
 
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
@@ -45,8 +45,9 @@ _SMALL_BODY = 64 << 10
 class BodyRoute(APIRoute):
     """A route for endpoints that are functions of `(body, request, context)` and run in a worker thread.
 
-    The body has passed the stages 2 and 3. The endpoint returns the answer. The API documentation lists it like any
-    other endpoint. `request.state.field_names` has fields in errors -> their names in the request. Endpoints add to it.
+    The body has passed the stages 2 and 3. The endpoint returns the answer, or a response. The API documentation lists
+    it like any other endpoint. `request.state.field_names` has fields in errors -> their names in the request.
+    Endpoints add to it.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -55,11 +56,12 @@ class BodyRoute(APIRoute):
         async def handle(request: Request) -> Response:
             context: ServerContext = request.app.state.context
 
-            def work(raw: bytes) -> Any:
+            def work(raw: bytes) -> Response:
                 request.state.ignored = []
                 body = parse(raw, request.headers, body_type, context, request.state.ignored)
                 context.check_model(body.model)
-                return self.endpoint(body, request, context)
+                answer = self.endpoint(body, request, context)
+                return answer if isinstance(answer, Response) else JSONResponse(answer.model_dump())
 
             context.check_room(1)
             request.state.field_names = {"extra_args": "vllm_xargs"}
@@ -68,17 +70,12 @@ class BodyRoute(APIRoute):
                 is_small = size.isdecimal() and int(size) <= _SMALL_BODY
                 async with nullcontext() if is_small else context.large_bodies:
                     raw = await _raw_body(request, context.settings.body_seconds)
-                    answer = await context.in_thread(work, raw)
-                return await self.respond(answer, request, context)
+                    return await context.in_thread(work, raw)
             except ClientDisconnect:
                 context.client_left(request.state.request_id)
                 return Response(status_code=499)
 
         return handle
-
-    async def respond(self, answer: Any, request: Request, context: ServerContext) -> Response:
-        """Send what the endpoint returned. Runs on the event loop."""
-        return Response(await context.in_thread(answer.model_dump_json), media_type="application/json")
 
 
 async def _raw_body(request: Request, seconds: float) -> bytes:
@@ -107,30 +104,23 @@ def parse(
         raise shape_error(error.errors(include_url=False, include_input=False)) from None
 
 
-Prepared = tuple[Callable[[ServerContext, Job, GuidedInfo | None], Answer], Job]
-"""What an endpoint returns: how to make the answer, and the job."""
-
 _ANSWER = "An answer as OpenAI or Anthropic describe it, or its events (`stream`), plus `guided`: how it was made."
 RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
 """The routes' `responses`, for the documentation page."""
 
 
-class GenerationRoute(BodyRoute):
-    """A route for endpoints that return the request's `Job`. The response runs it."""
-
-    async def respond(self, answer: Prepared, request: Request, context: ServerContext) -> Response:
-        """Return the response that runs the job."""
-        return _JobResponse(answer, request, context)
-
-
-class _JobResponse(Response):
+class JobResponse(Response):
     """Runs a job and sends its answer, or a stream. The job is aborted when the client disconnects."""
 
-    def __init__(self, prepared: Prepared, request: Request, context: ServerContext) -> None:
+    def __init__(
+        self,
+        make_answer: Callable[[ServerContext, Job, GuidedInfo | None], Answer],
+        job: Job,
+        request: Request,
+        context: ServerContext,
+    ) -> None:
         super().__init__()
-        self._make_answer, self._job = prepared
-        self._request = request
-        self._context = context
+        self._make_answer, self._job, self._request, self._context = make_answer, job, request, context
         self._is_sent = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
