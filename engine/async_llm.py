@@ -38,26 +38,32 @@ class EngineHealth:
 
 
 class _Stream:
-    """The consumer's end of a request. It keeps only the newest output, because each output is a complete snapshot."""
+    """The consumer's end of one or several requests. It keeps only the newest output of each, because each output is a
+    complete snapshot."""
 
-    def __init__(self, group: SequenceGroup) -> None:
-        self.group = group
+    def __init__(self, groups: Sequence[SequenceGroup]) -> None:
+        self.groups = groups
         self.loop = asyncio.get_running_loop()
-        self._newest: RequestOutput | BaseException | None = None
+        self._newest: dict[str, RequestOutput] = {}
+        self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput | BaseException) -> None:
         """Deliver an output or the final error. Runs on the consumer's event loop."""
-        self._newest = output
+        if isinstance(output, RequestOutput):
+            self._newest[output.request_id] = output
+        else:
+            self._error = output
         self._ready.set()
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> list[RequestOutput]:
+        """Wait for outputs, and return those that have come since the last call."""
         await self._ready.wait()
         self._ready.clear()
-        if isinstance(self._newest, BaseException):
-            raise self._newest
-        assert self._newest is not None
-        return self._newest
+        if self._error is not None:
+            raise self._error
+        newest, self._newest = self._newest, {}
+        return list(newest.values())
 
 
 class AsyncLLM(BaseLLM):
@@ -92,28 +98,31 @@ class AsyncLLM(BaseLLM):
             InternalError: the engine's thread has died.
         """
         group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, sampling_params, stream=stream)
-        async with aclosing(self.run(group)) as outputs:
+        admitted = False
+        async with aclosing(self.run([group])) as outputs:
             async for output in outputs:
-                yield output
-
-    async def run(self, group: SequenceGroup) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request that `engine.admit` has admitted, as `generate`."""
-        consumer = _Stream(group)
-        admitted = finished = False
-        self._send(consumer)
-        try:
-            while not finished:
-                output = await consumer.get()
-                finished = output.finished
                 # Newer snapshots replace unread ones, so the first that is seen may be the last.
                 admitted = admitted or (group.stream and group.first_token_time is not None)
-                if finished and output.error is not None and not admitted:
+                if output.error is not None and not admitted:
                     raise output.error
                 admitted = True
                 yield output
+
+    async def run(self, groups: Sequence[SequenceGroup]) -> AsyncGenerator[RequestOutput, None]:
+        """Run requests that `engine.admit` has admitted. Yields snapshots of each, as `generate`. Any failure of a
+        request is the `error` of its last snapshot."""
+        unfinished = {group.request_id for group in groups}
+        consumer = _Stream(groups)
+        self._send(consumer)
+        try:
+            while unfinished:
+                for output in await consumer.get():
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
         finally:
-            if not finished:
-                self._send(group.request_id)
+            for request_id in unfinished:
+                self._send(request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request. Its stream ends with `finish_reason` abort. Call it from any thread."""
@@ -173,12 +182,12 @@ class AsyncLLM(BaseLLM):
         if isinstance(item, str):
             self.engine.abort_request(item)
             return
-        request_id = item.group.request_id
         try:
-            if request_id in self._streams:
-                raise ValueError(f"request {request_id!r} is running already")
-            self.engine.submit(item.group)
-            self._streams[request_id] = item
+            for group in item.groups:
+                if group.request_id in self._streams:
+                    raise ValueError(f"request {group.request_id!r} is running already")
+                self.engine.submit(group)
+                self._streams[group.request_id] = item
         except Exception as error:  # an error of one request never ends the thread
             known = isinstance(error, GuidedError | ValueError)
             self._post([(item, error if known else InternalError(bounded(repr(error))))])
@@ -196,13 +205,14 @@ class AsyncLLM(BaseLLM):
                 loop.call_soon_threadsafe(put, mine)
             except RuntimeError:  # the event loop is closed
                 for stream, _ in mine:
-                    self.engine.abort_request(stream.group.request_id)
+                    for group in stream.groups:
+                        self.engine.abort_request(group.request_id)
 
     def _end_all(self) -> None:
         """End all streams, so that none stays open."""
         with self._lock:
             self._ended = True
-        left = [*self._streams.values(), *(item for item in self._inbox if isinstance(item, _Stream))]
+        left = {*self._streams.values(), *(item for item in self._inbox if isinstance(item, _Stream))}
         self._inbox.clear()
         self._streams.clear()
         self._post([(stream, self._ended_error()) for stream in left])

@@ -1,8 +1,7 @@
-"""The generations of one HTTP request: their parameters; admitted together, merged into one stream, ended together."""
+"""The generations of one HTTP request: their parameters; admitted together, in one stream, ended together."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -188,10 +187,10 @@ async def running(
     guided = None
     try:
         with context.admit(len(job.prompts) * job.params.width):
-            async with aclosing(_merged(context, job)) as merged:
-                first = await anext(merged)
+            async with aclosing(_outputs(context, job)) as outputs:
+                first = await anext(outputs)
                 guided = _guided_info(job, first[1], field_names)
-                yield guided, _chained(first, merged)
+                yield guided, _chained(first, outputs)
     except GuidedError as error:
         report(job, error, guided)
         raise
@@ -232,28 +231,24 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
     )
 
 
-async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _stream(context: ServerContext, job: Job, number: int) -> AsyncGenerator[RequestOutput, None]:
-    """Run one prompt of a job. Yields snapshots of its output, and raises the error that ends it.
+async def _outputs(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Run a job. Yields snapshots of its outputs, and raises the error that ends one.
 
     The server's shutdown becomes a 503: a retry elsewhere, or later, would succeed.
     """
+    numbers = {group.request_id: number for number, group in enumerate(job.groups)}
+    number = 0
     try:
-        async with aclosing(context.metrics.observed(context.engine.run(job.groups[number]), job.params)) as outputs:
+        async with aclosing(context.metrics.observed(context.engine.run(job.groups), job.params)) as outputs:
             async for output in outputs:
+                number = numbers[output.request_id]
                 for completion in output.outputs:
                     if (error := completion.error or output.error) is not None:
                         raise error
                     if completion.finish_reason == "abort":
                         raise InternalError("the generation was aborted")
                 _number_choices(output, job)
-                yield output
+                yield number, output
     except GuidedError as error:
         if context.shutting_down and isinstance(error, InternalError):
             raise ShuttingDown("the server is shutting down") from error
@@ -266,39 +261,6 @@ def _number_choices(output: RequestOutput, job: Job) -> None:
         output.outputs.sort(key=lambda completion: completion.index)
     for number, completion in enumerate(output.outputs):
         completion.index = number
-
-
-async def _merged(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield the outputs of all prompts as they come. Those that a slow reader misses are replaced by newer ones."""
-    if len(job.groups) == 1:
-        async with aclosing(_stream(context, job, 0)) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
-    ready: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(1)
-
-    async def pump(number: int) -> None:
-        try:
-            async with aclosing(_stream(context, job, number)) as outputs:  # aborts what still runs
-                async for output in outputs:
-                    await ready.put((number, output))
-            await ready.put(None)
-        except Exception as error:
-            await ready.put(error)
-
-    pumps = [asyncio.create_task(pump(number)) for number in range(len(job.groups))]
-    try:
-        running = len(pumps)
-        while running:
-            item = await ready.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        await cancel(pumps)
 
 
 async def _chained(first: tuple[int, RequestOutput], others: Outputs) -> Outputs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Counts
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from itertools import accumulate
 
 from fastapi import APIRouter, Request, Response
@@ -22,7 +23,7 @@ from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.errors import QueueFull
 from engine.stats import KEPT_MASS_BOUNDS
-from guided.errors import CompileQueueFull, GuidedError, InternalError, errors_by_code
+from guided.errors import CompileQueueFull, InternalError, errors_by_code
 from guided.pools.metrics import counts_by, pool_metrics
 
 router = APIRouter(tags=["operation"])
@@ -86,15 +87,21 @@ class Metrics:
     async def observed(
         self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Pass a request's outputs on and measure them: every snapshot of a stream, or only the last one."""
-        admitted, tokens, latest = False, 0, 0.0
-        try:
+        """Pass the outputs of requests on and measure them: every snapshot of a stream, or only the last one."""
+        seen: dict[str, tuple[int, float]] = {}
+        """By request that was admitted: its number of tokens, and when the last of them came."""
+        async with aclosing(outputs):
             async for output in outputs:
                 times, now = output.metrics, time.monotonic()
                 assert times is not None
-                if not admitted:
-                    admitted = True
+                if output.request_id not in seen:
+                    if output.error is not None:
+                        if params.constraint is not None and times.compiled_time is None:
+                            self._grammar_failures.labels(output.error.code, params.constraint.kind).inc()
+                        yield output
+                        continue
                     self._observe_admission(output, times, params)
+                tokens, latest = seen.setdefault(output.request_id, (0, 0.0))
                 count = sum(len(each.token_ids) for each in output.outputs)
                 if count > tokens:
                     self._generation_tokens.inc(count - tokens)
@@ -102,16 +109,10 @@ class Metrics:
                         self._first_token.observe(times.first_token_time - times.arrival_time)
                     else:
                         self._inter_token.observe(now - latest)
-                    tokens, latest = count, now
+                    seen[output.request_id] = count, now
                 if output.finished:
                     self._observe_end(output, times)
                 yield output
-        except GuidedError as error:
-            if params.constraint is not None and not admitted:
-                self._grammar_failures.labels(error.code, params.constraint.kind).inc()
-            raise
-        finally:
-            await outputs.aclose()
 
     def _observe_admission(self, output: RequestOutput, times: RequestMetrics, params: SamplingParams) -> None:
         self._prompt_tokens.inc(len(output.prompt_token_ids))

@@ -28,7 +28,7 @@ from engine.outputs import RequestOutput
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
 from engine.server.errors import RequestTimeout, respell, shape_error
-from engine.server.generation import Job, Outputs, cancel, report, running
+from engine.server.generation import Job, Outputs, report, running
 from engine.server.protocol import GuidedInfo
 from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
 from guided.json_text import JsonError, JsonTooLarge, loads
@@ -138,7 +138,9 @@ class JobResponse(Response):
             else:
                 self._context.client_left(self._job.http_id)
         finally:
-            await cancel([work, watching])
+            work.cancel()
+            watching.cancel()
+            await asyncio.gather(work, watching, return_exceptions=True)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job. If its constraint is refused, run it with less that is enforced, where that is allowed."""
