@@ -32,19 +32,13 @@ class JsonFormatter(logging.Formatter):
 def log_to_stderr(level: str, style: LogFormat) -> None:
     """Send our own log records to stderr."""
     handler = logging.StreamHandler()
-    handler.setFormatter(formatter(style))
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if style == "json" else text)
     for name in ("guided", "actors", "engine"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.setLevel(level.upper())
         logger.propagate = False
-
-
-def formatter(style: LogFormat) -> logging.Formatter:
-    """Return the formatter for a `--log-format`."""
-    if style == "json":
-        return JsonFormatter()
-    return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def uvicorn_logging(style: LogFormat) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from hosting import hosted
 
 from engine.model_loader import LoadedModel
-from engine.server.logs import formatter
+from engine.server.logs import JsonFormatter
 
 
 def test_a_failed_request_is_one_line_with_its_ids(tiny_model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
@@ -18,7 +18,7 @@ def test_a_failed_request_is_one_line_with_its_ids(tiny_model: LoadedModel, capl
     assert answer.status_code == 500
     (record,) = [record for record in caplog.records if record.name == "guided.server"]
     record.exc_info = (ValueError, ValueError('with "quotes"\nand lines'), None)
-    line = formatter("json").format(record)
+    line = JsonFormatter().format(record)
     assert "\n" not in line
     fields = json.loads(line)
     assert fields["x_request_id"] == answer.headers["x-request-id"]
