@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -170,34 +170,8 @@ def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str,
     return None
 
 
-Outputs = AsyncIterator[tuple[int, RequestOutput]]
-"""(index of the prompt, its output so far) until all are finished. Raises the error that ended a generation."""
-
-
-@asynccontextmanager
-async def running(
-    context: ServerContext, job: Job, field_names: Mapping[str, str]
-) -> AsyncIterator[tuple[GuidedInfo | None, Outputs]]:
-    """Start a job and wait until it is admitted: its constraint is compiled. At the end, abort what still runs of it.
-
-    `field_names` has fields of the job -> their names in the request.
-
-    Raises the error of a job that is rejected or fails later, and logs it if an operator can act on it.
-    """
-    guided = None
-    try:
-        with context.admit(len(job.prompts) * job.params.width):
-            async with aclosing(_outputs(context, job)) as outputs:
-                first = await anext(outputs)
-                guided = _guided_info(job, first[1], field_names)
-                yield guided, _chained(first, outputs)
-    except GuidedError as error:
-        report(job, error, guided)
-        raise
-
-
-def _guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) -> GuidedInfo | None:
-    """Describe how a job is constrained."""
+def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) -> GuidedInfo | None:
+    """Describe how a job is constrained. `field_names` has fields of the job -> their names in the request."""
     constraint, backend = job.params.constraint, first.backend
     if constraint is None or backend is None:
         return None
@@ -216,13 +190,13 @@ def _guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str])
     )
 
 
-def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
+def report(job: Job, error: GuidedError) -> None:
     """Log an error that an operator can act on. What is wrong with a request itself is not logged."""
     if isinstance(error, ShuttingDown | QueueFull) or (error.status < 500 and not isinstance(error, CompileTimeout)):
         return
     constraint = job.params.constraint
     kind = "none" if constraint is None else constraint.kind
-    backend = job.params.backend if guided is None else guided.backend
+    backend = job.groups[0].backend or job.params.backend
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     logger.warning(
         "request %s (x-request-id %s) failed: %s: %s%s; constraint %s, backend %s",
@@ -231,8 +205,12 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
     )
 
 
-async def _outputs(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Run a job. Yields snapshots of its outputs, and raises the error that ends one.
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+async def outputs_of(context: ServerContext, job: Job) -> Outputs:
+    """Run a job: yield (index of the prompt, its output so far), and raise the error that ends one. The first one comes
+    when the constraint is compiled.
 
     The server's shutdown becomes a 503: a retry elsewhere, or later, would succeed.
     """
@@ -247,23 +225,13 @@ async def _outputs(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int
                         raise error
                     if completion.finish_reason == "abort":
                         raise InternalError("the generation was aborted")
-                _number_choices(output, job)
+                # The choices are in the order of the sequences, or of their ranks with `best_of`.
+                if job.params.width == job.params.n:
+                    output.outputs.sort(key=lambda completion: completion.index)
+                for choice, completion in enumerate(output.outputs):
+                    completion.index = choice
                 yield number, output
     except GuidedError as error:
         if context.shutting_down and isinstance(error, InternalError):
             raise ShuttingDown("the server is shutting down") from error
         raise job.respell(error, number) from None
-
-
-def _number_choices(output: RequestOutput, job: Job) -> None:
-    """Put the outputs in the order of their choices: that of the sequences, or of their ranks with `best_of`."""
-    if job.params.width == job.params.n:
-        output.outputs.sort(key=lambda completion: completion.index)
-    for number, completion in enumerate(output.outputs):
-        completion.index = number
-
-
-async def _chained(first: tuple[int, RequestOutput], others: Outputs) -> Outputs:
-    yield first
-    async for each in others:
-        yield each

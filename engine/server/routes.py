@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 from typing import Any, get_type_hints
 
 from fastapi import Request, Response
@@ -28,7 +28,7 @@ from engine.outputs import RequestOutput
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
 from engine.server.errors import RequestTimeout, respell, shape_error
-from engine.server.generation import Job, Outputs, report, running
+from engine.server.generation import Job, Outputs, guided_info, outputs_of, report
 from engine.server.protocol import GuidedInfo
 from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
 from guided.json_text import JsonError, JsonTooLarge, loads
@@ -146,24 +146,29 @@ class JobResponse(Response):
         """Run the job. If its constraint is refused, run it with less that is enforced, where that is allowed."""
         context, state = self._context, self._request.state
         while True:
+            job = self._job
             try:
-                async with running(context, self._job, state.field_names) as (guided, outputs):
-                    if state.ignored:
-                        guided = (guided or GuidedInfo()).model_copy(update={"ignored": state.ignored})
-                    answer = self._make_answer(context, self._job, guided)
-                    if self._job.stream:
-                        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-                        events = self._events(outputs, answer)
-                        await StreamingResponse(events, 200, headers, "text/event-stream").stream_response(send)
-                    else:
-                        whole = await self._whole(outputs, answer)
-                        await Response(whole, media_type="application/json")(scope, receive, send)
-                    self._is_sent = True
+                with context.admit(len(job.prompts) * job.params.width):
+                    async with aclosing(outputs_of(context, job)) as outputs:
+                        first = await anext(outputs)
+                        guided = guided_info(job, first[1], state.field_names)
+                        if state.ignored:
+                            guided = (guided or GuidedInfo()).model_copy(update={"ignored": state.ignored})
+                        answer = self._make_answer(context, job, guided)
+                        if job.stream:
+                            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+                            events = self._events(_chained(first, outputs), answer)
+                            await StreamingResponse(events, 200, headers, "text/event-stream").stream_response(send)
+                        else:
+                            whole = await self._whole(_chained(first, outputs), answer)
+                            await Response(whole, media_type="application/json")(scope, receive, send)
+                        self._is_sent = True
                 return
-            except InvalidConstraint as error:
-                if self._job.relax is None:
+            except GuidedError as error:
+                if not isinstance(error, InvalidConstraint) or job.relax is None:
+                    report(job, error)
                     raise
-                self._job = await context.in_thread(self._job.relax, error)
+                self._job = await context.in_thread(job.relax, error)
 
     async def _whole(self, outputs: Outputs, answer: Answer) -> bytes:
         """Return the body of an answer without `stream`."""
@@ -193,10 +198,16 @@ class JobResponse(Response):
             if isinstance(raised, GuidedError):
                 error: GuidedError = raised
                 respell(error, self._request.scope)
-                report(job, error, answer.guided)
+                report(job, error)
             else:
                 error = InternalError("the server failed on this request; its log says why")
                 text = "request %s (x-request-id %s) failed"
                 logger.exception(text, job.request_id, job.http_id, extra=job.log_ids)
             self._context.metrics.failed(error.code, error.status)
             yield answer.event(answer.failure(error))
+
+
+async def _chained(first: tuple[int, RequestOutput], others: Outputs) -> Outputs:
+    yield first
+    async for each in others:
+        yield each
