@@ -72,13 +72,12 @@ def build_job(
     context.check_size(body, 1, limit, logprobs)
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = encode_chat(
-        context.engine.tokenizer,
+        context,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables={**effort, **(body.chat_template_kwargs or {})},
         tools=() if body.tool_choice == "none" else body.tools or (),
-        max_characters=context.max_characters,
     )
     rest = body.model_copy(update={"messages": []})
 

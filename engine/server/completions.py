@@ -47,8 +47,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         if isinstance(prompt, list):
             return prompt  # the engine checks the ids
         param = "prompt" if is_one else f"prompt[{number}]"
-        special, limit = body.add_special_tokens, context.max_characters
-        return encode(context.engine.tokenizer, prompt, add_special_tokens=special, param=param, max_characters=limit)
+        return encode(context, prompt, add_special_tokens=body.add_special_tokens, param=param)
 
     prompts = [tokenized(number, prompt) for number, prompt in enumerate(given)]
     if body.max_tokens is None and max_tokens is not None:

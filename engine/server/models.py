@@ -44,13 +44,10 @@ async def get_version() -> dict[str, str]:
 @tokenization.post("/tokenize")
 def tokenize(body: TokenizeRequest, request: Request, context: Context) -> TokenizeResponse:
     """Return the token ids of a prompt, or of chat messages in the chat template."""
-    tokenizer, limit = context.engine.tokenizer, context.max_characters
     if body.messages is None:
-        special, text = body.add_special_tokens, body.prompt or ""
-        tokens = encode(tokenizer, text, add_special_tokens=special, param="prompt", max_characters=limit)
+        tokens = encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens, param="prompt")
     else:
-        generates = body.add_generation_prompt
-        tokens = encode_chat(tokenizer, body.messages, add_generation_prompt=generates, max_characters=limit)
+        tokens = encode_chat(context, body.messages, add_generation_prompt=body.add_generation_prompt)
     return TokenizeResponse(
         count=len(tokens),
         max_model_len=context.engine.max_model_len,

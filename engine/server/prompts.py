@@ -12,19 +12,19 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from engine.server.context import ServerContext
 from engine.server.protocol import Message, Tool
 from guided.errors import ContextLengthExceeded, InvalidRequest, bounded
 
 
 def encode_chat(
-    tokenizer: Any,
+    context: ServerContext,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
     tools: Sequence[Tool] = (),
-    max_characters: int,
 ) -> list[int]:
     """Render the messages with the tokenizer's chat template and tokenize them.
 
@@ -32,11 +32,12 @@ def encode_chat(
     unpredictable mark after its first character divides it, and the pieces between the marks are tokenized separately.
     (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
     """
+    tokenizer, limit = context.engine.tokenizer, context.max_characters
     _check_template(tokenizer, variables or {})
     rendered = [message.for_template() for message in messages]
     functions = [tool.for_template() for tool in tools]
-    _check_length(json.dumps(rendered, ensure_ascii=False), max_characters, "messages")
-    _check_length(json.dumps(functions, ensure_ascii=False), max_characters, "tools")
+    _check_length(json.dumps(rendered, ensure_ascii=False), limit, "messages")
+    _check_length(json.dumps(functions, ensure_ascii=False), limit, "tools")
     begins, mark = _special_begins(tokenizer), f"<{uuid.uuid4().hex}>"
     try:
         text: str = tokenizer.apply_chat_template(
@@ -52,7 +53,7 @@ def encode_chat(
         raise InvalidRequest(refusal, param="messages") from error
     ids: list[int] = []
     for piece in text.split(mark):
-        ids += encode(tokenizer, piece, add_special_tokens=False, param="messages", max_characters=max_characters)
+        ids += encode(context, piece, add_special_tokens=False, param="messages")
     return ids
 
 
@@ -85,14 +86,14 @@ def _special_begins(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in ends.items()) or r"(?!)")
 
 
-def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, max_characters: int) -> list[int]:
+def encode(context: ServerContext, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
     """Tokenize a text, unless it is far too long, or has lone surrogates, which JSON can spell."""
-    _check_length(text, max_characters, param)
+    _check_length(text, context.max_characters, param)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{param} is not valid Unicode: {bounded(error)}", param=param) from None
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids: list[int] = context.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return ids
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,8 @@ SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast, *contents: str) -> list[int]:
     messages = [Message(role="user", content=content) for content in contents]
-    return encode_chat(tokenizer, messages, max_characters=4096)
+    context: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), max_characters=4096)
+    return encode_chat(context, messages)
 
 
 @given(words=st.lists(st.sampled_from([*SPECIAL, "a", " b", "<|", "|>", "end", "\n", "狐", "<", ">"]), max_size=8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -326,7 +327,8 @@ def test_a_conversation_with_calls() -> None:
         Message.model_validate({"role": "tool", "tool_call_id": "call_1", "content": "3 <|end|>"}),
     ]
     tools = [Tool.model_validate(tool("f", CITY))]
-    ids = encode_chat(tokenizer, messages, tools=tools, max_characters=10_000)
+    context: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), max_characters=10_000)
+    ids = encode_chat(context, messages, tools=tools)
     text = tokenizer.decode(ids)
     assert '<tool_call>\n{"name": "f", "arguments": {"a": "<|end|>"}}\n</tool_call><|end|>' in text
     assert "<|user|><tool_response>3 <|end|>" in text
