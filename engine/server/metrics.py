@@ -44,10 +44,11 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-class Metrics:
+class Metrics(Collector):
     """The metrics of one application. Each has its own registry, so that a process can hold several."""
 
     def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
         self.registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
@@ -77,7 +78,7 @@ class Metrics:
         self.connection_ends = counter("connections_ended", "Connections that the server ended.", "reason")
         for code in errors_by_code(InternalError):  # Prometheus sees no increase in a counter that is new
             self._failures.labels(code, "server")
-        self.registry.register(_EngineCollector(engine))
+        self.registry.register(self)
 
     def failed(self, code: str, status: int) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""
@@ -134,14 +135,8 @@ class Metrics:
             if each.error is None and each.finish_reason is not None:
                 self._successes.labels(each.finish_reason).inc()
 
-
-class _EngineCollector(Collector):
-    """Reads the counters of the engine and the pool at each scrape."""
-
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
-
     def collect(self) -> Iterator[Metric]:
+        """Read the counters of the engine and the pool, at each scrape."""
         health = self._engine.health()
         stats, scheduler, blocks = health.stats, self._engine.engine.scheduler, self._engine.engine.blocks
         gauges = (
