@@ -105,7 +105,7 @@ class InputMessage(Body):
 class InputTool(FunctionDefinition):
     """A tool that the client runs."""
 
-    type: str | None = Field(default=None, exclude=True)
+    type: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, alias="input_schema")
 
     @model_validator(mode="after")

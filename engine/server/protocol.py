@@ -381,7 +381,7 @@ class Tool(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates."""
-        described = self.function.model_dump(exclude_none=True, exclude={"strict", "format"})
+        described = self.function.model_dump(exclude_none=True, exclude={"strict", "format", "type"})
         return {"type": "function", "function": described}
 
 

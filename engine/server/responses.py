@@ -152,7 +152,7 @@ class ResponsesRequest(TurnRequest):
             **same,
             messages=list(self._messages()),
             max_tokens=self.max_output_tokens,
-            tools=None if self.tools is None else [_chat_tool(tool) for tool in self.tools],
+            tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in self.tools or ()],
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
 
@@ -190,11 +190,6 @@ def _turn(items: Sequence[InputItem]) -> Message:
 def _call(item: InputItem) -> ToolCall:
     called = CalledFunction(name=item.name or "", arguments=item.arguments or "", input=item.input)
     return ToolCall(id=item.call_id, function=called)
-
-
-def _chat_tool(tool: FunctionTool) -> Tool:
-    given = {name: getattr(tool, name) for name in FunctionDefinition.model_fields}
-    return Tool(type=tool.type, function=FunctionDefinition.model_construct(**given))
 
 
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
