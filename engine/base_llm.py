@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -40,7 +40,6 @@ class BaseLLM:
         config: limits and sizes of the engine.
         pool_options: options of the pool if `pool` is a name: a `RayPoolOptions` or a mapping of its fields. An inline
             pool reads only `max_cache_bytes`.
-        logits_processors: custom logits processors that run after those of `config`.
         processor: a post-processor of your own, which works beside the standard one (RFC 5423). A `LogitPostProcessor`,
             its class, or `module:Class`. A class is called with a `VllmConfig` if it takes an argument.
         options: fields of `LoadOptions`, and of `EngineConfig`, which replace those of `config`.
@@ -58,7 +57,6 @@ class BaseLLM:
         config: EngineConfig | None = None,
         *,
         pool_options: PoolOptions = None,
-        logits_processors: Sequence[str | type] = (),
         processor: LogitPostProcessor | type | str | None = None,
         **options: Any,
     ) -> None:
@@ -68,7 +66,6 @@ class BaseLLM:
         refuse_unknown(type(self).__name__, options, loading | configurable)
         given = {name: options.pop(name) for name in configurable & options.keys()}
         config = replace(config or EngineConfig(), **given)
-        config = replace(config, logits_processors=(*config.logits_processors, *logits_processors))
         self.model = load_model(model, **options) if isinstance(model, str) else model
         self._own_pool: MaskPool | None = None
         self._own_ranks = self.model.ranks if isinstance(model, str) else None
