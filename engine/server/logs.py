@@ -39,12 +39,3 @@ def log_to_stderr(level: str, style: LogFormat) -> None:
         logger.handlers[:] = [handler]
         logger.setLevel(level.upper())
         logger.propagate = False
-
-
-def uvicorn_logging(style: LogFormat) -> dict[str, Any]:
-    """Return uvicorn's configuration of its own loggers."""
-    from uvicorn.config import LOGGING_CONFIG
-
-    if style == "text":
-        return LOGGING_CONFIG
-    return {**LOGGING_CONFIG, "formatters": {name: {"()": JsonFormatter} for name in ("default", "access")}}

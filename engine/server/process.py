@@ -24,12 +24,13 @@ import uvicorn
 from fastapi import FastAPI
 from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
+from uvicorn.config import LOGGING_CONFIG
 
 from engine.async_llm import AsyncLLM
 from engine.server.app import create_app
 from engine.server.connections import ConnectionLimits, LimitedProtocol
 from engine.server.context import ServerContext
-from engine.server.logs import log_to_stderr, uvicorn_logging
+from engine.server.logs import JsonFormatter, log_to_stderr
 from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.protocol import CHAT_EXAMPLE
 from guided.process_resources import watch_free_memory
@@ -114,11 +115,12 @@ def uvicorn_config(
     """Configure uvicorn for our application. `others` are further settings of uvicorn."""
     context: ServerContext = app.state.context
     limits = limits or ConnectionLimits()
+    as_json = {name: {"()": JsonFormatter} for name in ("default", "access")}
     given: dict[str, Any] = {
         "http": partial(LimitedProtocol, limits, lambda reason: context.metrics.connection_ends.labels(reason).inc()),
         "ws": "none",
         "log_level": options.log_level,
-        "log_config": uvicorn_logging(options.log_format),
+        "log_config": LOGGING_CONFIG if options.log_format == "text" else {**LOGGING_CONFIG, "formatters": as_json},
         "timeout_graceful_shutdown": 3,  # to send the last events of streams
         "timeout_keep_alive": math.ceil(limits.idle_seconds) + 1,  # our own timeout comes first
         "proxy_headers": False,
