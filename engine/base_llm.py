@@ -75,7 +75,7 @@ class BaseLLM:
             if self.model.device.type == "cpu" and num_parameters < 50_000_000:
                 torch.set_num_threads(1)  # with fewer parameters, a second thread costs more than it gains
             if pool is None or isinstance(pool, str):
-                pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config.forced_tokens)
+                pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options)
             self.pool: MaskPool = pool
             if processor is not None:
                 processor = load_post_processor(processor, describe(self.model, config, self.max_model_len))
@@ -104,21 +104,21 @@ class AsyncEngineArgs:
         self.model, self.options = model, options
 
 
-def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOptions, forced_tokens: bool) -> MaskPool:
+def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOptions) -> MaskPool:
     """Open a mask pool. The caller shuts it down."""
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
     if choice is None and find_spec("ray") is not None:
-        return cast(MaskPool, LazyPool(vocabulary, partial(open_pool, "ray", vocabulary, options, forced_tokens)))
+        return cast(MaskPool, LazyPool(vocabulary, partial(open_pool, "ray", vocabulary, options)))
     if choice is None:
         logger.warning("Ray is not installed: masks are computed in this process, without isolation (pip install ray)")
         choice = "inline"
     if choice == "inline":
-        return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=forced_tokens)
+        return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=True)
     if choice == "ray":
         from actors import RayPool  # Ray is optional and slow to import
 
         logger.info("opening the Ray pool: it takes some 5 s and 0.8 GB of memory; pool='inline' takes neither")
-        pool: MaskPool = RayPool(vocabulary, options, forced_tokens=forced_tokens)
+        pool: MaskPool = RayPool(vocabulary, options, forced_tokens=True)
         return pool
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")

@@ -45,8 +45,6 @@ class EngineConfig:
             step leaves free; else a quarter of the free memory, at most 4 GiB.
         enable_prefix_caching: keep blocks for prompts that begin alike. Outputs are the same, except for rounding.
         seed: seed of the engine. A request without a seed derives its own from it.
-        forced_tokens: append tokens without an alternative without a forward pass for each. Outputs are the same. Read
-            where the mask pool is started.
         logits_processors: custom logits processors in their order: classes, or `module:Class`
             (docs/logits-processors.md).
         logits_processor_plugins: load those of installed packages too; they run before the others.
@@ -60,7 +58,6 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
-    forced_tokens: bool = True
     logits_processors: tuple[str | type, ...] = ()
     logits_processor_plugins: bool = True
 

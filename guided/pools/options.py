@@ -86,7 +86,7 @@ class RayPoolOptions:
         actor_memory_bytes: resident memory of one actor. An actor over the limit is killed, and the sequence that it
             was filling fails. None: 2 GiB or half of the machine's memory, whichever is less.
         forced_tokens: workers look ahead where a mask allows only one token (`StepMasks.forced`). For engines that call
-            `LogitPostProcessor.sampled`; the engine of this project sets it (`EngineConfig.forced_tokens`).
+            `LogitPostProcessor.sampled`; the engine of this project sets it.
         max_cache_bytes: size of the cache of compiled grammars in each process. The least recently used ones leave it.
             Those that sequences use stay in memory until then.
         compile_limits: limits on the resources of one compilation.
