@@ -21,7 +21,6 @@ from guided.errors import (
     UnsupportedConstraint,
     WorkerDied,
 )
-from guided.limits import Limits
 from guided.output_types import constraint_for, parse_as
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
@@ -48,7 +47,6 @@ __all__ = [
     "InternalError",
     "InvalidConstraint",
     "InvalidRequest",
-    "Limits",
     "LogitPostProcessor",
     "MaskPool",
     "MaskTimeout",

@@ -27,7 +27,6 @@ from guided.completing.search import Completions
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax
-from guided.limits import DEFAULT_LIMITS
 from guided.schema.canonical import canonical
 from guided.schema.keywords import types_of
 from guided.vocabulary import Vocabulary
@@ -141,7 +140,7 @@ def check(
         if kind == "grammar":
             report.kind = {"lark": "Lark grammar", "gbnf": "GBNF grammar"}[syntax(text)]
         source = text.rstrip("\n") if kind == "regex" else text
-        constraint = Constraint.of_kind(kind, source, limits=DEFAULT_LIMITS, param=kind)
+        constraint = Constraint.of_kind(kind, source, param=kind)
         compiled = compile_constraint(
             backends,
             constraint,

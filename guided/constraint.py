@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
-from guided.limits import DEFAULT_LIMITS, Limits
+from guided.limits import LIMITS
 from guided.structural_tag import Content, Node, contents, located, parse, read
 
 if TYPE_CHECKING:
@@ -31,14 +30,13 @@ USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 It allows what `json.dumps` writes, and no more: with unbounded whitespace, a model may generate blanks until its token
 limit.
 """
-_ANY_SIZE = Limits(**dict.fromkeys(Limits.__dataclass_fields__, sys.maxsize))
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 _OPTIONS: Mapping[str, Collection[str]] = {
     "json_schema": ("whitespace", "additional_properties", "strict_schema"),
     "json_object": ("whitespace",),
     "structural_tag": ("whitespace", "strict_schema"),
 }
-"""Kind -> the options of its class method, besides `limits` and `param`."""
+"""Kind -> the options of its class method, besides `param`."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,11 @@ class Constraint:
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     @classmethod
-    def of_kind(cls, kind: ConstraintKind, value: Any, *, limits: Limits, param: str, **options: Any) -> Constraint:
+    def of_kind(cls, kind: ConstraintKind, value: Any, *, param: str, **options: Any) -> Constraint:
         """Create a constraint with the class method for its kind. Options that the kind does not have are ignored."""
         create: Callable[..., Constraint] = getattr(cls, kind)
         taken = {name: option for name, option in options.items() if name in _OPTIONS.get(kind, ())}
-        return create(*(() if kind == "json_object" else (value,)), limits=limits, param=param, **taken)
+        return create(*(() if kind == "json_object" else (value,)), param=param, **taken)
 
     @classmethod
     def json_schema(
@@ -87,7 +85,6 @@ class Constraint:
         whitespace: str | None = None,
         additional_properties: bool = True,
         strict_schema: bool = False,
-        limits: Limits = DEFAULT_LIMITS,
         param: str = "json_schema",
     ) -> Constraint:
         """The output is JSON text that validates against `schema` (an object, a boolean, or either as JSON text).
@@ -100,62 +97,60 @@ class Constraint:
         Raises:
             InvalidConstraint: not JSON, not a schema (with a JSON pointer), or a remote `$ref`.
             UnsupportedConstraint: an unknown format with `strict_schema`.
-            ConstraintTooLarge: over one of `limits`.
+            ConstraintTooLarge: over one of the limits.
         """
         from guided.schema import document as schema_checks
 
         notes: list[str] = []
-        document = schema_checks.parse(schema, limits, param, notes, strict=strict_schema)
+        document = schema_checks.parse(schema, param, notes, strict=strict_schema)
         if not additional_properties:
             document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
-        _check_text(source, "JSON schema", limits, param)
-        spaces = _whitespace(whitespace, limits, param)
+        _check_text(source, "JSON schema", param)
+        spaces = _whitespace(whitespace, param)
         return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(notes))
 
     @classmethod
-    def json_object(
-        cls, *, whitespace: str | None = None, limits: Limits = DEFAULT_LIMITS, param: str = "json_object"
-    ) -> Constraint:
+    def json_object(cls, *, whitespace: str | None = None, param: str = "json_object") -> Constraint:
         """The output is any JSON object."""
-        return cls("json_object", "", _whitespace(whitespace, limits, param))
+        return cls("json_object", "", _whitespace(whitespace, param))
 
     @classmethod
-    def regex(cls, pattern: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "regex") -> Constraint:
+    def regex(cls, pattern: str, *, param: str = "regex") -> Constraint:
         """The whole output matches `pattern`, as in `re.fullmatch`."""
-        _check_text(pattern, "regex", limits, param)
+        _check_text(pattern, "regex", param)
         if not pattern:
             raise InvalidConstraint("the regex is empty: only the empty output would match", param=param)
-        limits.check_regex(pattern, param)
+        LIMITS.check_regex(pattern, param)
         return cls("regex", pattern)
 
     @classmethod
-    def choice(cls, choices: Sequence[str], *, limits: Limits = DEFAULT_LIMITS, param: str = "choice") -> Constraint:
+    def choice(cls, choices: Sequence[str], *, param: str = "choice") -> Constraint:
         """The output is exactly one of `choices`."""
         if isinstance(choices, str) or not isinstance(choices, Sequence):
             raise InvalidConstraint("choice takes a list of strings", param=param)
         if not choices:
             raise InvalidConstraint("choice is empty: give at least one string", param=param)
-        if len(choices) > limits.max_choices:
+        if len(choices) > LIMITS.max_choices:
             raise ConstraintTooLarge(
-                f"choice has {len(choices)} entries; the limit is {limits.max_choices}", param=param
+                f"choice has {len(choices)} entries; the limit is {LIMITS.max_choices}", param=param
             )
         for index, option in enumerate(choices):
             if not isinstance(option, str) or not option:
                 raise InvalidConstraint("every choice is a non-empty string", param=param, pointer=f"/{index}")
         source = json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False, separators=(",", ":"))
         for index, option in enumerate(choices):
-            _check_text(option, "choice", limits, param, pointer=f"/{index}")
-        _check_text(source, "choice", limits, param)
+            _check_text(option, "choice", param, pointer=f"/{index}")
+        _check_text(source, "choice", param)
         return cls("choice", source)
 
     @classmethod
-    def grammar(cls, text: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "grammar") -> Constraint:
+    def grammar(cls, text: str, *, param: str = "grammar") -> Constraint:
         """The whole output is a sentence of the grammar, in Lark or in GBNF/EBNF with a `root` rule."""
-        _check_text(text, "grammar", limits, param)
+        _check_text(text, "grammar", param)
         if not text.strip():
             raise InvalidConstraint("the grammar is empty: give at least one rule", param=param)
-        limits.check_grammar(text, param)
+        LIMITS.check_grammar(text, param)
         return cls("grammar", text)
 
     @classmethod
@@ -165,26 +160,23 @@ class Constraint:
         *,
         whitespace: str | None = None,
         strict_schema: bool = False,
-        limits: Limits = DEFAULT_LIMITS,
         param: str = "structural_tag",
     ) -> Constraint:
         """The output is free text with constrained parts: see `guided/structural_tag.py`."""
         from guided.schema.document import MAX_NOTES
 
         if isinstance(tag, str):
-            _check_text(tag, "structural tag", limits, param)
-        document = read(tag, limits, param)
+            _check_text(tag, "structural tag", param)
+        document = read(tag, param)
         notes: list[str] = []
-        for content in contents(parse(document, limits, param)):
+        for content in contents(parse(document, param)):
             with located(content, param):
-                inner = cls.of_kind(
-                    content.kind, content.value, strict_schema=strict_schema, limits=limits, param=param
-                )
+                inner = cls.of_kind(content.kind, content.value, strict_schema=strict_schema, param=param)
             notes += [content.pointer + pointer for pointer in inner.not_enforced]
             del notes[MAX_NOTES:]
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
-        _check_text(source, "structural tag", limits, param)
-        spaces = _whitespace(whitespace, limits, param)
+        _check_text(source, "structural tag", param)
+        spaces = _whitespace(whitespace, param)
         return cls("structural_tag", source, spaces, strict_schema, not_enforced=tuple(notes))
 
     def inner(self, content: Content) -> Constraint:
@@ -201,7 +193,7 @@ class Constraint:
     @property
     def outline(self) -> Node:
         """The nodes of a `structural_tag` constraint, with arguments in any style as contents. This is quick."""
-        return parse(json.loads(self.source), _ANY_SIZE, "structural_tag")
+        return parse(json.loads(self.source), "structural_tag")
 
     @property
     def schema(self) -> Any:
@@ -224,7 +216,7 @@ class Constraint:
 def _nodes(source: str) -> Node:
     from guided.element_arguments import expand
 
-    return parse(json.loads(source), _ANY_SIZE, "structural_tag", expand)
+    return parse(json.loads(source), "structural_tag", expand)
 
 
 @lru_cache(maxsize=64)  # a compilation asks for those of a structural tag several times
@@ -237,7 +229,7 @@ def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
     return regex_parser.parse(source) if kind == "regex" else None
 
 
-def _check_text(text: object, what: str, limits: Limits, param: str, pointer: str | None = None) -> None:
+def _check_text(text: object, what: str, param: str, pointer: str | None = None) -> None:
     if not isinstance(text, str):
         raise InvalidConstraint(f"the {what} must be a string, not {type(text).__name__}", param=param, pointer=pointer)
     try:
@@ -248,13 +240,13 @@ def _check_text(text: object, what: str, limits: Limits, param: str, pointer: st
     if "\x00" in text:
         message = f"the {what} contains a NUL character, which no backend can take"
         raise InvalidConstraint(message, param=param, pointer=pointer)
-    if size > limits.max_constraint_bytes:
-        message = f"the {what} is {size} bytes long; the limit is {limits.max_constraint_bytes}"
+    if size > LIMITS.max_constraint_bytes:
+        message = f"the {what} is {size} bytes long; the limit is {LIMITS.max_constraint_bytes}"
         raise ConstraintTooLarge(message, param=param, pointer=pointer)
 
 
-def _whitespace(pattern: str | None, limits: Limits, param: str) -> str | None:
+def _whitespace(pattern: str | None, param: str) -> str | None:
     if pattern is not None:
-        _check_text(pattern, "whitespace pattern", limits, param)
-        limits.check_regex(pattern, param)
+        _check_text(pattern, "whitespace pattern", param)
+        LIMITS.check_regex(pattern, param)
     return pattern

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from guided.errors import ConstraintTooLarge, bounded
@@ -83,11 +83,6 @@ class Limits:
     Lower than for choices: an alternative may be any subschema, and each has its own states.
     """
 
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) < 1:
-                raise ValueError(f"{each.name} is {getattr(self, each.name)}; it must be at least 1")
-
     def check_regex(self, pattern: str, param: str) -> None:
         """Raise `ConstraintTooLarge` for repetition bounds, alternatives or group nesting over the limits."""
         self._measure(_REGEX_TOKEN.finditer(pattern), param)
@@ -145,7 +140,7 @@ def _bound(token: re.Match[str]) -> int:
     return max([1, *(int(number) if len(number) < 10 else 10**9 for number in numbers)])
 
 
-DEFAULT_LIMITS = Limits()
+LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)

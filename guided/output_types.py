@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, bounded
-from guided.limits import DEFAULT_LIMITS, Limits
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -25,9 +24,7 @@ _TERMS = "outlines.types.dsl"
 """The module of outlines' terms."""
 
 
-def constraint_for(
-    output_type: Any, *, whitespace: str | None = None, limits: Limits = DEFAULT_LIMITS, param: str = _PARAM
-) -> Constraint:
+def constraint_for(output_type: Any, *, whitespace: str | None = None, param: str = _PARAM) -> Constraint:
     """Build the constraint of a type.
 
     An `Enum` or a `Literal` of strings is a `choice`: the output is the plain text of one value. Other types are JSON.
@@ -35,20 +32,20 @@ def constraint_for(
 
     Raises:
         InvalidConstraint: there is no constraint for this type.
-        ConstraintTooLarge: over one of `limits`.
+        ConstraintTooLarge: over one of the limits.
     """
     if _is_term(output_type):
-        return _constraint_of_term(output_type, whitespace, limits, param)
+        return _constraint_of_term(output_type, whitespace, param)
     choices = _strings(output_type)
     if choices:
         _refuse_whitespace(whitespace)
-        return Constraint.choice(choices, limits=limits, param=param)
+        return Constraint.choice(choices, param=param)
     adapter = _adapter(output_type, param)
     try:
         schema = adapter.json_schema(schema_generator=_schema_generator())
     except Exception as error:  # pydantic's errors share no base class but Exception
         raise InvalidConstraint(f"{_name(output_type)} has no JSON schema: {bounded(error)}", param=param) from None
-    return Constraint.json_schema(schema, whitespace=whitespace, limits=limits, param=param)
+    return Constraint.json_schema(schema, whitespace=whitespace, param=param)
 
 
 def parse_as(output_type: Any, text: str) -> Any:
@@ -113,15 +110,15 @@ def _is_term(output_type: Any) -> bool:
     return any(base.__module__ == _TERMS and base.__name__ == "Term" for base in type(output_type).__mro__)
 
 
-def _constraint_of_term(term: Any, whitespace: str | None, limits: Limits, param: str) -> Constraint:
+def _constraint_of_term(term: Any, whitespace: str | None, param: str) -> Constraint:
     kind = type(term).__name__
     if kind == "JsonSchema":
         spaces = term.whitespace_pattern if whitespace is None else whitespace
-        return Constraint.json_schema(term.schema, whitespace=spaces, limits=limits, param=param)
+        return Constraint.json_schema(term.schema, whitespace=spaces, param=param)
     _refuse_whitespace(whitespace)
     if kind == "CFG":
-        return Constraint.grammar(term.definition, limits=limits, param=param)
-    return Constraint.regex(_regex(term, param), limits=limits, param=param)
+        return Constraint.grammar(term.definition, param=param)
+    return Constraint.regex(_regex(term, param), param=param)
 
 
 def _regex(term: Any, param: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import guided.schema.document  # noqa: F401 -- at the start of a server, and not at its first request
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
-from guided.limits import DEFAULT_LIMITS
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ def build(
             whitespace=None if whitespace is None else whitespace.pattern,
             additional_properties=additional_properties,
             strict_schema=strict_schema,
-            limits=DEFAULT_LIMITS,
             param=one.field,
         )
     except InvalidConstraint as error:

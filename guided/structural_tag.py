@@ -21,7 +21,7 @@ from msgspec import Meta, defstruct
 from guided.element_styles import STYLES
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
-from guided.limits import Limits
+from guided.limits import LIMITS
 
 ContentKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
@@ -99,21 +99,21 @@ class Dispatch:
 Node = Text | Token | Content | FreeText | Series | Either | Times | Dispatch
 
 
-def parse(tag: Mapping[str, Any], limits: Limits, param: str, expand: Callable[[Content], Node] | None = None) -> Node:
+def parse(tag: Mapping[str, Any], param: str, expand: Callable[[Content], Node] | None = None) -> Node:
     """Check the shape of a structural tag, and return its nodes. `expand` replaces contents in other styles than JSON.
 
     Raises:
         InvalidConstraint: a field is missing, unknown, or has a wrong value; or a tag can never be produced.
-        ConstraintTooLarge: over one of `limits`.
+        ConstraintTooLarge: over one of the limits.
     """
-    return _Reader(limits, param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
+    return _Reader(param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
 
 
-def read(tag: Mapping[str, Any] | str, limits: Limits, param: str) -> Any:
+def read(tag: Mapping[str, Any] | str, param: str) -> Any:
     """Return a structural tag, or its JSON text; vLLM's older form as the one with `format`. Raises as `parse` does."""
     try:
-        nesting = 2 * limits.max_nesting
-        read = loads(tag, max_values=limits.max_values, max_nesting=nesting) if isinstance(tag, str) else tag
+        nesting = 2 * LIMITS.max_nesting
+        read = loads(tag, max_values=LIMITS.max_values, max_nesting=nesting) if isinstance(tag, str) else tag
     except JsonTooLarge as error:
         raise ConstraintTooLarge(f"the structural tag is over a limit: {error}", param=param) from None
     except JsonError as error:
@@ -248,15 +248,14 @@ _MAX_COMPARED = 10**8
 class _Reader:
     """One call of `parse`. `at` is the JSON pointer of a format."""
 
-    def __init__(self, limits: Limits, param: str, expand: Callable[[Content], Node] | None) -> None:
-        self._limits = limits
+    def __init__(self, param: str, expand: Callable[[Content], Node] | None) -> None:
         self._param = param
         self._expand = expand
         self._alternatives = 0
 
     def node(self, value: Any, at: str, depth: int) -> Node:
-        if depth > self._limits.max_nesting:
-            message = f"formats are nested deeper than {self._limits.max_nesting} levels"
+        if depth > LIMITS.max_nesting:
+            message = f"formats are nested deeper than {LIMITS.max_nesting} levels"
             raise ConstraintTooLarge(message, param=self._param)
         form = _convert(value, _Format, at, self._param)
         match name := form.__struct_config__.tag:
@@ -300,8 +299,8 @@ class _Reader:
         low, high = {"optional": (0, 1), "plus": (1, -1), "star": (0, -1)}.get(name) or (form.min, form.max)
         if -1 < high < low:
             raise self._invalid("min and max are no range; max may be -1 for unbounded", at)
-        if max(low, high) > self._limits.max_repetition:
-            message = f"the limit of repetitions is {self._limits.max_repetition}"
+        if max(low, high) > LIMITS.max_repetition:
+            message = f"the limit of repetitions is {LIMITS.max_repetition}"
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
         return Times(self.node(form.content, f"{at}/content", depth + 1), low, None if high == -1 else high)
 
@@ -374,8 +373,8 @@ class _Reader:
 
     def _count(self, alternatives: int) -> None:
         self._alternatives += alternatives
-        if self._alternatives > self._limits.max_alternatives:
-            raise self._limits.too_many_alternatives(self._param, None)
+        if self._alternatives > LIMITS.max_alternatives:
+            raise LIMITS.too_many_alternatives(self._param, None)
 
     def _invalid(self, message: str, at: str) -> InvalidConstraint:
         return InvalidConstraint(message, param=self._param, pointer=at)

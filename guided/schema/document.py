@@ -16,7 +16,7 @@ from typing import Any
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
-from guided.limits import Limits
+from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, shortened, types_of
@@ -35,12 +35,7 @@ _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a n
 
 
 def parse(
-    schema: Mapping[str, Any] | bool | str,
-    limits: Limits,
-    param: str,
-    notes: list[str] | None = None,
-    *,
-    strict: bool = False,
+    schema: Mapping[str, Any] | bool | str, param: str, notes: list[str] | None = None, *, strict: bool = False
 ) -> dict[str, Any] | bool:
     """Return `schema` (an object, a boolean, or either as JSON text) as a document that is a valid JSON Schema.
 
@@ -54,10 +49,10 @@ def parse(
         UnsupportedConstraint: an unknown format, if `strict`.
         InvalidConstraint: not JSON (this includes duplicate keys, NaN, NUL and lone surrogates), not a schema, a `$ref`
             out of the document or to nothing, an endless `$ref` loop, or a schema that no value can satisfy.
-        ConstraintTooLarge: over one of `limits`.
+        ConstraintTooLarge: over one of the limits.
     """
     try:
-        return _parse(schema, limits, [] if notes is None else notes, strict)
+        return _parse(schema, [] if notes is None else notes, strict)
     except InvalidConstraint as error:
         error.param = param
         if error.pointer is not None:
@@ -78,10 +73,8 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     return document
 
 
-def _parse(
-    schema: Mapping[str, Any] | bool | str, limits: Limits, notes: list[str], strict: bool
-) -> dict[str, Any] | bool:
-    document = _read(schema, limits)
+def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool) -> dict[str, Any] | bool:
+    document = _read(schema)
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
             f"a JSON schema is an object or a boolean, not {_TYPE_NAMES[type(document)]}", pointer=""
@@ -94,9 +87,9 @@ def _parse(
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
-    graph = SchemaGraph(document, lambda node: _check_subschema(node, draft, limits))
+    graph = SchemaGraph(document, lambda node: _check_subschema(node, draft))
     graph.refuse_endless_references()
-    _check_alternatives(graph, limits)
+    _check_alternatives(graph)
     notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)
     for node in graph.nodes():
         _read_nullable(node.schema)
@@ -105,14 +98,14 @@ def _parse(
     return document
 
 
-def _read(schema: Mapping[str, Any] | bool | str, limits: Limits) -> Any:
+def _read(schema: Mapping[str, Any] | bool | str) -> Any:
     """Return a schema, or its JSON text, as new objects."""
     try:
         plain = dict(schema) if isinstance(schema, Mapping) else schema
         text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
-        if len(text) > (limit := limits.max_constraint_bytes):
+        if len(text) > (limit := LIMITS.max_constraint_bytes):
             raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
-        document = loads(text, max_values=limits.max_values, max_nesting=limits.max_nesting)
+        document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_nesting)
         written = json.dumps(document, ensure_ascii=False, allow_nan=False)
         written.encode()
     except UnicodeEncodeError:
@@ -138,7 +131,7 @@ def _read_nullable(schema: dict[str, Any]) -> None:
         schema["type"] = listed if "null" in listed else [*listed, "null"]
 
 
-def _check_subschema(node: Node, draft: Draft, limits: Limits) -> None:
+def _check_subschema(node: Node, draft: Draft) -> None:
     """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
     schema = node.schema
     if isinstance(schema, bool):
@@ -148,18 +141,18 @@ def _check_subschema(node: Node, draft: Draft, limits: Limits) -> None:
         raise InvalidConstraint(message, pointer=node.pointer())
     if node.parent is None and (fault := draft.fault(schema)):
         raise InvalidConstraint(fault[0], pointer=node.pointer(*fault[1]))
-    _check_sizes(schema, node, limits)
+    _check_sizes(schema, node)
     _check_satisfiable(schema, node)
 
 
-def _check_sizes(schema: dict[str, Any], node: Node, limits: Limits) -> None:
-    options, limit = schema.get("enum"), limits.max_enum
+def _check_sizes(schema: dict[str, Any], node: Node) -> None:
+    options, limit = schema.get("enum"), LIMITS.max_enum
     if isinstance(options, list) and len(options) > limit:
         message = f"'enum' has {len(options)} values; the limit is {limit}"
         raise ConstraintTooLarge(message, pointer=node.pointer("enum"))
     # A lower bound must be generated, at least one token each. Upper bounds are often just a large number (65,535,
     # a million) and are left to the library.
-    limit = limits.max_repetition
+    limit = LIMITS.max_repetition
     for keyword in ("minLength", "minItems", "minProperties", "minContains"):
         value = schema.get(keyword)
         if isinstance(value, int | float) and value > limit:
@@ -172,20 +165,20 @@ def _check_sizes(schema: dict[str, Any], node: Node, limits: Limits) -> None:
     patterns |= {("patternProperties", name): name for name in named} if isinstance(named, dict) else {}
     for place, pattern in patterns.items():
         try:
-            limits.check_regex(pattern, "json_schema")
+            LIMITS.check_regex(pattern, "json_schema")
         except ConstraintTooLarge as error:
             error.pointer = node.pointer(*place)
             raise
 
 
-def _check_alternatives(graph: SchemaGraph, limits: Limits) -> None:
+def _check_alternatives(graph: SchemaGraph) -> None:
     count = 0
     for node in graph.nodes():
         for keyword in ("anyOf", "oneOf"):
             options = node.schema.get(keyword)
             count += len(options) if isinstance(options, list) else 0
-            if count > limits.max_alternatives:
-                raise limits.too_many_alternatives("json_schema", node.pointer(keyword))
+            if count > LIMITS.max_alternatives:
+                raise LIMITS.too_many_alternatives("json_schema", node.pointer(keyword))
 
 
 def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge
-from guided.limits import DEFAULT_LIMITS, CompileLimits, Limits
+from guided.limits import LIMITS, CompileLimits, Limits
 
 SMALL = Limits(max_nesting=3, max_repetition=100, max_grammar_rules=3)
 
@@ -73,7 +72,7 @@ def test_grammars_over_the_limits(text: str, what: str) -> None:
 @pytest.mark.parametrize("piece", ["(", "[", "{1", "\\", '"', "/", "[^", "(a{2}", "\\x{", "#", "//", '"\\', "~", "a:"])
 def test_time_is_linear_in_the_length(piece: str) -> None:
     # Quadratic would be hours for half a megabyte: the suite's own timeout is what fails here.
-    text = piece * (DEFAULT_LIMITS.max_constraint_bytes // len(piece))
+    text = piece * (LIMITS.max_constraint_bytes // len(piece))
     unlimited = Limits(max_nesting=10**9, max_repetition=10**9, max_grammar_rules=10**9)
     unlimited.check_regex(text, "regex")
     unlimited.check_grammar(text, "grammar")
@@ -92,36 +91,33 @@ def test_alternations_over_the_limit_count_together(pattern: str) -> None:
 
 
 def test_alternatives_of_schemas() -> None:
-    two = [{"type": "null"}, {"type": "integer"}]
-    Constraint.json_schema({"anyOf": [*two, {"type": "string"}], "enum": list(range(10))}, limits=FEW)
-    nested = {"properties": {"a": {"anyOf": two}, "b": {"oneOf": two}}}
-    with pytest.raises(ConstraintTooLarge, match="more than 3 alternatives") as caught:
-        Constraint.json_schema(nested, limits=FEW, param="response_format")
+    many = [{"const": index} for index in range(LIMITS.max_alternatives // 2)]
+    Constraint.json_schema({"anyOf": [*many, *many], "enum": list(range(10_000))})
+    nested = {"properties": {"a": {"anyOf": many}, "b": {"oneOf": [*many, {"type": "null"}]}}}
+    with pytest.raises(ConstraintTooLarge, match="more than 2000 alternatives") as caught:
+        Constraint.json_schema(nested, param="response_format")
     assert (caught.value.param, caught.value.pointer) == ("response_format", "/properties/b/oneOf")
     # A property that has that name is none.
-    Constraint.json_schema(
-        {"properties": {"anyOf": {"enum": [1, 2, 3, 4]}}, "enum": [{"anyOf": [1, 2, 3, 4]}]}, limits=FEW
-    )
+    values = list(range(LIMITS.max_alternatives + 1))
+    Constraint.json_schema({"properties": {"anyOf": {"enum": values}}, "enum": [{"anyOf": values}]})
 
 
 @pytest.mark.parametrize(
-    ("create", "limits"),
+    ("create", "limit"),
     [
-        (partial(Constraint.json_schema, {"enum": [1, 2, 3]}), Limits(max_enum=2)),
-        (partial(Constraint.json_object, whitespace="a{5}"), Limits(max_repetition=4)),
-        (partial(Constraint.choice, ["a", "b"]), Limits(max_choices=1)),
-        (partial(Constraint.regex, "a" * 100), Limits(max_constraint_bytes=99)),
+        (lambda size: Constraint.json_schema({"enum": list(range(size))}), LIMITS.max_enum),
+        (lambda size: Constraint.json_object(whitespace=f" {{{size}}}"), LIMITS.max_repetition),
+        (lambda size: Constraint.choice(list(map(str, range(size)))), LIMITS.max_choices),
+        (lambda size: Constraint.regex("a" * size), LIMITS.max_constraint_bytes),
     ],
     ids=["enum", "whitespace", "choices", "bytes"],
 )
-def test_a_limit_holds_from_the_first_value_beyond_it(create: Callable[..., Constraint], limits: Limits) -> None:
-    create(limits=DEFAULT_LIMITS)
+def test_a_limit_holds_from_the_first_value_beyond_it(create: Callable[[int], Constraint], limit: int) -> None:
+    create(limit)
     with pytest.raises(ConstraintTooLarge):
-        create(limits=limits)
+        create(limit + 1)
 
 
 def test_limits_that_nothing_can_keep_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_enum is 0; it must be at least 1"):
-        Limits(max_enum=0)
     with pytest.raises(ValueError, match=r"seconds is 0; it must be at least 0\.001"):
         CompileLimits(seconds=0)

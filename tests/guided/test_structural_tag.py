@@ -10,7 +10,7 @@ import pytest
 from guided.backends import Backends
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, InvalidConstraint, TokenRejected, UnsupportedConstraint
-from guided.limits import Limits
+from guided.limits import LIMITS
 from guided.vocabulary import Vocabulary
 
 TEXT: dict[str, Any] = {"type": "any_text"}
@@ -100,24 +100,31 @@ def test_documents_that_are_none(tag: Any, pointer: str | None) -> None:
     assert caught.value.pointer == pointer
 
 
-def test_limits() -> None:
+def forms(size: int) -> list[dict[str, Any]]:
+    """Return a format of each kind that has a limit: `size` is in alternatives."""
     deep: dict[str, Any] = TEXT
-    for _ in range(40):
+    for _ in range(size // 32):
         deep = {"type": "optional", "content": deep}
-    many = {"type": "or", "elements": [{"type": "const_string", "value": str(index)} for index in range(50)]}
-    repeated = {"type": "repeat", "min": 0, "max": 500, "content": TEXT}
-    schema = {"type": "json_schema", "json_schema": {"anyOf": [{"const": index} for index in range(50)]}}
-    tags = [{"begin": f"<{index}>", "content": TEXT, "end": "</>"} for index in range(20)]
-    triggered = {"type": "triggered_tags", "triggers": [tag["begin"] for tag in tags], "tags": tags}
-    small = Limits(max_nesting=30, max_alternatives=40, max_repetition=100)
-    for form in (deep, many, repeated, schema, triggered):
-        of(form)
+    tags = [{"begin": f"<{index}>", "content": TEXT, "end": "</>"} for index in range(size // 4)]
+    return [
+        deep,
+        {"type": "or", "elements": [{"type": "const_string", "value": str(index)} for index in range(size)]},
+        {"type": "repeat", "min": 0, "max": 5 * size, "content": TEXT},
+        {"type": "json_schema", "json_schema": {"anyOf": [{"const": index} for index in range(size)]}},
+        {"type": "triggered_tags", "triggers": [tag["begin"] for tag in tags], "tags": tags},
+    ]
+
+
+def test_limits() -> None:
+    for within, over in zip(forms(LIMITS.max_alternatives), forms(3 * LIMITS.max_alternatives), strict=True):
+        of(within)
         with pytest.raises(ConstraintTooLarge):
-            of(form, limits=small)
-    with pytest.raises(ConstraintTooLarge):
-        Constraint.structural_tag(json.dumps({"type": "structural_tag", "format": many}), limits=Limits(max_values=20))
-    with pytest.raises(ConstraintTooLarge):
-        of(many, limits=Limits(max_constraint_bytes=100))
+            of(over)
+    many = {"format": {"type": "sequence", "elements": [TEXT] * (LIMITS.max_values // 2)}}
+    with pytest.raises(ConstraintTooLarge, match="values"):
+        Constraint.structural_tag(json.dumps(many))
+    with pytest.raises(ConstraintTooLarge, match="bytes"):
+        of({"type": "const_string", "value": "x" * LIMITS.max_constraint_bytes})
 
 
 FAMILIES = [

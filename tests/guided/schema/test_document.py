@@ -11,17 +11,17 @@ import jsonschema
 import pytest
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
-from guided.limits import DEFAULT_LIMITS, Limits
+from guided.limits import LIMITS
 from guided.schema.document import close_objects, parse
 
 
-def check(schema: Any, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any] | bool:
-    return parse(schema, limits, "json_schema")
+def check(schema: Any) -> dict[str, Any] | bool:
+    return parse(schema, "json_schema")
 
 
-def refusal(schema: Any, limits: Limits = DEFAULT_LIMITS) -> InvalidConstraint:
+def refusal(schema: Any) -> InvalidConstraint:
     with pytest.raises(InvalidConstraint) as caught:
-        check(schema, limits)
+        check(schema)
     assert caught.value.param == "json_schema"
     assert len(str(caught.value)) < 1000
     return caught.value
@@ -119,7 +119,7 @@ def test_what_is_noted_is_bounded() -> None:
         ({"type": "object", **unknown, "requird": ["a"]}, set()),
     ):
         notes: list[str] = []
-        parse(schema, DEFAULT_LIMITS, "json_schema", notes)
+        parse(schema, "json_schema", notes)
         assert {note.partition(" ")[0] for note in notes} == pointers
 
 
@@ -136,15 +136,15 @@ class TestSizes:
     def test_as_deep_as_it_may_be(self) -> None:
         for keyword in ("items", "not", "additionalProperties"):
             schema: dict[str, Any] = {"type": "string"}
-            for _ in range(DEFAULT_LIMITS.max_nesting - 1):
+            for _ in range(LIMITS.max_nesting - 1):
                 schema = {keyword: schema}
             check(schema)
             refusal({keyword: schema})
 
     def test_bytes(self) -> None:
-        small = Limits(max_constraint_bytes=1000)
-        assert isinstance(refusal({"title": "x" * 1000}, small), ConstraintTooLarge)
-        assert isinstance(refusal('{"title":"' + "x" * 1000 + '"}', small), ConstraintTooLarge)
+        long = "x" * LIMITS.max_constraint_bytes
+        assert isinstance(refusal({"title": long}), ConstraintTooLarge)
+        assert isinstance(refusal('{"title":"' + long + '"}'), ConstraintTooLarge)
 
     @pytest.mark.parametrize(
         ("schema", "pointer"),
