@@ -11,15 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
-from jsonschema_rs import Draft202012Validator
-
 from guided import regex
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.regex_parser import parse_search
 from guided.schema.canonical import canonical
 from guided.schema.keywords import ALL_TYPES, Schema, listed
-from guided.schema.validation import PATTERNS
+from guided.schema.validation import Validator
 
 _DEPENDENT = {
     "contains": ("minContains", "maxContains"),
@@ -211,9 +209,8 @@ class SchemaLowering(ABC):
 
     def allowed_names(self, schema: dict[str, Any], names: Iterable[str]) -> set[str]:
         """Return those of `names` that `propertyNames` allows."""
-        condition = {"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]}
-        validator = Draft202012Validator(condition, validate_formats=True, pattern_options=PATTERNS, offline=True)
-        return {name for name in names if validator.is_valid(name)}
+        validator = Validator({"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]})
+        return {name for name in names if validator.violation(name) is None}
 
 
 class FewKeywords(SchemaLowering):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -22,6 +21,7 @@ from urllib.parse import unquote
 import jsonschema_rs
 from jsonschema_rs import CanonicalSchema
 from jsonschema_rs.canonical import Satisfiability
+from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
@@ -29,7 +29,7 @@ from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import COMPOUND, Schema, listed, unescape
 from guided.schema.origin import Origin
-from guided.schema.validation import PATTERNS, Draft
+from guided.schema.validation import PATTERNS, draft_of
 
 _FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
@@ -64,7 +64,7 @@ class CanonicalForm:
     """
 
     def __init__(self, document: dict[str, Any]) -> None:
-        self._draft = Draft.of(document).number
+        self._draft = draft_of(document)
         self._graph = SchemaGraph(document)
         self._library = self._form(document)
         self._origins: dict[int, tuple[Schema, Origin]] = {}
@@ -76,13 +76,17 @@ class CanonicalForm:
 
     def _form(self, document: dict[str, Any]) -> Any:
         """Return the library's form of the document."""
-        form = _canonicalize({**document, "$schema": Draft.of(document).uri}, self._draft)
+        form = _canonicalize(document, self._draft)
         if form.satisfiability() == Satisfiability.NO:
             raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
-        schema = form.to_json_schema()
-        if len(json.dumps(schema, default=str)) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
+        text = to_string(form.to_json_schema())  # with Python's usual numbers once it is read
+        if len(text) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
             raise ConstraintTooLarge("the alternatives of the schema multiply: it has too many", param="json_schema")
-        return _with_named_root(schema)
+        named = text.replace('{"$ref":"#"}', f'{{"$ref":"#/$defs/{_ROOT}"}}')
+        schema = json.loads(named)
+        if named != text:  # parts of it stand alone too, so what refers to the whole of it needs a definition
+            schema["$defs"] = {**schema.get("$defs", {}), _ROOT: _without_frame(schema)}
+        return schema
 
     def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
         """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
@@ -153,12 +157,12 @@ class CanonicalForm:
             case "exclusiveMinimum" | "exclusiveMaximum" if isinstance(value, bool):
                 return {}  # draft 4
             case "minimum" | "maximum" if schema.get(_EXCLUSIVE[keyword]) is True:
-                return {_EXCLUSIVE[keyword]: _plain(value)}
+                return {_EXCLUSIVE[keyword]: value}
             case "enum":
-                return {keyword: origin.values(_plain(value))}
+                return {keyword: origin.values(value)}
             case "const":
-                return {keyword: origin.values([_plain(value)])[0]}
-        return {keyword: _plain(value)}
+                return {keyword: origin.values([value])[0]}
+        return {keyword: value}
 
     def _merged(self, schema: dict[str, Any], origin: Origin) -> Schema:
         """Return a recursive reference and what stands next to it as a definition, which the library can merge."""
@@ -228,10 +232,10 @@ class CanonicalForm:
             return None
 
 
-def _canonicalize(schema: dict[str, Any], draft: int) -> CanonicalSchema:
+def _canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
     try:
         return jsonschema_rs.canonicalize(
-            schema, draft=draft, validate_formats=True, pattern_options=PATTERNS, offline=True
+            {**schema, "$schema": draft}, validate_formats=True, pattern_options=PATTERNS, offline=True
         )
     except ValueError as error:
         raise InvalidConstraint(f"the schema can't be read: {bounded(error)}", param="json_schema") from None
@@ -239,27 +243,11 @@ def _canonicalize(schema: dict[str, Any], draft: int) -> CanonicalSchema:
 
 def _body(form: CanonicalSchema) -> Any:
     """Return the library's form of a part, without definitions."""
-    schema: Any = form.to_json_schema()
+    return _without_frame(json.loads(to_string(form.to_json_schema())))
+
+
+def _without_frame(schema: Any) -> Any:
     return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key not in _FRAME}
-
-
-def _with_named_root(form: Any) -> Any:
-    """Return the library's form with a definition for what refers to the whole schema: parts of it stand alone too."""
-
-    def renamed(part: Any) -> Any:
-        if isinstance(part, list):
-            return [renamed(one) for one in part]
-        if not isinstance(part, dict):
-            return part
-        if part.get("$ref") == "#":
-            return {**part, "$ref": f"#/$defs/{_ROOT}"}
-        return {name: renamed(one) for name, one in part.items()}
-
-    if not isinstance(form, dict) or '{"$ref": "#"}' not in json.dumps(form, default=str):
-        return form
-    form = renamed(form)
-    root = {name: value for name, value in form.items() if name not in _FRAME}
-    return {**form, "$defs": {**form.get("$defs", {}), _ROOT: root}}
 
 
 def _at(document: Any, place: str) -> Any:
@@ -342,14 +330,3 @@ def _apart(schema: dict[str, Any]) -> dict[str, Any]:
     if not parts:
         return rest
     return {"allOf": [rest, *parts] if rest else parts}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of the library's form with Python's usual numbers."""
-    if isinstance(value, list):
-        return [_plain(part) for part in value]
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    return value

@@ -20,7 +20,7 @@ from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, shortened, types_of
-from guided.schema.validation import Draft
+from guided.schema.validation import draft_of, fault
 
 _BOUNDS = (
     ("minLength", "maxLength"),
@@ -83,7 +83,7 @@ def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: boo
         raise InvalidConstraint("the schema is false: no value satisfies it", pointer="")
     if document is True:
         return True
-    draft = Draft.of(document)
+    draft = draft_of(document)
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
@@ -131,7 +131,7 @@ def _read_nullable(schema: dict[str, Any]) -> None:
         schema["type"] = listed if "null" in listed else [*listed, "null"]
 
 
-def _check_subschema(node: Node, draft: Draft) -> None:
+def _check_subschema(node: Node, draft: str) -> None:
     """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
     schema = node.schema
     if isinstance(schema, bool):
@@ -139,8 +139,8 @@ def _check_subschema(node: Node, draft: Draft) -> None:
     if not isinstance(schema, dict):
         message = f"a schema is an object or a boolean, not {_TYPE_NAMES[type(schema)]}"
         raise InvalidConstraint(message, pointer=node.pointer())
-    if node.parent is None and (fault := draft.fault(schema)):
-        raise InvalidConstraint(fault[0], pointer=node.pointer(*fault[1]))
+    if node.parent is None and (found := fault(schema, draft)):
+        raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
     _check_sizes(schema, node)
     _check_satisfiable(schema, node)
 

@@ -18,7 +18,7 @@ from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
 from guided.schema.keywords import pointer, unescape
-from guided.schema.validation import Draft
+from guided.schema.validation import draft_of
 
 _SAME = ("if", "then", "else", "not", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
 """Keywords with subschemas for the same value."""
@@ -131,7 +131,7 @@ class SchemaGraph:
         """Turn references into edges. A target outside the known schema positions is added."""
         if not any(isinstance(node.schema.get(keyword), str) for node in self._unresolved for keyword in REFERENCES):
             return  # identifiers and anchors matter to references only
-        specification = referencing.jsonschema.specification_with(Draft.of(self._document).uri)
+        specification = referencing.jsonschema.specification_with(draft_of(self._document))
         root = specification.create_resource(self._document)
         try:
             start = REGISTRY.with_resource("", root).crawl().resolver_with_root(root)

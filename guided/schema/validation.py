@@ -6,8 +6,6 @@ import difflib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jsonschema_rs
@@ -21,39 +19,23 @@ _NONZERO = re.compile(r"[-0.]*[1-9]")
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 
-@dataclass(frozen=True)
-class Draft:
-    """One version of JSON Schema."""
+def draft_of(document: dict[str, Any]) -> str:
+    """Return the identifier of the draft that `$schema` names; that of 2020-12 if it names no known one."""
+    named = str(document.get("$schema", ""))
+    return next((uri for version, uri in _DRAFTS.items() if version in named), _DRAFTS["2020-12"])
 
-    number: int
-    """The number of `jsonschema-rs` for it."""
-    validator: Any
-    """The class of `jsonschema-rs` for its schemas."""
-    uri: str
-    """Identifier of its meta-schema."""
 
-    @classmethod
-    def of(cls, document: dict[str, Any]) -> Draft:
-        """Return the draft that `$schema` names; 2020-12 if it names no known one."""
-        named = str(document.get("$schema", ""))
-        return next((draft for version, draft in _DRAFTS.items() if version in named), _DRAFTS["2020-12"])
-
-    def fault(self, document: Any) -> tuple[str, list[str | int]] | None:
-        """Return what the meta-schema refuses in a schema, and the path to it; None if it is valid."""
-        error = next(self._meta.iter_errors(document), None)
-        if error is None:
-            return None
+def fault(document: dict[str, Any], draft: str) -> tuple[str, list[str | int]] | None:
+    """Return what the draft's meta-schema refuses in a schema, and the path to it; None if it is valid."""
+    try:
+        jsonschema_rs.meta.validate({**document, "$schema": draft})
+    except jsonschema_rs.ValidationError as error:
         path = list(error.instance_path)
         if path and path[-1] == "type":
             return _type_fault(error.instance, path)
         keyword = next((part for part in reversed(path) if isinstance(part, str)), "")
         return f"{keyword!r} is not valid: {bounded(error.message)}", path
-
-    @cached_property
-    def _meta(self) -> Any:
-        from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
-
-        return self.validator(REGISTRY.contents(self.uri), offline=True)
+    return None
 
 
 def _type_fault(named: Any, path: list[str | int]) -> tuple[str, list[str | int]]:
@@ -69,16 +51,8 @@ def _type_fault(named: Any, path: list[str | int]) -> tuple[str, list[str | int]
 
 
 _DRAFTS = {
-    "draft-04": Draft(jsonschema_rs.Draft4, jsonschema_rs.Draft4Validator, "http://json-schema.org/draft-04/schema"),
-    "draft-06": Draft(jsonschema_rs.Draft6, jsonschema_rs.Draft6Validator, "http://json-schema.org/draft-06/schema"),
-    "draft-07": Draft(jsonschema_rs.Draft7, jsonschema_rs.Draft7Validator, "http://json-schema.org/draft-07/schema"),
-    **{
-        year: Draft(number, validator, f"https://json-schema.org/draft/{year}/schema")
-        for year, number, validator in (
-            ("2019-09", jsonschema_rs.Draft201909, jsonschema_rs.Draft201909Validator),
-            ("2020-12", jsonschema_rs.Draft202012, jsonschema_rs.Draft202012Validator),
-        )
-    },
+    **{name: f"http://json-schema.org/{name}/schema#" for name in ("draft-04", "draft-06", "draft-07")},
+    **{name: f"https://json-schema.org/draft/{name}/schema" for name in ("2019-09", "2020-12")},
 }
 
 
@@ -104,9 +78,10 @@ class Validator:
 
     def __init__(self, schema: Schema) -> None:
         sent = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-        document = {name: value for name, value in sent.items() if name != "$schema"}
-        make = Draft.of(sent).validator
-        self._native = make(document, validate_formats=True, pattern_options=PATTERNS, offline=True)
+        document = {**sent, "$schema": draft_of(sent)}
+        self._native = jsonschema_rs.validator_for(
+            document, validate_formats=True, pattern_options=PATTERNS, offline=True
+        )
 
     def paths(self, document: Any) -> Iterator[tuple[str | int, ...]]:
         """Yield the paths to the values that violate the schema."""
