@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from guided import regex
-from guided.errors import InvalidConstraint, bounded
 from guided.regex import Chars, Choice, Node, Ranges, Repeat, Sequence, across_surrogates
 from guided.regex_parser import parse
 
@@ -74,13 +73,7 @@ def gbnf(text: str) -> str:
             return found[0]
         if found["chars"] == ".":
             return ebnf(Chars(regex.UNIVERSE)) + (found["repeated"] or "")
-        try:
-            node = parse(found["chars"], param="grammar")
-        except InvalidConstraint:
-            what = (
-                f"the character class {bounded(found['chars'], 60)} of the grammar is malformed, empty or out of order"
-            )
-            raise InvalidConstraint(what, param="grammar") from None
+        node = parse(found["chars"], param="grammar")
         return found[0] if found["repeated"] else ebnf(node)
 
     return exact(_GBNF_TOKEN.sub(rewritten, text))
