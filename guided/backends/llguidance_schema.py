@@ -28,7 +28,7 @@ from guided.regex import Chars
 from guided.regex_parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
-from guided.schema.keywords import Schema, integer_bounds, listed, numbers_in, types_of
+from guided.schema.keywords import Schema, integer_bounds, numbers_in
 from guided.schema.string_pattern import complement_of, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
@@ -168,25 +168,18 @@ class LLGuidanceLowering(SchemaLowering):
         patterns: dict[str, Schema] = schema.get("patternProperties", {})
         rest: Schema = schema.get("additionalProperties", True)
         names = schema.get("propertyNames", True)
-        while isinstance(names, dict) and "$ref" in names:
-            names = self.form.target(names)
         if names is True:
             return properties, patterns, rest
-        if "string" not in types_of(names):
-            names = False
-        allowed = self.allowed_names(schema, properties)
-        properties = {name: value if name in allowed else False for name, value in properties.items()}
-        if rest is False and not patterns:
-            return properties, {}, False
+        # The library has removed the properties that it forbids, but not those that a reference forbids.
+        if not properties and isinstance(names, dict) and "$ref" in names:
+            names = self.form.target(names)
         if patterns:
             raise self.refusal(schema, "propertyNames", " next to 'patternProperties'")
-        values = [] if names is False else listed(names)
-        if values is not None:
-            return {**{name: rest for name in values if isinstance(name, str)}, **properties}, {}, False
         try:
-            return properties, {pattern_of(names): rest}, False
+            pattern = pattern_of(names)
         except UnsupportedConstraint:
             raise self.refusal(schema, "propertyNames") from None
+        return properties, {} if rest is False else {pattern: rest}, False
 
     def _apart(
         self, schema: dict[str, Any], properties: dict[str, Schema], patterns: dict[str, Schema]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from guided import regex
@@ -17,7 +16,6 @@ from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.regex_parser import parse_search
 from guided.schema.canonical import canonical
 from guided.schema.keywords import ALL_TYPES, Schema, listed
-from guided.schema.validation import Validator
 
 _DEPENDENT = {
     "contains": ("minContains", "maxContains"),
@@ -206,11 +204,6 @@ class SchemaLowering(ABC):
         if length < len(prefix) or most == 0:
             return ArrayShape(prefix[:length], False, least, None)
         return ArrayShape(prefix, schema.get("items", True), least, None if most is None else int(most))
-
-    def allowed_names(self, schema: dict[str, Any], names: Iterable[str]) -> set[str]:
-        """Return those of `names` that `propertyNames` allows."""
-        validator = Validator({"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]})
-        return {name for name in names if validator.violation(name) is None}
 
 
 class FewKeywords(SchemaLowering):
