@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,8 +161,6 @@ class CompiledGrammar(Protocol):
 
 class Backend(Protocol):
     """Adapter for one library and one vocabulary. It builds the data that depends on the vocabulary only once."""
-
-    name: ClassVar[str]
 
     def __init__(self, vocabulary: Vocabulary) -> None: ...
 

@@ -38,8 +38,6 @@ class CheckedBackend(Backend):
         inner: the adapter of a library.
     """
 
-    name = "checked"
-
     def __init__(self, inner: Backend, vocabulary: Vocabulary) -> None:
         self._inner = inner
         self._vocabulary = vocabulary

@@ -15,7 +15,7 @@ import re
 from ctypes import addressof, c_char
 from functools import lru_cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import numpy as np
@@ -43,8 +43,6 @@ _EXCEEDED = re.compile(r"too many|\bmax is\b|limit|fuel", re.IGNORECASE)
 
 class LLGuidanceBackend(Backend):
     """One tokenizer, shared by all grammars."""
-
-    name: ClassVar[str] = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from lmformatenforcer import CharacterLevelParser, CharacterLevelParserConfig, JsonSchemaParser
@@ -41,8 +41,6 @@ _FREE = re.compile(r'[^"\\\x00-\x1f]*"?')
 
 class LMFormatEnforcerBackend(Backend):
     """The tokens in the library's own form, shared by all grammars."""
-
-    name: ClassVar[str] = "lm-format-enforcer"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokens = _Tokens(vocabulary)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import outlines_core
@@ -38,8 +38,6 @@ _PLAIN = regex.Chars(string_pattern.PLAIN)
 
 class OutlinesBackend(Backend):
     """One vocabulary in outlines' own form, shared by all grammars."""
-
-    name: ClassVar[str] = "outlines"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

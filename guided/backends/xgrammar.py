@@ -17,7 +17,7 @@ import math
 import re
 import time
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,6 @@ def _message(error: BaseException) -> str:
 
 class XGrammarBackend(Backend):
     """One tokenizer and one compiler, single-threaded and without its own cache (see `grammar_cache.py`)."""
-
-    name: ClassVar[str] = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokenizer = xgrammar.TokenizerInfo(

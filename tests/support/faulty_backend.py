@@ -32,7 +32,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,8 +187,6 @@ class _Grammar(CompiledGrammar):
 
 class FaultyBackend:
     """See the module."""
-
-    name: ClassVar[str] = NAME
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
