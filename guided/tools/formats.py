@@ -111,13 +111,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         id_length=9,
     ),
     "kimi_k3": ToolFormat(
-        call=('<|open|>call tool="{name}" index="{number}"<|sep|>', "<|close|>call<|sep|>"),
+        ("<|open|>", "<|sep|>"),
+        "kimi_k3",
         trigger="<|close|>response<|sep|>",
-        marks=("<|open|>", "<|sep|>"),
         opening="<|close|>response<|sep|><|open|>tools<|sep|>",
         closing="<|close|>tools<|sep|><|close|>message<|sep|>",
-        separator="",
-        style="kimi_k3_xml",
         finish=_K3_FINISH,
     ),
     "kimi": ToolFormat(
@@ -203,8 +201,8 @@ def tool_format(name: str | None) -> ToolFormat | None:
     found = replace(found, call=(begin, end), trigger=trigger, style=style)
     if section is None:
         return found
-    separator = section["content"]["separator"]
-    return replace(found, opening=section["begin"], closing=section["end"], separator=separator)
+    opening, closing = found.opening or section["begin"], found.closing or section["end"]
+    return replace(found, opening=opening, closing=closing, separator=section["content"]["separator"])
 
 
 def _parts(form: Any, kind: str) -> list[dict[str, Any]]:
