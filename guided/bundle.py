@@ -217,10 +217,7 @@ class ProcessorBundle(LogitPostProcessor):
         return sorted(decided)
 
     def failures(self) -> dict[str, GuidedError]:
-        for member in self._members:
-            with self._containing(member, "failures", self._open.values()):
-                found = member.processor.failures().items()
-                self._lost.update({name: member.failure("failures", error) for name, error in found})
+        """Return requests that failed between two steps, each once. Others fail in the report of their next step."""
         lost, self._lost = self._lost, {}
         return lost
 

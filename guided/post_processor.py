@@ -159,10 +159,6 @@ class LogitPostProcessor:
         """Return late sequences that are decided, without waiting, until they are prepared again, unchanged."""
         return []
 
-    def failures(self) -> dict[str, GuidedError]:
-        """Return requests that failed between two steps, each once. Others fail in the report of their next step."""
-        return {}
-
     def rollback(self, sequence_id: int, length: int) -> None:
         """See `MaskPool.rollback`."""
 

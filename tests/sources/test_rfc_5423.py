@@ -100,7 +100,7 @@ class Raising(LogitPostProcessor):
 
 
 RARE = ("initialize", "sampled", "rollback", "free_sequence")
-METHODS = [*RARE, "free", "prepare", "apply", "edits", "decided", "failures"]
+METHODS = [*RARE, "free", "prepare", "apply", "edits", "decided"]
 
 
 def under_load(model: LoadedModel, processor: LogitPostProcessor | None) -> LLMEngine:
@@ -166,8 +166,6 @@ WRONG: dict[str, Any] = {
     "sampled: no count": {"sampled": lambda seq, token, logprobs: (0.5, [token], False)},
     "edits: a list": {"edits": lambda sequences: [1]},
     "edits: no edit": {"edits": lambda sequences: {sequences[0].sequence_id: (1,)}},
-    "failures: a list": {"failures": lambda: ["guided"]},
-    "failures: a text": {"failures": lambda: {"guided": "text"}},
     "apply: a list": {"apply": lambda logits: ApplyReport(failed=[1])},
     "apply: a text": {"apply": lambda logits: ApplyReport(failed={0: "text"})},
     "apply: another shape": {"apply": lambda logits: logits[:, 1:]},
