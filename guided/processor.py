@@ -20,7 +20,6 @@ from guided.kernel import apply_bitmask
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
-from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +42,8 @@ class GuidedProcessor(LogitPostProcessor):
 
     def __init__(self, pool: MaskPool) -> None:
         self._pool = pool
+        self.vocabulary = pool.vocabulary
+        """Of the masks."""
         self._requests: dict[str, _Request] = {}
         self._request_ids: dict[int, str] = {}
         """Request id of each open sequence."""
@@ -56,11 +57,6 @@ class GuidedProcessor(LogitPostProcessor):
         self._forced: list[tuple[GuidedSequence, int, list[int]]] = []
         """`(sequence, length of its output, forced tokens)` of this step, from `StepMasks.forced`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The vocabulary of the masks."""
-        return self._pool.vocabulary
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
         if request_id in self._requests:

@@ -48,7 +48,7 @@ class InlinePool:
         self, vocabulary: Vocabulary, max_cache_bytes: int = DEFAULT_CACHE_BYTES, forced_tokens: bool = False
     ) -> None:
         self._forced_tokens = forced_tokens
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._backends = Backends(vocabulary)
         self._cache = GrammarCache(max_cache_bytes)
         self._worker = MaskWorker(vocabulary)
@@ -58,10 +58,6 @@ class InlinePool:
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
         self._runs: NDArray[np.int32] = np.empty((0, MAX_FORCED_TOKENS), np.int32)
         self._seconds: NDArray[np.float32] = np.empty(0, np.float32)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self._vocabulary
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         return self._cache.get(constraint, backends, partial(self._compile, constraint, backends))
