@@ -211,9 +211,5 @@ def _sample(budget: Budget, compiled: Compiled, vocabulary: Vocabulary, chance: 
         texts = [token for token in allowed if token not in stops]
         if ends and (not texts or chance.random() < _END_CHANCE):
             return vocabulary.decode(output).decode()
-        readable = [token for token in texts if _is_readable(vocabulary.token_bytes[token])]
+        readable = [token for token in texts if re.fullmatch(b"[ -~]+", vocabulary.token_bytes[token])]
         output.append(chance.choice(readable or texts))
-
-
-def _is_readable(content: bytes) -> bool:
-    return content.isascii() and content.decode("ascii").isprintable()

@@ -86,7 +86,7 @@ class XGrammarBackend(Backend):
             lowering = XGrammarLowering(constraint)
             return self._schema_ebnf(lowering, constraint.whitespace), tuple(lowering.checked)
         if constraint.kind == "structural_tag":
-            tag = TagFormat(constraint, self._tokens.special_names, self._grammar)
+            tag = TagFormat(constraint, self._tokens.vocabulary.special_names, self._grammar)
             return json.dumps(tag.source()), tuple(tag.checked)
         return self._source(constraint), ()
 
@@ -223,7 +223,6 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.known = frozenset(vocabulary.text_token_ids)
-        self.special_names = vocabulary.special_names
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
         self.leads = frozenset(token for token, text in texts if text.endswith(b"\xed"))
         """Tokens that end with the first byte of a surrogate (or of a character)."""

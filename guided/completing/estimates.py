@@ -41,10 +41,8 @@ def budget_of(constraint: Constraint, tokens: int) -> Budget:
 def _estimates(constraint: Constraint) -> Budget:
     hint = ""
     match constraint.kind:
-        case "json_schema":
-            return _of_schema(json.loads(constraint.source))
-        case "json_object":
-            return Budget(0, _MARGIN, _MARGIN, 0)
+        case "json_schema" | "json_object":
+            return _of_schema(constraint.schema)
         case "choice":
             jump = max(len(option.encode()) for option in constraint.choices)
             hint = min(constraint.choices, key=len)
