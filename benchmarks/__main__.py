@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from benchmarks import mask_time, namespaces, random_outputs, report, serving, step_overhead, stragglers, vllm
@@ -27,7 +29,7 @@ The schemas are MaskBench's, in `../shared/data/maskbench-dev.jsonl.gz` beside t
 Compare figures of one run only: the processes take turns, so a busy minute affects all of them.
 """
 
-_STEP_FIGURES = ("backend", "batch", "way", "exposed_p50", "exposed_p99", "hidden_p50", "cpu_p50", "tokens_per_second")
+_STEP_FIGURES = ("backend", "batch", "way", "exposed_p50", "exposed_p99", "hidden_p50", "tokens_per_second")
 
 
 class Section(NamedTuple):
@@ -52,23 +54,39 @@ def _text(value: Any) -> str:
     return str(len(value)) if isinstance(value, list) else report.cell(value)
 
 
+def _by_backend(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the sums over all kinds of constraints."""
+    rows = {way: list(found) for way, found in groupby(results["outputs"], itemgetter("way"))}
+    return [{"way": way, **{name: sum(row[name] for row in rows[way]) for name in ("stop", "invalid")}} for way in rows]
+
+
 SECTIONS = [
     Section(
         "step_overhead",
         "What do masks add to a decode step? In ms.",
         columns={name: step_overhead.COLUMNS[name] for name in _STEP_FIGURES},
     ),
-    Section("stragglers", "What does one row with slow masks do to the others? In ms.", columns=stragglers.COLUMNS),
+    Section(
+        "stragglers",
+        "What does one row with slow masks do to the others? In ms.",
+        columns={
+            name: title for name, title in stragglers.COLUMNS.items() if name not in ("slow_row_p50", "abandoned")
+        },
+    ),
     Section("mask_time", "What does a mask cost in a worker, beside the adapter? In µs.", columns=mask_time.COLUMNS),
     Section("namespaces", "What do masks from other nodes cost, by network delay? In ms.", columns=namespaces.COLUMNS),
     Section("maskbench", "How many of 1,125 real schemas are enforced?", _figures),
     Section(
         "random_outputs",
         "Is every random output of a random constraint that ends `stop` valid?",
-        lambda results: [row for row in results["outputs"] if row["stop"]],
-        {name: random_outputs.COLUMNS[name] for name in ("way", "kind", "stop", "invalid")},
+        _by_backend,
+        {name: random_outputs.COLUMNS[name] for name in ("way", "stop", "invalid")},
     ),
-    Section("serving", "What do guided requests cost at the HTTP server? In ms.", columns=serving.COLUMNS),
+    Section(
+        "serving",
+        "What do guided requests cost at the HTTP server? In ms.",
+        columns={name: title for name, title in serving.COLUMNS.items() if name != "requests_per_second"},
+    ),
     Section("chaos", "What happens to requests while actors are killed and inputs are hostile?", _figures),
     Section(
         "vllm",
