@@ -33,7 +33,7 @@ def _codes(root: type[GuidedError]) -> set[str]:
 
 
 _SHAPE = {"invalid_request", "invalid_json", "invalid_type", "missing_required_parameter", "unknown_parameter"}
-_SHAPE |= {"unsupported_parameter", "misplaced_parameter", QueueFull.code, ShuttingDown.code}
+_SHAPE |= {"unsupported_parameter", "misplaced_parameter", "body_too_complex", QueueFull.code, ShuttingDown.code}
 DECLARED = (_codes(GuidedError) | _SHAPE) - {GuidedError.code, InternalError.code}
 """Error codes with a specific cause. `internal_error` has none."""
 
