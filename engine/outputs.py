@@ -110,6 +110,8 @@ class RequestOutput:
     """What the schema contains and the output need not satisfy: see `guided.Constraint.not_enforced`."""
     checked: tuple[str, ...] = ()
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    closed: tuple[str, ...] = ()
+    """JSON pointers of objects without other properties than those that the schema names."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
@@ -140,6 +142,7 @@ class RequestOutput:
             group.backend,
             () if constraint is None else constraint.not_enforced,
             group.checked,
+            () if constraint is None else constraint.closed,
             group.compile_seconds,
             next((one.error for one in group.sequences if one.error is not None), None),
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),

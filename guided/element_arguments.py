@@ -24,14 +24,17 @@ from guided.structural_tag import Content, Either, FreeText, Node, Series, Text,
 _MAX_NESTING = 20
 
 
-def expand(content: Content) -> Node:
-    """Return the nodes of arguments in a style.
+def expand(content: Content, *, closed: bool) -> Node:
+    """Return the nodes of arguments in a style, with closed objects (`guided.schema.closing`) or as the schema says.
 
     Raises:
         UnsupportedConstraint: a keyword of the schema can't be enforced in this style; with its pointer.
     """
     with located(content, "structural_tag"):
-        form = canonical(content.value)
+        form = canonical(content.value, closed=closed)
+    for pointer in form.overlapping:
+        message = "an output may satisfy several alternatives of this 'oneOf'"
+        raise UnsupportedConstraint(message, param="structural_tag", pointer=content.pointer + pointer)
     return _Writer(content).of_object(_alone(form.root, form), "")
 
 

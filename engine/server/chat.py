@@ -64,7 +64,7 @@ def build_job(
     body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool = False
 ) -> Job:
     """Build the work of a chat. Arguments but the first two are those of `Job`."""
-    wanted = requested_constraint(body, context.settings.backend)
+    wanted = requested_constraint(body, context.settings)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
     logprobs = body.top_logprobs or 0 if body.logprobs else None

@@ -30,7 +30,7 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
-    wanted = requested_constraint(body, context.settings.backend)
+    wanted = requested_constraint(body, context.settings)
     if not body.prompt and not isinstance(body.prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     if body.echo and body.logprobs is not None:

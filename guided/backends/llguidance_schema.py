@@ -29,7 +29,7 @@ from guided.regex_parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 from guided.schema.keywords import Schema, integer_bounds, numbers_in
-from guided.schema.string_pattern import complement_of, pattern_of, without
+from guided.schema.string_pattern import complement_of, other_names, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces by the RFCs.
@@ -145,6 +145,8 @@ class LLGuidanceLowering(SchemaLowering):
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         properties, patterns, rest = self._named(schema)
         patterns = self._apart(schema, properties, patterns)
+        if properties and not patterns and rest is not False:
+            patterns, rest = {f"^(?:{regex.render(other_names(properties))})$": rest}, False
         lowered: dict[str, Any] = {"type": "object"}
         if properties:
             lowered["properties"] = {name: self.part(value) for name, value in properties.items()}

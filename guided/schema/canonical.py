@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,6 +26,7 @@ from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
+from guided.schema.closing import close, overlapping
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import COMPOUND, Schema, listed, unescape
@@ -42,15 +44,25 @@ _OWN_NAME = "urn:jsonschema:canonical:"
 """How the library's names of definitions begin that are no pointers into the schema as sent: a URI, escaped."""
 
 
-def canonical(schema: Schema) -> CanonicalForm:
+def canonical(schema: Schema, *, closed: bool = False) -> CanonicalForm:
     """Return the canonical form of a schema that `guided.schema.document.parse` returned. See `CanonicalForm`."""
     document = {} if schema is True else {"not": {}} if schema is False else schema
-    return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")))
+    return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")), closed)
 
 
 @lru_cache(maxsize=4)  # each backend that is tried asks for it
-def _form(text: str) -> CanonicalForm:
-    return CanonicalForm(json.loads(text))
+def _form(text: str, closed: bool) -> CanonicalForm:
+    document = json.loads(text)
+    if not closed:
+        return CanonicalForm(document)
+    try:
+        form = CanonicalForm(close(document))
+        if form.keeps("unevaluatedProperties"):
+            form = CanonicalForm(close(document, exactly=False))
+    except InvalidConstraint:  # of `minProperties: 2`, say, and one name
+        return CanonicalForm(document)
+    form.overlapping = list(_overlapping(document))
+    return form
 
 
 class CanonicalForm:
@@ -72,6 +84,8 @@ class CanonicalForm:
         self._names: dict[str, str] = {}
         """Reference of the library -> name of the definition."""
         self.definitions: dict[str, Schema] = {}
+        self.overlapping: list[str] = []
+        """JSON pointers of `oneOf` of which two alternatives overlap, though the closed ones may not."""
         self.root = self._read(self._library, Origin.of(self._graph, [self._graph.root]))
 
     def _form(self, document: dict[str, Any]) -> Any:
@@ -92,6 +106,10 @@ class CanonicalForm:
         """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
         found = self._origins.get(id(schema))
         yield from [""] if found is None else found[1].pointers(keyword)
+
+    def keeps(self, keyword: str) -> bool:
+        """Return whether the library could not replace `keyword` everywhere."""
+        return f'"{keyword}":' in json.dumps([self.root, self.definitions])
 
     def target(self, schema: dict[str, Any]) -> Schema:
         """Return the target of a `$ref`."""
@@ -230,6 +248,24 @@ class CanonicalForm:
             return self._graph.find(_at(self._graph.root.schema, place))
         except (LookupError, ValueError, TypeError):
             return None
+
+
+def _overlapping(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the pointers of `CanonicalForm.overlapping`."""
+    frame = {keyword: document[keyword] for keyword in document.keys() & {"$defs", "definitions"}}
+    draft = draft_of(document)
+    for node, alternatives in overlapping(document):
+        pairs = combinations(alternatives, 2)
+        if any(_overlap(pair, frame, draft) for pair in pairs):
+            yield node.pointer("oneOf")
+
+
+def _overlap(pair: tuple[Any, Any], frame: dict[str, Any], draft: str) -> bool:
+    """Return whether a value may satisfy both of two subschemas."""
+    try:
+        return _canonicalize({**frame, "allOf": list(pair)}, draft).satisfiability() != Satisfiability.NO
+    except InvalidConstraint:  # it refers to a subschema outside of the definitions
+        return True
 
 
 def _canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:

@@ -17,6 +17,7 @@ from typing import Any
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import LIMITS
+from guided.schema.closing import closings
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, shortened, types_of
@@ -60,17 +61,12 @@ def parse(
         raise
 
 
-def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Return a copy in which each subschema with `properties` or `patternProperties` forbids others, as in vLLM.
-
-    One that has `additionalProperties` stays as it is.
-    """
-    document: dict[str, Any] | bool = json.loads(json.dumps(schema))
-    if isinstance(document, dict):
-        for node in SchemaGraph(document).nodes():
-            if not node.schema.keys().isdisjoint(("properties", "patternProperties")):
-                node.schema.setdefault("additionalProperties", False)
-    return document
+def closed_objects(document: dict[str, Any] | bool) -> tuple[str, ...]:
+    """Return the JSON pointers of the objects that `guided.schema.closing` closes, at most `MAX_NOTES`."""
+    if isinstance(document, bool):
+        return ()
+    found = closings(SchemaGraph(document))
+    return tuple(shortened(closing.node.pointer()) for closing in found[:MAX_NOTES])
 
 
 def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool) -> dict[str, Any] | bool:

@@ -42,7 +42,7 @@ class Origin:
     @classmethod
     def of(cls, graph: SchemaGraph, starts: list[Node]) -> Origin:
         """Return the origin of what `starts` and the subschemas describe that they apply to the same value."""
-        return cls(graph, _closure(starts, always=False), _closure(starts, always=True))
+        return cls(graph, same_value(starts, always=False), same_value(starts, always=True))
 
     def pointers(self, keyword: str) -> Iterator[str]:
         """Yield where `keyword` may come from: the JSON pointers of such keywords, or of the subschema."""
@@ -53,13 +53,13 @@ class Origin:
     def names(self) -> list[str]:
         """Return the names of properties, in their order."""
         declared = [name for node in self.nodes for name in _object(node.schema, "properties")]
-        others = [name for node in self.always for name in _listed_names(node.schema)]
+        others = [name for node in self.always for name in listed_names(node.schema)]
         return [*dict.fromkeys((*declared, *others))]
 
     def declared(self) -> set[str]:
         """Return the names of the properties that no alternative and no condition names."""
         return {
-            name for node in self.always for name in (*_object(node.schema, "properties"), *_listed_names(node.schema))
+            name for node in self.always for name in (*_object(node.schema, "properties"), *listed_names(node.schema))
         }
 
     def values(self, values: list[Any]) -> list[Any]:
@@ -93,8 +93,8 @@ class Origin:
         if not wanted or not self._groups:
             return self
         chosen = [max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted))[0] for group in self._groups]
-        nodes = [*self.always, *(node for node in _closure(chosen, always=False) if node not in self.always)]
-        return Origin(self.graph, nodes, [*self.always, *_closure(chosen, always=True)])
+        nodes = [*self.always, *(node for node in same_value(chosen, always=False) if node not in self.always)]
+        return Origin(self.graph, nodes, [*self.always, *same_value(chosen, always=True)])
 
     @cached_property
     def _groups(self) -> list[list[tuple[Node, set[Any]]]]:
@@ -103,7 +103,7 @@ class Origin:
         for node in self.nodes:
             for keyword, child in node.same:
                 if keyword not in _ALWAYS:
-                    described = set[Any]().union(*(_described(one.schema) for one in _closure([child], always=False)))
+                    described = set[Any]().union(*(_described(one.schema) for one in same_value([child], always=False)))
                     groups.setdefault((id(node), keyword), []).append((child, described))
         return list(groups.values())
 
@@ -116,7 +116,7 @@ class Origin:
         return len(self.nodes)
 
 
-def _closure(starts: list[Node], *, always: bool) -> list[Node]:
+def same_value(starts: list[Node], *, always: bool) -> list[Node]:
     """Return `starts` and what they apply to the same value, in order.
 
     Args:
@@ -148,7 +148,7 @@ def _described(schema: Any) -> set[Any]:
     return {*properties, *values}
 
 
-def _listed_names(schema: dict[str, Any]) -> Iterator[str]:
+def listed_names(schema: dict[str, Any]) -> Iterator[str]:
     """Yield the names of properties that `schema` lists elsewhere than in `properties`."""
     for keyword in ("dependentRequired", "dependencies"):
         for name, needed in _object(schema, keyword).items():

@@ -1,0 +1,180 @@
+"""Objects that name their properties are closed, as a whole, and what is left satisfies the schema as sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+from byte_vocabulary import BYTES, accepts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from guided.backends import Backends
+from guided.backends.base import CompiledGrammar
+from guided.backends.llguidance_schema import LLGuidanceLowering
+from guided.constraint import Constraint
+from guided.errors import UnsupportedConstraint
+from guided.schema.canonical import canonical
+
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
+TEXT = {"type": "string"}
+NUMBER = {"type": "integer"}
+
+
+def model(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+TREE = model(value=NUMBER, left={"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}]})
+BASE = {"$defs": {"Base": {**model(id=NUMBER), "required": ["id"]}}}
+SHAPES = [{**model(kind={"const": kind}, at=model(x=NUMBER)), "required": ["kind"]} for kind in "abcde"]
+PAYMENT = {
+    **model(by={"enum": ["card", "cash"]}),
+    "required": ["by"],
+    "if": {"properties": {"by": {"const": "card"}}},
+    "then": {"properties": {"card": TEXT}},
+    "else": {"properties": {"change": NUMBER}},
+}
+BY_KIND = [
+    {"if": {"properties": {"k": {"const": kind}}}, "then": {"properties": {f"of_{kind}": TEXT}}} for kind in "abcdefgh"
+]
+CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any], list[str]]] = {
+    "plain": (model(a=NUMBER), [{}, {"a": 1}], [{"b": 1}, {"a": 1, "b": 1}], [""]),
+    "without any": (model(), [{}], [{"a": 1}], [""]),
+    "unnamed": ({"type": "object"}, [{"a": 1}], [], []),
+    "open": ({**model(a=NUMBER), "additionalProperties": True}, [{"a": 1, "b": 1}], [], []),
+    "unevaluated": ({**model(a=NUMBER), "unevaluatedProperties": NUMBER}, [{"a": 1, "b": 1}], [{"b": "x"}], []),
+    "and patterns": (
+        {**model(a=NUMBER), "patternProperties": {"^x": TEXT}},
+        *([{"a": 1, "xy": "t"}], [{"y": "t"}], [""]),
+    ),
+    "patterns": ({"patternProperties": {"^x": TEXT}, "type": "object"}, [{"y": 1}], [{"x": 1}], []),
+    "undeclared": (
+        {**model(a=NUMBER), "required": ["a", "b"]},
+        *([{"a": 1, "b": [1]}], [{"a": 1, "b": 1, "c": 1}], [""]),
+    ),
+    "items": ({"items": model(a=NUMBER), "type": "array"}, [[{"a": 1}]], [[{"b": 1}]], ["/items"]),
+    "recursive": (
+        {"$ref": "#/$defs/Tree", "$defs": {"Tree": TREE}},
+        *([{"value": 1, "left": {"value": 2}}], [{"left": {"right": None}}], ["/$defs/Tree"]),
+    ),
+    "allOf": (
+        {**BASE, "allOf": [{"$ref": "#/$defs/Base"}, model(name=TEXT)]},
+        *([{"id": 1, "name": "n"}], [{"id": 1, "x": 1}], [""]),
+    ),
+    "beside $ref": (
+        {**BASE, "$ref": "#/$defs/Base", **model(name=TEXT)},
+        *([{"id": 1, "name": "n"}], [{"id": 1, "x": 1}], [""]),
+    ),
+    "anyOf": (
+        {"anyOf": [model(a=NUMBER), model(b=TEXT)]},
+        *([{"a": 1}, {"b": "t"}, {"a": 1, "b": "t"}], [{"c": 1}, {"a": "x"}], [""]),
+    ),
+    "one of two required": (
+        {**model(a=TEXT, b=TEXT), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        *([{"a": "x"}, {"a": "x", "b": "y"}], [{}, {"a": "x", "c": 1}], [""]),
+    ),
+    "if": (PAYMENT, *([{"by": "card", "card": "1"}, {"by": "cash", "change": 2}], [{"by": "cash", "card": "1"}], [""])),
+    "if in draft 7": (
+        DRAFT_7 | PAYMENT,
+        *([{"by": "card", "card": "1"}, {"by": "cash", "change": 2}], [{"by": "cash", "card": "1"}], [""]),
+    ),
+    "dependentSchemas": (
+        {**model(a=NUMBER), "dependentSchemas": {"a": model(b=TEXT)}},
+        *([{"a": 1, "b": "x"}], [{"b": "x"}, {"a": 1, "c": 1}], [""]),
+    ),
+    "dependencies": (
+        {**DRAFT_7, **model(a=NUMBER), "dependencies": {"a": model(b=TEXT)}},
+        *([{"a": 1, "b": "x"}], [{"a": 1, "c": 1}], [""]),
+    ),
+    "used alone and in allOf": (
+        {**BASE, **model(one={"$ref": "#/$defs/Base"}, two={"allOf": [{"$ref": "#/$defs/Base"}, model(n=TEXT)]})},
+        [{"one": {"id": 1}, "two": {"id": 1, "n": "x"}}],
+        [{"one": {"id": 1, "n": "x"}}, {"two": {"id": 1, "m": 1}}],
+        ["", "/properties/one", "/properties/two"],
+    ),
+    "many alternatives, each on its own": (
+        {"oneOf": SHAPES},
+        [{"kind": "c", "at": {"x": 1}}],
+        [{"kind": "c", "at": {"y": 1}}, {"kind": "c", "more": 1}],
+        [place for index in range(5) for place in (f"/oneOf/{index}", f"/oneOf/{index}/properties/at")],
+    ),
+    "many conditions, the names of all": (
+        {**model(k={"enum": list("abcdefgh")}), "required": ["k"], "allOf": BY_KIND},
+        *([{"k": "a", "of_a": "x"}], [{"k": "a", "other": 1}, {"k": "a", "of_a": 1}], [""]),
+    ),
+    "not": (
+        {**model(a=NUMBER), "not": {"properties": {"a": {"const": 1}}, "required": ["a"]}},
+        *([{"a": 2}], [{"a": 1}, {"b": 1}], [""]),
+    ),
+    "contains": (
+        {"type": "array", "contains": {**model(a=NUMBER), "required": ["a"]}},
+        *([[{"a": 1, "b": 1}]], [[{}]], []),
+    ),
+    "no value would be left": ({**model(a=NUMBER), "minProperties": 2}, [{"a": 1, "b": 1}], [{"a": 1}], [""]),
+}
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(("schema", "good", "bad", "closed"), CASES.values(), ids=CASES)
+def test_closed(backend: str, schema: Any, good: list[Any], bad: list[Any], closed: list[str]) -> None:
+    constraint = Constraint.json_schema(schema, open_objects=False)
+    assert list(constraint.closed) == closed
+    grammar = Backends(BYTES)[backend].compile(constraint)
+    for value in good:
+        assert writable(grammar, value), value
+    for value in bad if backend == "llguidance" or not grammar.checked else ():
+        assert not writable(grammar, value), value
+    assert Constraint.json_schema(schema).closed == ()
+
+
+def writable(grammar: CompiledGrammar, value: Any) -> bool:
+    return accepts(grammar, json.dumps(value))
+
+
+def test_alternatives_that_overlap_as_sent_are_checked() -> None:
+    """Each of `{"a": {"x": 1}}` and `{"b": …}` fits one closed alternative, and all open ones."""
+    schema = {"oneOf": [model(**{name: model(x=NUMBER)}) for name in "abcd"]}
+    constraint = Constraint.json_schema(schema, open_objects=False)
+    grammar = Backends(BYTES)["llguidance"].compile(constraint)
+    assert "/oneOf" in grammar.checked
+    assert not writable(grammar, {"a": {"x": 1}})
+    with pytest.raises(UnsupportedConstraint, match="oneOf"):
+        LLGuidanceLowering(Constraint.json_schema(schema, open_objects=False, strict_schema=True))
+
+
+NAMES = ("a", "b", "c")
+PARTS = st.fixed_dictionaries(
+    {"properties": st.dictionaries(st.sampled_from(NAMES), st.sampled_from([NUMBER, TEXT, True]))}
+)
+CONDITION = st.fixed_dictionaries(
+    {"if": st.just({"properties": {"a": NUMBER}, "required": ["a"]}), "then": PARTS, "else": PARTS}
+)
+KEYWORDS = st.fixed_dictionaries(
+    {"type": st.just("object"), "properties": st.dictionaries(st.sampled_from(NAMES), st.sampled_from([NUMBER, TEXT]))},
+    optional={
+        "allOf": st.lists(PARTS, min_size=1, max_size=2),
+        "anyOf": st.lists(PARTS, min_size=2, max_size=3),
+        "$ref": st.just("#/$defs/part"),
+    },
+)
+
+
+def values() -> Iterator[dict[str, Any]]:
+    for present in product([None, 1, "t"], repeat=4):
+        yield {name: value for name, value in zip((*NAMES, "z"), present, strict=True) if value is not None}
+
+
+@settings(max_examples=150, deadline=None)
+@given(keywords=KEYWORDS, condition=CONDITION | st.just({}), part=PARTS)
+def test_it_has_the_values_of_unevaluated_properties(keywords: Any, condition: Any, part: Any) -> None:
+    schema = {**keywords, **condition, "$defs": {"part": part}}
+    form = canonical(schema, closed=True)
+    found = Draft202012Validator({"$defs": form.definitions, "allOf": [form.root]})
+    expected = Draft202012Validator({**schema, "unevaluatedProperties": False})
+    for value in values():
+        assert found.is_valid(value) == expected.is_valid(value), value
