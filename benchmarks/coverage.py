@@ -34,6 +34,26 @@ never generated. The backends are llguidance and xgrammar, of which `auto` takes
 named where they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
 (`guided/backends/schema_lowering.py`), and check every output.
 
+## Objects are closed in requests
+
+The rows below show each keyword with the schema as written, as `Constraint.json_schema` and `guided check` read it. In a
+request, an object that has `properties` gets no other properties, unless `additionalProperties` or
+`unevaluatedProperties` say otherwise. Names that match `patternProperties` stay possible, and `{"type": "object"}` alone
+stays open. This is *narrower* than JSON Schema by choice: most schemas of applications list `properties` only, and a
+model then goes on with keys that the schema does not name. OpenAI's strict mode, vLLM and llama.cpp close these objects,
+too.
+
+- An object is closed as a whole: `allOf`, `$ref`, `anyOf`, `if` and `dependentSchemas` contribute their properties, as
+  with `unevaluatedProperties: false`. More than three alternatives are closed each on its own, so that no object mixes
+  two of them. With more conditions than the canonical form can resolve, and with conditions in drafts 4 and 6, an object
+  may have the properties of all of them.
+- What is written still satisfies the schema as sent. Subschemas under `not`, `if` and `contains` stay as they are.
+- `guided.closed` in the answer has the JSON pointers of these objects. `open_objects: true` in a request, or
+  `guided serve --open-objects`, keeps the schema as written; `guided check --close-objects` reads it as a request.
+- In an object that stays open, no additional key is a declared name in other case or with blanks around it.
+
+## Keywords
+
 | keyword | sample | what becomes of it |
 |---|---|---|
 """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
-from byte_vocabulary import BYTES, accepts
+from byte_vocabulary import BYTES, WORDS, accepts, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -16,6 +18,7 @@ from jsonschema import Draft202012Validator
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
 from guided.backends.llguidance_schema import LLGuidanceLowering
+from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint
 from guided.schema.canonical import canonical
@@ -178,3 +181,28 @@ def test_it_has_the_values_of_unevaluated_properties(keywords: Any, condition: A
     expected = Draft202012Validator({**schema, "unevaluatedProperties": False})
     for value in values():
         assert found.is_valid(value) == expected.is_valid(value), value
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_no_additional_key_is_nearly_a_declared_one(backend: str) -> None:
+    """2,000 keys of an open object, sampled among the letters that would make such a key."""
+    names = ["id", "unit price", "Née"]
+    grammar = Backends(BYTES)[backend].compile(Constraint.json_schema(model(**dict.fromkeys(names, True))))
+    letters = np.array(sorted({*tokens('idIDunit priceUNÉéeNs "')}))
+    chance = random.Random(0)
+    row = np.empty(WORDS, np.int32)
+    start = grammar.matcher()
+    start.accept_tokens(tokens('{"'))
+    keys = []
+    for _ in range(2_000):
+        matcher = start.fork()
+        written = tokens(chance.choice([*names, *map(str.upper, names), "i", "un", ""]))
+        matcher.accept_tokens(written)
+        while written[-1:] != tokens('"'):
+            matcher.fill_bitmask(row)
+            written.append(chance.choice(np.intersect1d(letters, allowed_ids(row)).tolist()))
+            matcher.accept_tokens(written[-1:])
+        keys.append(BYTES.decode(written[:-1]).decode(errors="replace"))
+    doubles = {key for key in keys if key.strip().lower() in map(str.lower, names)}
+    assert doubles == {*names}
+    assert len({*keys}) > 1_000

@@ -64,6 +64,14 @@ def test_the_options_of_the_server() -> None:
     assert named == GuidedParams(closed, "outlines")
 
 
+def test_open_objects_reach_the_engine() -> None:
+    found = guided_params(params({"open_objects": True}, json=SCHEMA), CONFIG)
+    assert found == GuidedParams(Constraint.json_schema(SCHEMA))
+    assert GuidedParams.from_text(found.to_text()) == found
+    with pytest.raises(InvalidRequest, match="true or false"):
+        guided_params(params({"open_objects": "yes"}, json=SCHEMA), CONFIG)
+
+
 @pytest.mark.parametrize(("field", "value"), [("json", '{"type": "objekt"}'), ("regex", ""), ("choice", [])])
 def test_rejected_as_by_our_server(field: str, value: Any) -> None:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "p", "structured_outputs": {field: value}})
