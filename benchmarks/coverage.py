@@ -43,11 +43,10 @@ stays open. This is *narrower* than JSON Schema by choice: most schemas of appli
 model then goes on with keys that the schema does not name. OpenAI's strict mode, vLLM and llama.cpp close these objects,
 too.
 
-- An object is closed as a whole: `allOf`, `$ref`, `anyOf`, `if` and `dependentSchemas` contribute their properties, as
-  with `unevaluatedProperties: false`. More than three alternatives are closed each on its own, so that no object mixes
-  two of them. With more conditions than the canonical form can resolve, and with conditions in drafts 4 and 6, an object
-  may have the properties of all of them.
-- What is written still satisfies the schema as sent. Subschemas under `not`, `if` and `contains` stay as they are.
+- An object is closed as a whole: `allOf`, `$ref`, and the conditions of `if` and `dependentSchemas` that hold contribute
+  their properties, as with `unevaluatedProperties: false`. An object with `anyOf` has the properties of one alternative.
+- What is written still satisfies the schema as sent. Where the masks leave out a condition, an object may have
+  the properties of all branches.
 - `guided.closed` in the answer has the JSON pointers of these objects. `open_objects: true` in a request, or
   `guided serve --open-objects`, keeps the schema as written; `guided check --close-objects` reads it as a request.
 - In an object that stays open, no additional key is a declared name in other case or with blanks around it.

@@ -58,7 +58,7 @@ class Constraint:
     strict: bool = False
     """Refuse what the mask does not enforce of a schema, instead of validating the output at its end."""
     open_objects: bool = True
-    """Objects with named properties may have others, as the schema says. False: see `guided.schema.closing`."""
+    """Objects with named properties may have others where the schema does not say."""
     leave_out: tuple[str, ...] = field(default=(), compare=False)
     """Keywords that the mask leaves out everywhere in a schema. Set for a library that refuses the schema otherwise."""
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
@@ -96,7 +96,7 @@ class Constraint:
 
         Args:
             open_objects: whether an object that names properties may have others where the schema does not say. False:
-                it has none, as in OpenAI's strict mode (`guided.schema.closing`); the objects are listed in `closed`.
+                it has none, as in OpenAI's strict mode, and `closed` lists these objects.
             strict_schema: refuse what the mask does not enforce: keywords that are only checked when the output ends,
                 and a `format` that is not in the specification, which by default is listed in `not_enforced`.
 
@@ -229,7 +229,7 @@ class Constraint:
 def _nodes(source: str, open_objects: bool) -> Node:
     from guided.element_arguments import expand
 
-    return parse(json.loads(source), "structural_tag", partial(expand, closed=not open_objects))
+    return parse(json.loads(source), "structural_tag", partial(expand, open_objects=open_objects))
 
 
 @lru_cache(maxsize=64)  # a compilation asks for those of a structural tag several times

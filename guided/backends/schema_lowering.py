@@ -69,11 +69,9 @@ class SchemaLowering(ABC):
     """Keywords that the library does not enforce, where the canonical form still has them."""
 
     def __init__(self, constraint: Constraint) -> None:
-        self.form = canonical(constraint.schema, closed=not constraint.open_objects)
-        self.checked = dict.fromkeys(self.form.overlapping)
+        self.form = canonical(constraint.schema, open_objects=constraint.open_objects)
+        self.checked: dict[str, None] = {}
         """JSON pointers of the keywords that are left out, in the schema as sent."""
-        for pointer in self.checked if constraint.strict else ():
-            raise UnsupportedConstraint(f"{self.library} can't enforce 'oneOf'", param="json_schema", pointer=pointer)
         self._leave_out = constraint.leave_out
         self._strict = constraint.strict
         self._referenced: list[dict[str, Any]] = []

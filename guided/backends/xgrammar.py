@@ -152,8 +152,8 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
 def _with_other_names(grammar: str) -> str:
     """Replace xgrammar's rules for the names of other properties, which exclude the declared names only.
 
-    Such a rule is a trie, with a rule for each byte of UTF-8. An alternative `("c" rule)` continues a declared name, and
-    the rule after a whole name has no alternative that ends the string.
+    Such a rule is a trie, with a rule for each byte of UTF-8. An alternative `("c" rule)` continues a declared name. The
+    rule after a whole name has no alternative that ends the string.
     """
     bodies: dict[str, str] = dict(re.findall(r"(?m)^(\S+_addl_key(?:_\d+)?) ::= (.*)$", grammar))
 

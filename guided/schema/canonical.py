@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,7 +25,6 @@ from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
-from guided.schema.closing import close, overlapping
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import COMPOUND, Schema, listed, unescape
@@ -34,6 +32,7 @@ from guided.schema.origin import Origin
 from guided.schema.validation import PATTERNS, draft_of
 
 _FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
+_OPEN = ("additionalProperties", "propertyNames")
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _ROOT = "guided-root"
 """Name of the definition for the whole schema."""
@@ -44,25 +43,15 @@ _OWN_NAME = "urn:jsonschema:canonical:"
 """How the library's names of definitions begin that are no pointers into the schema as sent: a URI, escaped."""
 
 
-def canonical(schema: Schema, *, closed: bool = False) -> CanonicalForm:
+def canonical(schema: Schema, *, open_objects: bool = True) -> CanonicalForm:
     """Return the canonical form of a schema that `guided.schema.document.parse` returned. See `CanonicalForm`."""
     document = {} if schema is True else {"not": {}} if schema is False else schema
-    return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")), closed)
+    return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")), open_objects)
 
 
 @lru_cache(maxsize=4)  # each backend that is tried asks for it
-def _form(text: str, closed: bool) -> CanonicalForm:
-    document = json.loads(text)
-    if not closed:
-        return CanonicalForm(document)
-    try:
-        form = CanonicalForm(close(document))
-        if form.keeps("unevaluatedProperties"):
-            form = CanonicalForm(close(document, exactly=False))
-    except InvalidConstraint:  # of `minProperties: 2`, say, and one name
-        return CanonicalForm(document)
-    form.overlapping = list(_overlapping(document))
-    return form
+def _form(text: str, open_objects: bool) -> CanonicalForm:
+    return CanonicalForm(json.loads(text), open_objects=open_objects)
 
 
 class CanonicalForm:
@@ -70,12 +59,15 @@ class CanonicalForm:
 
     Args:
         document: is changed.
+        open_objects: whether an object that names its properties may have others where the schema does not say. If not,
+            each such object is closed, as a whole: with the properties of `allOf`, `$ref` and the condition that holds.
 
     Raises:
         InvalidConstraint: no value satisfies the schema, or the library does not take it.
     """
 
-    def __init__(self, document: dict[str, Any]) -> None:
+    def __init__(self, document: dict[str, Any], *, open_objects: bool = True) -> None:
+        self._open_objects = open_objects
         self._draft = draft_of(document)
         self._graph = SchemaGraph(document)
         self._library = self._form(document)
@@ -84,8 +76,6 @@ class CanonicalForm:
         self._names: dict[str, str] = {}
         """Reference of the library -> name of the definition."""
         self.definitions: dict[str, Schema] = {}
-        self.overlapping: list[str] = []
-        """JSON pointers of `oneOf` of which two alternatives overlap, though the closed ones may not."""
         self.root = self._read(self._library, Origin.of(self._graph, [self._graph.root]))
 
     def _form(self, document: dict[str, Any]) -> Any:
@@ -107,10 +97,6 @@ class CanonicalForm:
         found = self._origins.get(id(schema))
         yield from [""] if found is None else found[1].pointers(keyword)
 
-    def keeps(self, keyword: str) -> bool:
-        """Return whether the library could not replace `keyword` everywhere."""
-        return f'"{keyword}":' in json.dumps([self.root, self.definitions])
-
     def target(self, schema: dict[str, Any]) -> Schema:
         """Return the target of a `$ref`."""
         return self.definitions[schema["$ref"].removeprefix("#/$defs/")]
@@ -121,43 +107,53 @@ class CanonicalForm:
             self._origins[id(changed)] = (changed, self._origins[id(schema)][1])
         return changed
 
-    def _read(self, schema: Any, origin: Origin) -> Schema:
-        """Return a subschema of the library's form."""
+    def _read(self, schema: Any, origin: Origin, *, is_part: bool = False) -> Schema:
+        """Return a subschema of the library's form.
+
+        Args:
+            is_part: another subschema describes the same value, so an object is not closed here.
+        """
         if isinstance(schema, bool) or schema.keys() <= _FRAME:
             return schema is not False
         if schema.get("not") in ({}, True):
             return False
         if any("$ref" in part for part in schema.get("allOf", ()) if isinstance(part, dict)):
-            return self._merged(schema, origin)
-        return self._read_keywords(schema, origin)
+            return self._merged(schema, origin, is_part)
+        return self._read_keywords(schema, origin, is_part)
 
-    def _read_keywords(self, schema: dict[str, Any], origin: Origin) -> Schema:
+    def _read_keywords(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         read: dict[str, Any] = {}
+        keywords = schema.keys() - _FRAME
+        inner = is_part or len(keywords) > 1 or "allOf" in keywords
         for keyword, value in schema.items():
-            if keyword not in _FRAME:
-                read |= self._keyword(schema, keyword, value, origin)
+            if keyword in keywords:
+                read |= self._keyword(schema, keyword, value, origin, inner)
         if read.keys() == {"anyOf"} and len(read["anyOf"]) < 2:
             return read["anyOf"][0] if read["anyOf"] else False
         if read.get("format", "date") not in FORMATS:
             del read["format"]  # an annotation
         result = _apart(_in_order(_closed(read), origin))
+        if not (self._open_objects or is_part):
+            _close(result["allOf"][0] if "allOf" in result else result, origin)
         for part in (result, *result.get("allOf", ())):
             self._origins.setdefault(id(part), (part, origin))
         return result
 
-    def _keyword(self, schema: dict[str, Any], keyword: str, value: Any, origin: Origin) -> dict[str, Any]:
+    def _keyword(
+        self, schema: dict[str, Any], keyword: str, value: Any, origin: Origin, is_part: bool
+    ) -> dict[str, Any]:
         """Return one keyword of a subschema in draft 2020-12; nothing if another one says the same."""
         match keyword:
             case "$ref":
-                return {keyword: f"#/$defs/{self._definition(value, origin)}"}
+                return {keyword: f"#/$defs/{self._definition(value, origin, is_part)}"}
             case "oneOf" if (exclusive := self._exclusive(value)) is not None:
-                return self._keyword(schema, "anyOf", exclusive, origin)
+                return self._keyword(schema, "anyOf", exclusive, origin, is_part)
             case "anyOf" | "oneOf":
-                parts = [self._read(part, origin.alternative(part)) for part in value]
+                parts = [self._read(part, origin.alternative(part), is_part=is_part) for part in value]
                 return {keyword: [part for part in parts if part is not False]}
             case "allOf":
                 order = sorted(value, key=lambda part: origin.place(part, self._source(part)))
-                return {keyword: [self._read(part, origin) for part in order]}
+                return {keyword: [self._read(part, origin, is_part=True) for part in order]}
             case "not" | "if" | "then" | "else":
                 return {keyword: self._read(value, origin)}
             case "properties":
@@ -182,17 +178,17 @@ class CanonicalForm:
                 return {keyword: origin.values([value])[0]}
         return {keyword: value}
 
-    def _merged(self, schema: dict[str, Any], origin: Origin) -> Schema:
+    def _merged(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         """Return a recursive reference and what stands next to it as a definition, which the library can merge."""
-        key = json.dumps(schema)
+        key = json.dumps([schema, is_part])
         name = self._names.get(key)
         if name is None and len(self._names) < 1_000:
             body = _body(self._combined({**schema, "allOf": [self._unfolded(part) for part in schema["allOf"]]}))
             if isinstance(body, bool) or "allOf" not in body:
                 name = self._names[key] = f"d{len(self._names)}"
-                self.definitions[name] = self._read(body, origin)
+                self.definitions[name] = self._read(body, origin, is_part=is_part)
         if name is None:
-            return self._read_keywords(schema, origin)
+            return self._read_keywords(schema, origin, is_part)
         return self.definitions.get(name) is not False and {"$ref": f"#/$defs/{name}"}
 
     def _exclusive(self, parts: list[Any]) -> list[Any] | None:
@@ -224,14 +220,17 @@ class CanonicalForm:
         definitions = {name: self._library[name] for name in ("$defs", "definitions") if name in self._library}
         return _canonicalize({**definitions, **schema}, self._draft)
 
-    def _definition(self, reference: str, origin: Origin) -> str:
+    def _definition(self, reference: str, origin: Origin, is_part: bool) -> str:
         """Return the name of the definition for a reference of the library at `origin`."""
-        name = self._names.get(reference)
+        key = f"{reference} {is_part}"
+        name = self._names.get(key)
         if name is None:
-            name = self._names[reference] = f"d{len(self._names)}"
+            name = self._names[key] = f"d{len(self._names)}"
             source = self._source({"$ref": reference})
             target = _at(self._library, unquote(reference.partition("#")[2]))
-            self.definitions[name] = self._read(target, Origin.of(self._graph, [source]) if source else origin)
+            self.definitions[name] = self._read(
+                target, Origin.of(self._graph, [source]) if source else origin, is_part=is_part
+            )
         return name
 
     def _source(self, part: Any) -> Node | None:
@@ -248,24 +247,6 @@ class CanonicalForm:
             return self._graph.find(_at(self._graph.root.schema, place))
         except (LookupError, ValueError, TypeError):
             return None
-
-
-def _overlapping(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the pointers of `CanonicalForm.overlapping`."""
-    frame = {keyword: document[keyword] for keyword in document.keys() & {"$defs", "definitions"}}
-    draft = draft_of(document)
-    for node, alternatives in overlapping(document):
-        pairs = combinations(alternatives, 2)
-        if any(_overlap(pair, frame, draft) for pair in pairs):
-            yield node.pointer("oneOf")
-
-
-def _overlap(pair: tuple[Any, Any], frame: dict[str, Any], draft: str) -> bool:
-    """Return whether a value may satisfy both of two subschemas."""
-    try:
-        return _canonicalize({**frame, "allOf": list(pair)}, draft).satisfiability() != Satisfiability.NO
-    except InvalidConstraint:  # it refers to a subschema outside of the definitions
-        return True
 
 
 def _canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
@@ -347,6 +328,17 @@ def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:
     ordered = {name: properties.get(name, rest) for name in sorted(kept, key=places.__getitem__)}
     ends = {"required": sorted(required, key=places.__getitem__)} if required else {}
     return schema | ({"properties": ordered} if ordered else {}) | ends
+
+
+def _close(schema: dict[str, Any], origin: Origin) -> None:
+    """Forbid other properties in an object that names some, unless the schema as sent says whether it has others."""
+    names = origin.closed_names()
+    if names is None or schema.get("type") != "object" or not schema.keys().isdisjoint(_OPEN):
+        return
+    properties = schema.get("properties", {})
+    named = {name: properties.get(name, True) for name in (*names, *properties)}
+    if schema.get("minProperties", 0) <= len(named):
+        schema |= {"properties": named, "additionalProperties": False}
 
 
 def _apart(schema: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import LIMITS
-from guided.schema.closing import closings
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, shortened, types_of
@@ -30,6 +29,7 @@ _BOUNDS = (
     ("minContains", "maxContains"),
     ("minimum", "maximum"),
 )
+_OPENING = {"additionalProperties", "unevaluatedProperties"}
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
 _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
@@ -62,11 +62,14 @@ def parse(
 
 
 def closed_objects(document: dict[str, Any] | bool) -> tuple[str, ...]:
-    """Return the JSON pointers of the objects that `guided.schema.closing` closes, at most `MAX_NOTES`."""
-    if isinstance(document, bool):
-        return ()
-    found = closings(SchemaGraph(document))
-    return tuple(shortened(closing.node.pointer()) for closing in found[:MAX_NOTES])
+    """Return the JSON pointers of subschemas that name properties and do not say whether there are others.
+
+    At most `MAX_NOTES`.
+    """
+    nodes = SchemaGraph(document).nodes() if isinstance(document, dict) else ()
+    naming = (node for node in nodes if "properties" in node.schema and node.path[:1] not in (("if",), ("not",)))
+    found = (node.pointer() for node in naming if _OPENING.isdisjoint(node.schema))
+    return tuple(map(shortened, islice(found, MAX_NOTES)))
 
 
 def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool) -> dict[str, Any] | bool:

@@ -13,6 +13,9 @@ from guided.schema.keywords import listed
 
 _ALWAYS = (*REFERENCES, "allOf")
 """Keywords of which every subschema applies to the same value. The others are alternatives or conditions."""
+_UNIONS = ("anyOf", "oneOf")
+_OPENING = ("additionalProperties", "unevaluatedProperties")
+"""Keywords that say whether an object has other properties than those that are named."""
 _SOURCES = {
     "additionalProperties": ("unevaluatedProperties",),
     "items": ("additionalItems", "unevaluatedItems"),
@@ -42,7 +45,7 @@ class Origin:
     @classmethod
     def of(cls, graph: SchemaGraph, starts: list[Node]) -> Origin:
         """Return the origin of what `starts` and the subschemas describe that they apply to the same value."""
-        return cls(graph, same_value(starts, always=False), same_value(starts, always=True))
+        return cls(graph, _closure(starts, always=False), _closure(starts, always=True))
 
     def pointers(self, keyword: str) -> Iterator[str]:
         """Yield where `keyword` may come from: the JSON pointers of such keywords, or of the subschema."""
@@ -53,14 +56,28 @@ class Origin:
     def names(self) -> list[str]:
         """Return the names of properties, in their order."""
         declared = [name for node in self.nodes for name in _object(node.schema, "properties")]
-        others = [name for node in self.always for name in listed_names(node.schema)]
+        others = [name for node in self.always for name in _listed_names(node.schema)]
         return [*dict.fromkeys((*declared, *others))]
 
     def declared(self) -> set[str]:
         """Return the names of the properties that no alternative and no condition names."""
         return {
-            name for node in self.always for name in (*_object(node.schema, "properties"), *listed_names(node.schema))
+            name for node in self.always for name in (*_object(node.schema, "properties"), *_listed_names(node.schema))
         }
+
+    def closed_names(self) -> list[str] | None:
+        """Return the names of all properties of an object that names some and does not say whether it has others.
+
+        None: it says so, or names none. What is under `not` and `if` does not count.
+        """
+        negated = [child for node in self.nodes for keyword, child in node.same if keyword in ("not", "if")]
+        left_out = set(map(id, _closure(negated, always=False)))
+        described = [node for node in self.nodes if id(node) not in left_out]
+        if not any("properties" in node.schema for node in described):
+            return None
+        if any(keyword in node.schema for node in described for keyword in _OPENING):
+            return None
+        return Origin(self.graph, described, self.always).names()
 
     def values(self, values: list[Any]) -> list[Any]:
         """Return the values of an `enum` or `const` with the order of properties as sent."""
@@ -92,20 +109,25 @@ class Origin:
         wanted = _described(part)
         if not wanted or not self._groups:
             return self
-        chosen = [max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted))[0] for group in self._groups]
-        nodes = [*self.always, *(node for node in same_value(chosen, always=False) if node not in self.always)]
-        return Origin(self.graph, nodes, [*self.always, *same_value(chosen, always=True)])
+        chosen = []
+        for keyword, group in self._groups.items():
+            node, described = max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted))
+            if keyword[1] in _UNIONS or described <= wanted:
+                chosen.append(node)
+        nodes = [*self.always, *(node for node in _closure(chosen, always=False) if node not in self.always)]
+        return Origin(self.graph, nodes, [*self.always, *_closure(chosen, always=True)])
 
     @cached_property
-    def _groups(self) -> list[list[tuple[Node, set[Any]]]]:
-        """The alternatives of each `anyOf` and the like, each with what it says of properties."""
+    def _groups(self) -> dict[tuple[int, str], list[tuple[Node, set[Any]]]]:
+        """The alternatives of each `anyOf` and `oneOf`, and each condition, with what it says of properties."""
         groups: dict[tuple[int, str], list[tuple[Node, set[Any]]]] = {}
         for node in self.nodes:
             for keyword, child in node.same:
                 if keyword not in _ALWAYS:
-                    described = set[Any]().union(*(_described(one.schema) for one in same_value([child], always=False)))
-                    groups.setdefault((id(node), keyword), []).append((child, described))
-        return list(groups.values())
+                    described = set[Any]().union(*(_described(one.schema) for one in _closure([child], always=False)))
+                    owner = node if keyword in _UNIONS else child
+                    groups.setdefault((id(owner), keyword), []).append((child, described))
+        return groups
 
     def place(self, part: dict[str, Any], target: Node | None) -> int:
         """Return the place of a part of `allOf` in canonical form, where `target` is what it refers to."""
@@ -116,7 +138,7 @@ class Origin:
         return len(self.nodes)
 
 
-def same_value(starts: list[Node], *, always: bool) -> list[Node]:
+def _closure(starts: list[Node], *, always: bool) -> list[Node]:
     """Return `starts` and what they apply to the same value, in order.
 
     Args:
@@ -148,7 +170,7 @@ def _described(schema: Any) -> set[Any]:
     return {*properties, *values}
 
 
-def listed_names(schema: dict[str, Any]) -> Iterator[str]:
+def _listed_names(schema: dict[str, Any]) -> Iterator[str]:
     """Yield the names of properties that `schema` lists elsewhere than in `properties`."""
     for keyword in ("dependentRequired", "dependencies"):
         for name, needed in _object(schema, keyword).items():
