@@ -142,7 +142,12 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
         grammar = right.join(re.split(rule, grammar))
     for number, node in enumerate(schema.patterns):
         grammar += f"\npattern_{number} ::= {ebnf(node)}"
-    return re.sub(r'Regex\("\^pattern(\d+)\$", json_string=true\)', r"(pattern_\1)", grammar)
+    for number, node in enumerate(schema.numbers_written):
+        grammar += f"\nnumber_{number} ::= {ebnf(node)}"
+    grammar = re.sub(r'Regex\("\^(pattern|number)(\d+)\$", json_string=true\)', r"(\1_\2)", grammar)
+    for rule in re.findall(r"(?m)^(\S+) ::= \(number_\d+\)$", grammar):
+        grammar = grammar.replace(f'"\\"" {rule} "\\""', rule)  # a number has no quotes
+    return grammar
 
 
 def _rules_without_text(grammar: str) -> list[str]:
