@@ -134,7 +134,10 @@ class LLGuidanceLowering(SchemaLowering):
                 if high is not None:
                     ends = high % scale == 0
                     upper = (high if ends else high + part.step) / scale
-                lowered = {"type": "number" if decimals else "integer", **_interval(sign, low / scale, upper, ends=ends)}
+                lowered = {
+                    "type": "number" if decimals else "integer",
+                    **_interval(sign, low / scale, upper, ends=ends),
+                }
                 if decimals or divisor > 1:
                     lowered["multipleOf"] = part.step / scale
                 # Of the multiples of 0.25, the library allows 0.50 and 0, not 0.5.

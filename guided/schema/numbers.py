@@ -41,7 +41,10 @@ class Numbers:
     def between(cls, low: int | None, high: int | None, step: int, decimals: int) -> Numbers:
         """Return the multiples within bounds that may be none."""
         return cls(
-            None if low is None else -(-low // step) * step, None if high is None else high // step * step, step, decimals
+            None if low is None else -(-low // step) * step,
+            None if high is None else high // step * step,
+            step,
+            decimals,
         )
 
     def with_decimals(self, decimals: int) -> Numbers:
