@@ -123,8 +123,8 @@ class LLGuidanceLowering(SchemaLowering):
             is_large = divisor > 5_000 and 10**5 % divisor != 0
             for sign, low, high in part.magnitudes():
                 count = inf if high is None else (high - low) // part.step + 1
-                # The library's own check of few numbers is not exact.
-                if count <= (_MAX_VALUES if is_large else 3):
+                few = 3 if low else 0  # the library's own check of few numbers, except from zero, is not exact
+                if count <= (_MAX_VALUES if is_large else few):
                     for number in range(low, int(high or 0) + 1, part.step):
                         options[sign, number] = {"type": "number", **_interval(sign, number / scale, number / scale)}
                     continue

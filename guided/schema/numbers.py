@@ -40,12 +40,11 @@ class Numbers:
     @classmethod
     def between(cls, low: int | None, high: int | None, step: int, decimals: int) -> Numbers:
         """Return the multiples within bounds that may be none."""
-        return cls(
-            None if low is None else -(-low // step) * step,
-            None if high is None else high // step * step,
-            step,
-            decimals,
-        )
+        if low is not None:
+            low = -(-low // step) * step
+        if high is not None:
+            high = high // step * step
+        return cls(low, high, step, decimals)
 
     def with_decimals(self, decimals: int) -> Numbers:
         """Return those that need at most `decimals` decimals."""
@@ -142,8 +141,8 @@ class _Digits:
                 digits_before.setdefault(node, []).append(ord("0") + digit)
         options = []
         for node, codes in digits_before.items():
-            digit = Chars(regex.ranges_of((code, code) for code in codes))
-            options.append(regex.sequence([digit, node]))
+            chars = Chars(regex.ranges_of((code, code) for code in codes))
+            options.append(regex.sequence([chars, node]))
         if digits > self._decimals:
             return regex.choice(options)
         if options and digits == self._decimals:
