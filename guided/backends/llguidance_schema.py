@@ -132,7 +132,7 @@ class LLGuidanceLowering(SchemaLowering):
                     raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
                 upper, ends = None, True
                 if high is not None:
-                    ends = high % scale == 0
+                    ends = high > low and high % scale == 0
                     upper = (high if ends else high + part.step) / scale
                 lowered = {
                     "type": "number" if decimals else "integer",
