@@ -34,6 +34,10 @@ never generated. The backends are llguidance and xgrammar, of which `auto` takes
 named where they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
 (`guided/backends/schema_lowering.py`), and check every output.
 
+Numbers with bounds or `multipleOf` are narrower: they have no exponent, zero has no sign, and there are at most nine
+decimals, fewer next to a bound with many digits, and no more than `multipleOf` has. Together these are at most 15
+significant digits near a bound: with more, readers that round to a double could round to an excluded number.
+
 | keyword | sample | what becomes of it |
 |---|---|---|
 """

@@ -93,7 +93,7 @@ def walk(grammar: Any, rng: random.Random) -> str:
 @example(schema={"type": "number", "exclusiveMinimum": 0}, seed=1)
 @example(schema={"type": "number", "exclusiveMaximum": 1}, seed=1)
 @example(schema={"type": "number", "minimum": -0.35, "maximum": 0.95}, seed=1)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_exactly_the_numbers_within_bounds(backend: str, schema: dict[str, Any], seed: int) -> None:
     rng = random.Random(seed)
     try:
@@ -107,7 +107,7 @@ def test_exactly_the_numbers_within_bounds(backend: str, schema: dict[str, Any],
     bounds = [Decimal(str(bound)) for keyword, bound in schema.items() if keyword in (*LOWER, *UPPER)]
     decimals = -Decimal(str(schema.get("multipleOf", 1e-9))).as_tuple().exponent
     for bound in [*bounds, Decimal(0)]:
-        for _ in range(20):
+        for _ in range(8):
             text = text_near(bound, rng)
             places = len(text.partition(".")[2])
             # Of three numbers or fewer with these decimals, llguidance writes none with zeros at its end.
@@ -115,6 +115,6 @@ def test_exactly_the_numbers_within_bounds(backend: str, schema: dict[str, Any],
             if ("multipleOf" not in schema or places <= max(0, decimals)) and not (is_narrow and text.endswith("0")):
                 assert accepts(grammar, text) == allows(schema, text), text
 
-    for _ in range(3):
+    for _ in range(2):
         text = walk(grammar, rng)
         assert allows(schema, text), text
