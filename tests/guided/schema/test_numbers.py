@@ -93,7 +93,7 @@ def walk(grammar: Any, rng: random.Random) -> str:
 @example(schema={"type": "number", "exclusiveMinimum": 0}, seed=1)
 @example(schema={"type": "number", "exclusiveMaximum": 1}, seed=1)
 @example(schema={"type": "number", "minimum": -0.35, "maximum": 0.95}, seed=1)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_exactly_the_numbers_within_bounds(backend: str, schema: dict[str, Any], seed: int) -> None:
     rng = random.Random(seed)
     try:
