@@ -146,14 +146,19 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
         grammar = right.join(re.split(rule, grammar))
     for number, node in enumerate(schema.patterns):
         grammar += f"\npattern_{number} ::= {ebnf(node)}"
-    return re.sub(r'Regex\("\^pattern(\d+)\$", json_string=true\)', r"(pattern_\1)", grammar)
+    for number, node in enumerate(schema.numbers_written):
+        grammar += f"\nnumber_{number} ::= {ebnf(node)}"
+    grammar = re.sub(r'Regex\("\^(pattern|number)(\d+)\$", json_string=true\)', r"(\1_\2)", grammar)
+    for rule in re.findall(r"(?m)^(\S+) ::= \(number_\d+\)$", grammar):
+        grammar = grammar.replace(f'"\\"" {rule} "\\""', rule)  # a number has no quotes
+    return grammar
 
 
 def _with_other_names(grammar: str) -> str:
     """Replace xgrammar's rules for the names of other properties, which exclude the declared names only.
 
-    Such a rule is a trie, with a rule for each byte of UTF-8. An alternative `("c" rule)` continues a declared name. The
-    rule after a whole name has no alternative that ends the string.
+    Such a rule is a trie, with a rule for each byte of UTF-8. An alternative `("c" rule)` continues a declared name;
+    the rule after a whole name has no alternative that ends the string.
     """
     bodies: dict[str, str] = dict(re.findall(r"(?m)^(\S+_addl_key(?:_\d+)?) ::= (.*)$", grammar))
 
