@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from engine.attention import ATTENTION, PagedContext, UnsupportedModelError
 from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
+from engine.model_files import ModelFiles
 from engine.ranks import Ranks
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
@@ -65,7 +66,7 @@ class LoadedModel:
 
 
 def load_model(model: str, **options: Any) -> LoadedModel:
-    """Load a model from a local directory or from the hub. `options` are fields of `LoadOptions`.
+    """Load a model: a local directory, a GGUF file, a name of `WHEELS` or of the hub. `options` are fields of `LoadOptions`.
 
     Raises:
         UnsupportedModelError: the engine cannot serve this architecture. The message says why.
@@ -95,15 +96,18 @@ def load_part(model: str, how: LoadOptions) -> LoadedModel:
 
 def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
     """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
-    others: dict[str, Any] = {}
+    files = ModelFiles.of(model)
+    others = files.weight_options
     plan = _PLANS.get(config.model_type) if device is None else None
     if device is None:
         from transformers.distributed import DistributedConfig
 
         # With a plan of None, transformers uses its own.
         others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
+    # The tokenizer comes first: what is wrong with it is known before the weights are read.
+    tokenizer = _load_tokenizer(files, how)
     loaded = AutoModelForCausalLM.from_pretrained(
-        model,
+        files.place,
         config=config,
         revision=how.revision,
         dtype=_dtype(how.dtype, config, device),
@@ -114,10 +118,20 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         for module in loaded.modules():
             if hasattr(module, "num_heads"):
                 module.num_heads //= how.tensor_parallel_size
-    tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
+    if stop_tokens := files.stop_tokens():
+        loaded.generation_config.eos_token_id = stop_tokens
+    return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
+
+
+def _load_tokenizer(files: ModelFiles, how: LoadOptions) -> Any:
+    """Load the tokenizer that the options name, or the model's own, with the chat template that they name."""
+    if how.tokenizer is not None:
+        tokenizer = AutoTokenizer.from_pretrained(how.tokenizer)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(files.place, revision=how.revision, **files.options)
     if how.chat_template is not None:
         tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
-    return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
+    return tokenizer
 
 
 def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
@@ -185,7 +199,10 @@ def _find_device(name: str) -> torch.device:
 
 
 def _find_config(model: str, revision: str | None) -> Any:
-    """Read the configuration from a local directory or the hub. Fails early if the hub cannot be reached."""
+    """Read the configuration from local files or the hub. Fails early if the hub cannot be reached."""
+    files = ModelFiles.of(model)
+    if files.gguf_file is not None:
+        return files.read_config()
     if Path(model).is_dir():
         return AutoConfig.from_pretrained(model, revision=revision)
     try:
