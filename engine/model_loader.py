@@ -66,7 +66,9 @@ class LoadedModel:
 
 
 def load_model(model: str, **options: Any) -> LoadedModel:
-    """Load a model: a local directory, a GGUF file, a name of `WHEELS` or of the hub. `options` are fields of `LoadOptions`.
+    """Load a model from a directory, a GGUF file, an installed wheel (see `ModelFiles`) or the hub.
+
+    `options` are fields of `LoadOptions`.
 
     Raises:
         UnsupportedModelError: the engine cannot serve this architecture. The message says why.
