@@ -52,7 +52,7 @@ def read_gguf_config(path: Path) -> Any:
     except (ValueError, KeyError) as error:
         raise _refused(path, f"transformers reads no GGUF files of the architecture {name!r}") from error
     scaling = metadata.get(f"{name}.rope.scaling.type", "none")
-    if scaling not in ("none", config.rope_parameters.get("rope_type")):
+    if scaling != "none" and scaling not in str(config.rope_parameters):
         raise _refused(path, f"transformers does not read its RoPE scaling ({scaling})")
     return config
 
