@@ -51,9 +51,14 @@ class CompletionOutput:
     """Of `token_ids`, if the request asked for them."""
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether the output is whole: it has ended, and neither `max_tokens` nor an error cut it."""
+        return self.finish_reason == "stop"
+
+    @property
     def parsed(self) -> Any:
         """The answer as a value of `output_type`, if it ended `stop`. Raises the `ValueError` of a validator."""
-        if self.output_type is None or self.finish_reason != "stop":
+        if self.output_type is None or not self.has_stopped:
             return None
         return parse_as(self.output_type, self.text)
 

@@ -72,8 +72,8 @@ class _TextAnswer(ChoicesAnswer):
         self._lengths = [0] * job.num_choices
         """By choice: number of characters of the tokens that have their log-probabilities."""
 
-    def message(self, index: int, text: str) -> dict[str, Any]:
-        return {"text": self._echoed(index) + text}
+    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        return {"text": self._echoed(index) + output.text}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         text = self._echoed(index)

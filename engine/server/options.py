@@ -188,7 +188,9 @@ def _panel(title: str, *options: Option) -> Iterator[Option]:
 
 
 OPTIONS = (
-    Option("model", "A local directory, or a name on the Hugging Face hub. Default: the embedded model."),
+    Option(
+        "model", "A directory, a GGUF file, smollm2, or a name on the Hugging Face hub. Default: the embedded model."
+    ),
     *_panel(
         "Server",
         Option("served_model_name", "Name that requests use for the model. Default: MODEL."),
