@@ -579,7 +579,7 @@ CLASSIFICATION = [
         {"topic": "sports"},
     ),
     classification(
-        "Classify the topic as sports, politics, science or food: The parliament voted on the new law of the president.",
+        "Classify the topic as sports, politics, science or food: The parliament voted on the law of the president.",
         Topic,
         {"topic": "politics"},
     ),
