@@ -167,7 +167,7 @@ def _writer(path: Path | None) -> Iterator[Callable[[Any], object]]:
     if path is None:
         yield lambda line: None
         return
-    with path.open("w") as file:
+    with path.open("w", buffering=1) as file:
         yield lambda line: file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
@@ -191,6 +191,8 @@ def main() -> None:
         options.way = options.way or ["no constraint", "auto", VLLM]
     vllm = vllm_candidate(options.vllm_python)
     options.way = [way for way in options.way or WAYS if way != VLLM or vllm is not None]
+    if not options.way:
+        report.fail(f"--way {VLLM} needs --vllm-python")
     started_on = report.machine()
     # Both engines compute in float32 and with as many threads, so that they differ in the constraints only.
     threads = {"OMP_NUM_THREADS": str(options.threads)}
