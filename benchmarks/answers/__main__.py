@@ -99,26 +99,22 @@ WAYS: dict[str, Callable[[Task], Body]] = {
 }
 
 
-def requests(
-    way: str, tasks: Sequence[Task], sampling: str, options: argparse.Namespace
-) -> Iterator[tuple[Task, Body]]:
-    """Yield the tasks with the bodies of their requests: one each, or one per seed."""
-    seeds = [0] if sampling == GREEDY else range(options.seeds)
-    for seed, task in itertools.product(seeds, tasks):
-        body: Body = {"messages": task.messages(), "max_tokens": options.tokens, "seed": seed}
-        body["temperature"] = 0 if sampling == GREEDY else TEMPERATURE
+def requests(way: str, tasks: Sequence[Task], options: argparse.Namespace) -> Iterator[tuple[str, Task, Body]]:
+    """Yield the sampling, the task and the body of each request: one that is greedy, and one per seed."""
+    for seed, task in itertools.product([None, *range(options.seeds)], tasks):
+        body: Body = {"messages": task.messages(), "max_tokens": options.tokens}
+        body |= {"temperature": 0} if seed is None else {"temperature": TEMPERATURE, "seed": seed}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        yield task, {**body, **WAYS[way](task)}
+        yield GREEDY if seed is None else SAMPLED, task, {**body, **WAYS[way](task)}
 
 
-async def load(url: str, bodies: Sequence[tuple[Task, Body]], concurrency: int, bar: tqdm[Any]) -> list[Result]:
+async def load(url: str, waiting: Iterator[tuple[str, Task, Body]], concurrency: int, bar: tqdm[Any]) -> list[Result]:
     """Send all requests, `concurrency` at a time."""
-    waiting = iter(bodies)
     results: list[Result] = []
 
     async def client(http: httpx.AsyncClient) -> None:
-        for task, body in waiting:
-            results.append(Result(task, await ask(http, body, LIMIT_SECONDS)))
+        for sampling, task, body in waiting:
+            results.append(Result(sampling, task, await ask(http, body, LIMIT_SECONDS)))
             bar.update()
 
     limits = httpx.Limits(max_connections=concurrency)
@@ -136,21 +132,25 @@ def measure(
         start: starts the server of a way. Ways in sequence that share a server share its process.
     """
     tasks = [task for kind in KINDS for task in [task for task in TASKS if task.kind == kind][: options.tasks]]
-    samplings = [GREEDY, SAMPLED] if options.seeds else [GREEDY]
     rows = []
     total = len(options.way) * len(tasks) * (1 + options.seeds)
     with tqdm(total=total, unit=" answers", disable=None) as bar, _writer(options.texts) as write:
         for begin, ways in itertools.groupby(options.way, start.__getitem__):
             bar.set_description("starting")
             with begin() as server:
-                for way, sampling in itertools.product(ways, samplings):
-                    bar.set_description(f"{way}, {sampling}")
-                    bodies = list(requests(way, tasks, sampling, options))
+                for way in ways:
+                    bar.set_description(way)
                     begun = time.perf_counter()
-                    results = asyncio.run(load(server.url, bodies, options.concurrency, bar))
-                    rows.append({"way": way, "sampling": sampling, **figures(results, time.perf_counter() - begun)})
+                    # All at once: with few requests left a step has few rows.
+                    results = asyncio.run(load(server.url, requests(way, tasks, options), options.concurrency, bar))
+                    seconds = time.perf_counter() - begun
+                    rate = round(sum(result.answer.tokens for result in results) / seconds, 1)
                     for result in results:
-                        write({"way": way, "sampling": sampling, **_text(result)})
+                        write({"way": way, "sampling": result.sampling, **_text(result)})
+                    for sampling in dict.fromkeys(result.sampling for result in results):
+                        selected = [result for result in results if result.sampling == sampling]
+                        row = {"way": way, "sampling": sampling, **figures(selected)}
+                        rows.append({**row, "tokens_per_second": rate})
     return rows
 
 

@@ -30,6 +30,7 @@ BY_KIND = {"way": "way", "sampling": "sampling", **{kind: f"{kind}, %" for kind 
 class Result:
     """The answer of a way to a task."""
 
+    sampling: str
     task: Task
     answer: Answer
 
@@ -42,8 +43,8 @@ class Result:
         return score(self.task, self.choice.text)
 
 
-def figures(results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """Return the figures of one way. Shares are in percent."""
+def figures(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the figures of one way and sampling. Shares are in percent."""
     scores = [result.score for result in results]
     answered = [result for result in results if not result.answer.failure]
     tokens = [result.answer.tokens for result in answered]
@@ -54,7 +55,6 @@ def figures(results: Sequence[Result], seconds: float) -> dict[str, Any]:
     row["invented"] = sum(score.invented for score in scores)
     row["tokens"] = round(statistics.mean(tokens), 1) if tokens else None
     row["blanks"] = _percent(score.blanks for score in scores if score.blanks is not None)
-    row["tokens_per_second"] = round(sum(tokens) / seconds, 1)
     for kind in KINDS:
         row[kind] = _percent(
             result.score.right / result.score.expected for result in results if result.task.kind == kind
