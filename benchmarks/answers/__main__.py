@@ -147,7 +147,7 @@ def measure(
                     rate = round(sum(result.answer.tokens for result in results) / seconds, 1)
                     for result in results:
                         write({"way": way, "sampling": result.sampling, **_text(result)})
-                    for sampling in dict.fromkeys(result.sampling for result in results):
+                    for sampling in sorted({result.sampling for result in results}):
                         selected = [result for result in results if result.sampling == sampling]
                         row = {"way": way, "sampling": sampling, **figures(selected)}
                         rows.append({**row, "tokens_per_second": rate})
