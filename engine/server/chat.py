@@ -18,7 +18,7 @@ from engine.server.generation import Job, sampling_params
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
-from engine.server.tools import MAX_TRIES, fields_to_relax, output_form, requested_calls
+from engine.server.tools import output_form, relax, requested_calls
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 
@@ -80,19 +80,14 @@ def build_job(
         tools=() if body.tool_choice == "none" else body.tools or (),
     )
     rest = body.model_copy(update={"messages": []})
+    refused: dict[str, list[str]] = {}
 
-    def with_relaxed(relaxed: frozenset[str], tries: int) -> Job:
-        def relax(error: InvalidConstraint) -> Job:
-            found = fields_to_relax(rest, error) - relaxed
-            if not found or tries == MAX_TRIES:
-                raise error
-            return with_relaxed(relaxed | found, tries + 1)
-
-        try:
-            calls, not_enforced = requested_calls(rest, context, wanted.constraint, relaxed)
-            form = output_form(rest, context, wanted, calls, prompt)
-        except InvalidConstraint as error:
-            return relax(error)
+    def build(error: InvalidConstraint | None = None) -> Job:
+        """Build the job, without what `error` is about and what earlier errors were about."""
+        if error is not None:
+            relax(refused, rest, error)
+        calls, not_enforced = requested_calls(rest, context, wanted.constraint, refused)
+        form = output_form(rest, context, wanted, calls, prompt)
         params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
         return Job(
             request_id,
@@ -104,10 +99,10 @@ def build_job(
             include_usage=rest.wants_usage,
             form=replace(form, not_enforced=not_enforced),
             at_admission=at_admission,
-            relax=relax,
+            relax=build,
         ).admitted(context)
 
-    return with_relaxed(frozenset(), 0)
+    return build()
 
 
 class _ChatAnswer(ChoicesAnswer):

@@ -3,7 +3,7 @@ that reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,23 +16,26 @@ from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.regex_parser import parse
+from guided.schema.document import relaxed
 from guided.schema.keywords import escape
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
 from guided.tools.parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
-MAX_TRIES = 8
-"""Number of times that a job is built again because the arguments of a function can't be enforced."""
+MAX_TRIES = 16
+"""Number of times that a job is built again without one part of a schema that a grammar library refused."""
+_OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
+"""Spellings of the type of arguments. Only the first is right."""
 
 
 def requested_calls(
-    body: ChatRequest, context: ServerContext, constraint: Constraint | None, relaxed: Collection[str] = ()
-) -> tuple[Calls | None, list[str]]:
-    """Return the calls that the answer may have, or None; and the fields with schemas that are not enforced.
+    body: ChatRequest, context: ServerContext, constraint: Constraint | None, refused: Mapping[str, Sequence[str]]
+) -> tuple[Calls | None, list[tuple[str, str]]]:
+    """Return the calls that the answer may have, or None; and the fields and JSON pointers of what is not enforced.
 
     Args:
         constraint: on an answer without calls.
-        relaxed: fields of schemas that are not enforced: the arguments are any object.
+        refused: for fields of schemas, JSON pointers of what grammar libraries refused.
     """
     tools = body.tools or []
     _check_names(tools)
@@ -47,14 +50,16 @@ def requested_calls(
             param="tools",
         )
     is_off = context.settings.tool_strict == "off"
-    functions, not_enforced = [], []
+    functions, not_enforced = list[Function](), list[tuple[str, str]]()
     for index, tool in enumerate(tools):
         if tool.function.name not in names:
             continue
         field = schema_field(index, tool)
-        if is_relaxed := field in relaxed or (is_off and tool.function.strict is False):
-            not_enforced.append(field)
-        parameters = {"type": "object"} if is_relaxed else _parameters(tool, field)
+        faults = refused.get(field, ()) if _is_lenient(body, tool) else None
+        if is_off and tool.function.strict is False:
+            faults = [""]
+        parameters, places = _parameters(tool, field, faults)
+        not_enforced += [(field, place) for place in places]
         if (pattern := tool.input_grammar("regex")) is not None:
             parse(pattern, param=field, lookaheads=False)  # one that can't be enforced is an error
         lark = tool.input_grammar("lark")
@@ -70,24 +75,28 @@ def schema_field(index: int, tool: Tool) -> str:
     return f"tools[{index}].{'custom.format' if tool.type == 'custom' else 'function.parameters'}"
 
 
-def fields_to_relax(body: ChatRequest, error: InvalidConstraint) -> frozenset[str]:
-    """Return the fields of all schemas of arguments that can't be enforced and need not be, if `error` is about one."""
-    lenient = {
-        schema_field(index, tool): tool
-        for index, tool in enumerate(body.tools or ())
-        if tool.function.strict is not True
-    }
-    if body.strict_schema or error.param not in lenient:
-        return frozenset()
-    return frozenset([error.param, *(field for field, tool in lenient.items() if not _is_valid(tool, field))])
+def relax(refused: dict[str, list[str]], body: ChatRequest, error: InvalidConstraint) -> None:
+    """Add to `refused` (see `requested_calls`) what `error` is about; after `MAX_TRIES`, all functions not strict.
+
+    Raises:
+        InvalidConstraint: `error`, if it is about something else, or all was added before.
+    """
+    lenient = [schema_field(index, tool) for index, tool in enumerate(body.tools or ()) if _is_lenient(body, tool)]
+    tries = sum(map(len, refused.values()))
+    if error.param not in lenient or tries > MAX_TRIES:
+        raise error
+    fields, place = [error.param], error.pointer or ""
+    if place in refused.get(error.param, ()):
+        place = ""
+    if tries == MAX_TRIES:
+        fields, place = lenient, ""
+    for field in fields:
+        refused.setdefault(field, []).append(place)
 
 
-def _is_valid(tool: Tool, field: str) -> bool:
-    try:
-        Constraint.json_schema(_parameters(tool, field))
-    except InvalidConstraint:
-        return False
-    return True
+def _is_lenient(body: ChatRequest, tool: Tool) -> bool:
+    """Return whether parts of the schema of a function's arguments need not be enforced."""
+    return not body.strict_schema and tool.function.strict is not True
 
 
 def _text_format(lark: str, field: str, tool_format: ToolFormat) -> dict[str, Any]:
@@ -135,16 +144,25 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="tool_choice")
 
 
-def _parameters(tool: Tool, field: str) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object."""
+def _parameters(tool: Tool, field: str, refused: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the schema of a function's arguments, which are an object, and pointers to what is not enforced.
+
+    Args:
+        refused: JSON pointers of what can't be enforced. None: all must be.
+    """
     schema = tool.function.parameters
     if schema is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    if schema.get("type", "object") != "object":
-        raise InvalidConstraint(
-            "the parameters of a function are an object: their schema has another type", param=field
-        )
-    return {**schema, "type": "object"}
+        schema = {"properties": {}, "additionalProperties": False}
+    named = schema.get("type", "object")
+    types = _OBJECT_TYPES[:1] if refused is None else _OBJECT_TYPES
+    is_object = any(kind in types for kind in (named if isinstance(named, list) else [named]))
+    parameters = {**schema, "type": "object"}
+    if refused is not None:
+        return relaxed(parameters, refused if is_object else [""])
+    if not is_object:
+        message = "the parameters of a function are an object: their schema has another type"
+        raise InvalidConstraint(message, param=field)
+    return parameters, []
 
 
 def output_form(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -18,9 +18,9 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedCons
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
-from guided.schema.graph import Node, SchemaGraph, closure
-from guided.schema.keywords import is_number, shortened, types_of
-from guided.schema.validation import draft_of, fault
+from guided.schema.graph import Node, SchemaGraph, allow_any, closure, without_parts
+from guided.schema.keywords import is_number, listed, shortened, types_of
+from guided.schema.validation import Validator, draft_of, fault
 
 _BOUNDS = (
     ("minLength", "maxLength"),
@@ -31,6 +31,8 @@ _BOUNDS = (
 )
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
+_MAX_ROUNDS = 8
+"""Number of times that `relaxed` looks for faults: each time finds all within single subschemas."""
 _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
 
 
@@ -60,6 +62,39 @@ def parse(
         raise
 
 
+def relaxed(schema: Mapping[str, Any], refused: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """Return a schema of objects as a valid one that can be satisfied: any value may be where a subschema is at fault.
+
+    The smallest subschema around the fault is replaced; if this is not possible, all of the schema.
+
+    Args:
+        refused: JSON pointers of faults that a library found in the schema.
+
+    Returns:
+        The schema, and the pointers of the subschemas that were replaced, "" for all of it.
+    """
+    freed: dict[str, None] = {}
+    pointers = list(refused)
+    try:
+        document = _read(schema)
+    except InvalidConstraint:
+        return {"type": "object"}, [""]
+    for _ in range(_MAX_ROUNDS):
+        freed |= dict.fromkeys(allow_any(document, place) for place in pointers)
+        if "" in freed:
+            break
+        errors: list[InvalidConstraint] = []
+        try:
+            parsed = _parse(document, [], False, errors)
+        except InvalidConstraint as error:
+            errors.append(error)
+        else:
+            if not errors and isinstance(parsed, dict):
+                return parsed, [*freed]
+        pointers = [error.pointer or "" for error in errors]
+    return {"type": "object"}, [""]
+
+
 def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     """Return a copy in which each subschema with `properties` or `patternProperties` forbids others, as in vLLM.
 
@@ -73,7 +108,13 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     return document
 
 
-def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool) -> dict[str, Any] | bool:
+def _parse(
+    schema: Mapping[str, Any] | bool | str,
+    notes: list[str],
+    strict: bool,
+    errors: list[InvalidConstraint] | None = None,
+) -> dict[str, Any] | bool:
+    """Parse as `parse` does. With `errors`, it gets the faults of all subschemas, those that forbid a part too."""
     document = _read(schema)
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
@@ -87,7 +128,9 @@ def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: boo
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
-    graph = SchemaGraph(document, lambda node: _check_subschema(node, draft))
+    graph = SchemaGraph(document, lambda node: _check_subschema(node, draft, errors is not None), errors)
+    if errors:
+        return document
     graph.refuse_endless_references()
     _check_alternatives(graph)
     notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)
@@ -131,18 +174,22 @@ def _read_nullable(schema: dict[str, Any]) -> None:
         schema["type"] = listed if "null" in listed else [*listed, "null"]
 
 
-def _check_subschema(node: Node, draft: str) -> None:
-    """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
+def _check_subschema(node: Node, draft: str, alone: bool) -> None:
+    """Check the limits of one subschema, and that its keywords don't contradict each other.
+
+    Args:
+        alone: check this subschema against the meta-schema without those in it, instead of the whole document at once.
+    """
     schema = node.schema
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         message = f"a schema is an object or a boolean, not {_TYPE_NAMES[type(schema)]}"
         raise InvalidConstraint(message, pointer=node.pointer())
-    if node.parent is None and (found := fault(schema, draft)):
+    if (alone or node.parent is None) and (found := fault(without_parts(schema) if alone else schema, draft)):
         raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
     _check_sizes(schema, node)
-    _check_satisfiable(schema, node)
+    _check_satisfiable(schema, node, alone)
 
 
 def _check_sizes(schema: dict[str, Any], node: Node) -> None:
@@ -181,7 +228,7 @@ def _check_alternatives(graph: SchemaGraph) -> None:
                 raise LIMITS.too_many_alternatives("json_schema", node.pointer(keyword))
 
 
-def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
+def _check_satisfiable(schema: dict[str, Any], node: Node, alone: bool) -> None:
     """Find contradictions between neighbouring keywords. The library finds others."""
     found = [(keyword, f"{keyword!r} is empty: no value satisfies it") for keyword in ("enum", "type")]
     found = [(keyword, message) for keyword, message in found if schema.get(keyword) == []]
@@ -189,6 +236,11 @@ def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
         least, most = schema.get(low), schema.get(high)
         if is_number(least) and is_number(most) and least > most:
             found.append((low, f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"))
+    values = listed(schema) if alone and "type" in schema else None
+    if values:
+        types = Validator({"type": schema["type"]})
+        if all(types.violation(value) is not None for value in values):
+            found.append(("type", "no listed value has the type"))
     if found and "/not/" not in f"{node.pointer()}/":  # under `not`, such a schema is useful
         raise InvalidConstraint(found[0][1], pointer=node.pointer(found[0][0]))
 
