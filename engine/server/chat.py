@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,10 +17,12 @@ from engine.server.generation import Job, sampling_params
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
-from engine.server.tools import output_form, relax, requested_calls
+from engine.server.tools import output_form, requested_calls
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 
+MAX_TRIES = 16
+"""Number of times that a job is built again without a part of a schema. After that, no such schema is enforced."""
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
 
@@ -85,8 +86,13 @@ def build_job(
     def build(error: InvalidConstraint | None = None) -> Job:
         """Build the job, without what `error` is about and what earlier errors were about."""
         if error is not None:
-            relax(refused, rest, error)
-        calls, not_enforced = requested_calls(rest, context, wanted.constraint, refused)
+            tries = sum(map(len, refused.values()))
+            if error.param not in refused or tries > MAX_TRIES:
+                raise error
+            refused[error.param].append(error.pointer or "")
+            for places in refused.values() if tries == MAX_TRIES else ():
+                places.append("")
+        calls = requested_calls(rest, context, wanted.constraint, refused)
         form = output_form(rest, context, wanted, calls, prompt)
         params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
         return Job(
@@ -97,7 +103,7 @@ def build_job(
             wanted.param or (None if calls is None else "tools"),
             rest.stream,
             include_usage=rest.wants_usage,
-            form=replace(form, not_enforced=not_enforced),
+            form=form,
             at_admission=at_admission,
             relax=build,
         ).admitted(context)

@@ -87,8 +87,6 @@ class OutputForm:
     """The parser reads special tokens."""
     id_length: int = 29
     """Number of characters of a call's id."""
-    not_enforced: Sequence[tuple[str, str]] = ()
-    """Parts of schemas that are not enforced at all: the field of the schema, and the JSON pointer in it."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +179,10 @@ def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) 
         name, inner = _field_at(pointer, job.form.places) or ("", pointer)
         return (field_names.get(name, name) if "[" in name else "") + inner
 
-    free = [field_names.get(field, field) + pointer for field, pointer in job.form.not_enforced]
     return GuidedInfo(
         kind=job.form.kind or constraint.kind,
         backend=backend,
-        not_enforced=[*free, *map(place, constraint.not_enforced)],
+        not_enforced=[*map(place, constraint.not_enforced)],
         checked=[*map(place, first.checked)] or None,
     )
 

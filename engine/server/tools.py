@@ -3,7 +3,7 @@ that reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -22,26 +22,25 @@ from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFor
 from guided.tools.parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
-MAX_TRIES = 16
-"""Number of times that a job is built again without one part of a schema that a grammar library refused."""
 _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
 """Spellings of the type of arguments. Only the first is right."""
 
 
 def requested_calls(
-    body: ChatRequest, context: ServerContext, constraint: Constraint | None, refused: Mapping[str, Sequence[str]]
-) -> tuple[Calls | None, list[tuple[str, str]]]:
-    """Return the calls that the answer may have, or None; and the fields and JSON pointers of what is not enforced.
+    body: ChatRequest, context: ServerContext, constraint: Constraint | None, refused: dict[str, list[str]]
+) -> Calls | None:
+    """Return the calls that the answer may have, or None.
 
     Args:
         constraint: on an answer without calls.
-        refused: for fields of schemas, JSON pointers of what grammar libraries refused.
+        refused: by field of a schema that need not be enforced, JSON pointers of what a library refused. Fields are
+            added to it.
     """
     tools = body.tools or []
     _check_names(tools)
     mode, names = _choice(body.tool_choice, [tool.function.name for tool in tools])
     if not tools or mode == "none":
-        return None, []
+        return None
     tool_format = context.tool_format
     if tool_format is None:
         raise InvalidRequest(
@@ -50,16 +49,14 @@ def requested_calls(
             param="tools",
         )
     is_off = context.settings.tool_strict == "off"
-    functions, not_enforced = list[Function](), list[tuple[str, str]]()
+    functions = []
     for index, tool in enumerate(tools):
         if tool.function.name not in names:
             continue
         field = schema_field(index, tool)
-        faults = refused.get(field, ()) if _is_lenient(body, tool) else None
-        if is_off and tool.function.strict is False:
-            faults = [""]
-        parameters, places = _parameters(tool, field, faults)
-        not_enforced += [(field, place) for place in places]
+        strict = tool.function.strict
+        faults = None if body.strict_schema or strict else refused.setdefault(field, [])
+        parameters = _parameters(tool, field, [""] if is_off and strict is False else faults)
         if (pattern := tool.input_grammar("regex")) is not None:
             parse(pattern, param=field, lookaheads=False)  # one that can't be enforced is an error
         lark = tool.input_grammar("lark")
@@ -67,36 +64,12 @@ def requested_calls(
         functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
     answer = None if constraint is None else as_format(constraint)
-    return Calls(tool_format, functions, mode != "auto", parallel, answer), not_enforced
+    return Calls(tool_format, functions, mode != "auto", parallel, answer)
 
 
 def schema_field(index: int, tool: Tool) -> str:
     """Return the path of the schema of a tool's arguments, or of the format of its input, in a chat."""
     return f"tools[{index}].{'custom.format' if tool.type == 'custom' else 'function.parameters'}"
-
-
-def relax(refused: dict[str, list[str]], body: ChatRequest, error: InvalidConstraint) -> None:
-    """Add to `refused` (see `requested_calls`) what `error` is about; after `MAX_TRIES`, all functions not strict.
-
-    Raises:
-        InvalidConstraint: `error`, if it is about something else, or all was added before.
-    """
-    lenient = [schema_field(index, tool) for index, tool in enumerate(body.tools or ()) if _is_lenient(body, tool)]
-    tries = sum(map(len, refused.values()))
-    if error.param not in lenient or tries > MAX_TRIES:
-        raise error
-    fields, place = [error.param], error.pointer or ""
-    if place in refused.get(error.param, ()):
-        place = ""
-    if tries == MAX_TRIES:
-        fields, place = lenient, ""
-    for field in fields:
-        refused.setdefault(field, []).append(place)
-
-
-def _is_lenient(body: ChatRequest, tool: Tool) -> bool:
-    """Return whether parts of the schema of a function's arguments need not be enforced."""
-    return not body.strict_schema and tool.function.strict is not True
 
 
 def _text_format(lark: str, field: str, tool_format: ToolFormat) -> dict[str, Any]:
@@ -144,25 +117,24 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="tool_choice")
 
 
-def _parameters(tool: Tool, field: str, refused: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the schema of a function's arguments, which are an object, and pointers to what is not enforced.
+def _parameters(tool: Tool, field: str, refused: Collection[str] | None) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object.
 
     Args:
         refused: JSON pointers of what can't be enforced. None: all must be.
     """
     schema = tool.function.parameters
     if schema is None:
-        schema = {"properties": {}, "additionalProperties": False}
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     named = schema.get("type", "object")
     types = _OBJECT_TYPES[:1] if refused is None else _OBJECT_TYPES
     is_object = any(kind in types for kind in (named if isinstance(named, list) else [named]))
-    parameters = {**schema, "type": "object"}
     if refused is not None:
-        return relaxed(parameters, refused if is_object else [""])
-    if not is_object:
+        schema = relaxed({**schema, "type": "object"}, refused if is_object else [""])
+    elif not is_object:
         message = "the parameters of a function are an object: their schema has another type"
         raise InvalidConstraint(message, param=field)
-    return parameters, []
+    return {**schema, "type": "object"}
 
 
 def output_form(

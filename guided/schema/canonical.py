@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -27,7 +28,7 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import COMPOUND, Schema, at, listed
+from guided.schema.keywords import COMPOUND, Schema, listed, unescape
 from guided.schema.origin import Origin
 from guided.schema.validation import PATTERNS, draft_of
 
@@ -78,12 +79,11 @@ class CanonicalForm:
         """Return the library's form of the document."""
         try:
             form = _canonicalize(document, self._draft)
+            if form.satisfiability() == Satisfiability.NO:
+                raise InvalidConstraint("no value satisfies the schema", param="json_schema")
         except InvalidConstraint as error:
-            error.pointer = self._with_faulty_pattern()
+            error.pointer = self._place_of_fault()
             raise
-        if form.satisfiability() == Satisfiability.NO:
-            where = self._unsatisfiable(self._graph.root).pointer()
-            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer=where)
         text = to_string(form.to_json_schema())  # with Python's usual numbers once it is read
         if len(text) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
             raise ConstraintTooLarge("the alternatives of the schema multiply: it has too many", param="json_schema")
@@ -93,32 +93,17 @@ class CanonicalForm:
             schema["$defs"] = {**schema.get("$defs", {}), _ROOT: _without_frame(schema)}
         return schema
 
-    def _with_faulty_pattern(self) -> str | None:
-        """Return the pointer of a subschema with a pattern that the library does not take; None if it takes all."""
-        for node in self._graph.nodes():
-            for pattern in (node.schema.get("pattern", ""), *node.schema.get("patternProperties", ())):
-                if self._satisfiability({"pattern": pattern}) is None:
-                    return node.pointer()
-        return None
-
-    def _unsatisfiable(self, node: Node) -> Node:
-        """Return the smallest subschema known that no value satisfies and that leaves `node` without values."""
+    def _place_of_fault(self) -> str:
+        """Return the pointer of a subschema that the library does not take, or that no value satisfies."""
         root = self._graph.root.schema
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        properties = node.schema.get("properties", {})
-        required = [properties[name] for name in node.schema.get("required", ()) if name in properties]
-        for schema in [*required, *node.schema.get("allOf", ())]:
-            part = self._graph.find(schema)
-            if part is not None and self._satisfiability({**schema, **definitions}) == Satisfiability.NO:
-                return self._unsatisfiable(part)
-        return node
-
-    def _satisfiability(self, schema: dict[str, Any]) -> Satisfiability | None:
-        """Return whether a value satisfies a subschema; None if the library does not take it alone."""
-        try:
-            return _canonicalize(schema, self._draft).satisfiability()
-        except InvalidConstraint:
-            return None
+        anything = {name: dict.fromkeys(root[name], True) for name in ("$defs", "definitions") if name in root}
+        place = ""
+        with suppress(InvalidConstraint):
+            for node in reversed([*self._graph.nodes()]):  # the parts of a subschema before itself
+                place = node.pointer()
+                if _canonicalize({**node.schema, **anything}, self._draft).satisfiability() == Satisfiability.NO:
+                    break
+        return place
 
     def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
         """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
@@ -231,7 +216,7 @@ class CanonicalForm:
         """Return the target of a reference of the library: it merges no recursive references."""
         if isinstance(part, bool) or "$ref" not in part:
             return part
-        return at(self._library, unquote(part["$ref"].partition("#")[2]))
+        return _at(self._library, unquote(part["$ref"].partition("#")[2]))
 
     def _combined(self, schema: dict[str, Any]) -> CanonicalSchema:
         """Return the library's form of a schema that is made of parts of its form."""
@@ -244,7 +229,7 @@ class CanonicalForm:
         if name is None:
             name = self._names[reference] = f"d{len(self._names)}"
             source = self._source({"$ref": reference})
-            target = at(self._library, unquote(reference.partition("#")[2]))
+            target = _at(self._library, unquote(reference.partition("#")[2]))
             self.definitions[name] = self._read(target, Origin.of(self._graph, [source]) if source else origin)
         return name
 
@@ -259,7 +244,7 @@ class CanonicalForm:
         if name.startswith(_OWN_NAME):
             place = unquote(name.removeprefix(_OWN_NAME)).partition("#")[2]
         try:
-            return self._graph.find(at(self._graph.root.schema, place))
+            return self._graph.find(_at(self._graph.root.schema, place))
         except (LookupError, ValueError, TypeError):
             return None
 
@@ -280,6 +265,14 @@ def _body(form: CanonicalSchema) -> Any:
 
 def _without_frame(schema: Any) -> Any:
     return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key not in _FRAME}
+
+
+def _at(document: Any, place: str) -> Any:
+    """Return the value at a JSON pointer."""
+    for token in place.split("/")[1:]:
+        name = unescape(token)
+        document = document[int(name) if isinstance(document, list) else name]
+    return document
 
 
 def _has_negation(schema: Any) -> bool:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache, reduce
 from itertools import islice
+from operator import getitem
 from typing import Any
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
-from guided.schema.graph import Node, SchemaGraph, allow_any, closure, without_parts
+from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, listed, shortened, types_of
 from guided.schema.validation import Validator, draft_of, fault
 
@@ -31,8 +33,14 @@ _BOUNDS = (
 )
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
-_MAX_ROUNDS = 8
-"""Number of times that `relaxed` looks for faults: each time finds all within single subschemas."""
+_MIN_TRIES = 8
+_MAX_READ = 200_000
+"""`relaxed` reads a schema once for each fault: `_MIN_TRIES` times and `_MAX_READ` characters."""
+_EXACT = re.compile(r"(?<!/properties)(?<!/\$defs)/(if|not|oneOf|contains)/")
+"""Matches the pointers of subschemas that must not allow more: the whole would allow less then."""
+_NOT_ENFORCED = ("$comment", "not enforced")
+_ANY_VALUE = dict([_NOT_ENFORCED])
+"""What `relaxed` puts in the place of a subschema."""
 _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
 
 
@@ -62,37 +70,51 @@ def parse(
         raise
 
 
-def relaxed(schema: Mapping[str, Any], refused: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Return a schema of objects as a valid one that can be satisfied: any value may be where a subschema is at fault.
-
-    The smallest subschema around the fault is replaced; if this is not possible, all of the schema.
+def relaxed(schema: dict[str, Any], refused: Iterable[str] = ()) -> Any:
+    """Return a valid schema with any value in the place of the smallest subschemas at fault, which `parse` notes then.
 
     Args:
         refused: JSON pointers of faults that a library found in the schema.
-
-    Returns:
-        The schema, and the pointers of the subschemas that were replaced, "" for all of it.
     """
-    freed: dict[str, None] = {}
-    pointers = list(refused)
-    try:
-        document = _read(schema)
-    except InvalidConstraint:
-        return {"type": "object"}, [""]
-    for _ in range(_MAX_ROUNDS):
-        freed |= dict.fromkeys(allow_any(document, place) for place in pointers)
-        if "" in freed:
-            break
-        errors: list[InvalidConstraint] = []
-        try:
-            parsed = _parse(document, [], False, errors)
-        except InvalidConstraint as error:
-            errors.append(error)
-        else:
-            if not errors and isinstance(parsed, dict):
-                return parsed, [*freed]
-        pointers = [error.pointer or "" for error in errors]
-    return {"type": "object"}, [""]
+    with suppress(InvalidConstraint):
+        document: Any = _read(schema)
+        for fault in refused:
+            _free(document, fault)
+        for _ in range(_MIN_TRIES + _MAX_READ // len(str(document))):
+            try:
+                return _parse(document, [], False, _check_values)
+            except InvalidConstraint as error:
+                _free(document, error.pointer or "")
+    return dict(_ANY_VALUE)
+
+
+def _free(document: dict[str, Any], fault: str) -> None:
+    """Put any value in the place of the smallest subschema around a JSON pointer that may allow more.
+
+    Raises:
+        InvalidConstraint: this is the whole document.
+    """
+    nodes: list[Node] = []
+    with suppress(InvalidConstraint):  # a reference leads to nothing
+        SchemaGraph(document, nodes.append)
+    places = {node.pointer(): node for node in nodes}
+    while fault not in places or _EXACT.search(f"{fault}/"):
+        fault = fault.rpartition("/")[0]
+    node = places[fault]
+    if node.parent is None:
+        raise InvalidConstraint("the whole schema is at fault", pointer="")
+    *names, name = node.path
+    reduce(getitem, names, node.parent.schema)[name] = dict(_ANY_VALUE)
+
+
+def _check_values(node: Node, draft: str) -> None:
+    """Check a subschema, and that a value that it lists has the type that it names."""
+    _check_subschema(node, draft)
+    values = listed(node.schema)
+    if values and "type" in node.schema:
+        types = Validator({"type": node.schema["type"]})
+        if all(map(types.violation, values)):
+            raise InvalidConstraint("no listed value has the type", pointer=node.pointer())
 
 
 def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
@@ -112,9 +134,8 @@ def _parse(
     schema: Mapping[str, Any] | bool | str,
     notes: list[str],
     strict: bool,
-    errors: list[InvalidConstraint] | None = None,
+    check: Callable[[Node, str], None] | None = None,
 ) -> dict[str, Any] | bool:
-    """Parse as `parse` does. With `errors`, it gets the faults of all subschemas, those that forbid a part too."""
     document = _read(schema)
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
@@ -128,9 +149,7 @@ def _parse(
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
-    graph = SchemaGraph(document, lambda node: _check_subschema(node, draft, errors is not None), errors)
-    if errors:
-        return document
+    graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
     graph.refuse_endless_references()
     _check_alternatives(graph)
     notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)
@@ -174,22 +193,18 @@ def _read_nullable(schema: dict[str, Any]) -> None:
         schema["type"] = listed if "null" in listed else [*listed, "null"]
 
 
-def _check_subschema(node: Node, draft: str, alone: bool) -> None:
-    """Check the limits of one subschema, and that its keywords don't contradict each other.
-
-    Args:
-        alone: check this subschema against the meta-schema without those in it, instead of the whole document at once.
-    """
+def _check_subschema(node: Node, draft: str) -> None:
+    """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
     schema = node.schema
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         message = f"a schema is an object or a boolean, not {_TYPE_NAMES[type(schema)]}"
         raise InvalidConstraint(message, pointer=node.pointer())
-    if (alone or node.parent is None) and (found := fault(without_parts(schema) if alone else schema, draft)):
+    if node.parent is None and (found := fault(schema, draft)):
         raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
     _check_sizes(schema, node)
-    _check_satisfiable(schema, node, alone)
+    _check_satisfiable(schema, node)
 
 
 def _check_sizes(schema: dict[str, Any], node: Node) -> None:
@@ -228,7 +243,7 @@ def _check_alternatives(graph: SchemaGraph) -> None:
                 raise LIMITS.too_many_alternatives("json_schema", node.pointer(keyword))
 
 
-def _check_satisfiable(schema: dict[str, Any], node: Node, alone: bool) -> None:
+def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
     """Find contradictions between neighbouring keywords. The library finds others."""
     found = [(keyword, f"{keyword!r} is empty: no value satisfies it") for keyword in ("enum", "type")]
     found = [(keyword, message) for keyword, message in found if schema.get(keyword) == []]
@@ -236,11 +251,6 @@ def _check_satisfiable(schema: dict[str, Any], node: Node, alone: bool) -> None:
         least, most = schema.get(low), schema.get(high)
         if is_number(least) and is_number(most) and least > most:
             found.append((low, f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"))
-    values = listed(schema) if alone and "type" in schema else None
-    if values:
-        types = Validator({"type": schema["type"]})
-        if all(types.violation(value) is not None for value in values):
-            found.append(("type", "no listed value has the type"))
     if found and "/not/" not in f"{node.pointer()}/":  # under `not`, such a schema is useful
         raise InvalidConstraint(found[0][1], pointer=node.pointer(found[0][0]))
 
@@ -254,7 +264,9 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) ->
     unknown_keywords = 0
     for node in closure([graph.root]):  # those that take part in validation
         for keyword, value in node.schema.items():
-            if keyword == "format":
+            if (keyword, value) == _NOT_ENFORCED:
+                yield shortened(node.pointer())
+            elif keyword == "format":
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
                     if strict:
@@ -269,7 +281,7 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) ->
                     yield f"{shortened(node.pointer(keyword))} (did you mean {meant!r}?)"
 
 
-MAX_NOTES = 50
+MAX_NOTES = 500
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
 """Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""

@@ -7,7 +7,6 @@ named "items" or an enum value that contains "$ref" is not mistaken for one. Not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -18,7 +17,7 @@ import referencing.jsonschema
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
-from guided.schema.keywords import at, pointer, unescape
+from guided.schema.keywords import pointer, unescape
 from guided.schema.validation import draft_of
 
 _SAME = ("if", "then", "else", "not", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
@@ -31,8 +30,6 @@ _PARTS = (
 _KEPT = ("$defs", "definitions")
 _NAMED = (*_KEPT, "dependentSchemas", "dependencies", "patternProperties", "properties")
 """Keywords with subschemas by name."""
-_LAX = {*_SAME, *_PARTS, *_KEPT} - {"if", "not", "oneOf", "contains"}
-"""Keywords with subschemas that may allow more. Elsewhere, the whole would allow less then."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
 
@@ -66,21 +63,14 @@ class SchemaGraph:
 
     Args:
         check: called for each subschema before its contents are visited; raises if it is none.
-        errors: gets what `check` raises, and references that lead to nothing, so that all of them are found.
 
     Raises:
         InvalidConstraint: a reference leads out of the document, or to nothing.
     """
 
-    def __init__(
-        self,
-        document: dict[str, Any],
-        check: Callable[[Node], None] = lambda _: None,
-        errors: list[InvalidConstraint] | None = None,
-    ) -> None:
+    def __init__(self, document: dict[str, Any], check: Callable[[Node], None] = lambda _: None) -> None:
         self._document = document
         self._check = check
-        self._errors = errors
         self._nodes: dict[int, Node] = {}
         """By `id` of the subschema; parents before children."""
         self._unresolved: list[Node] = []
@@ -125,10 +115,7 @@ class SchemaGraph:
             node = self._nodes.get(id(schema)) if isinstance(schema, dict) else None
             if node is None:
                 node = Node(schema, parent, path)
-                try:
-                    self._check(node)
-                except InvalidConstraint as error:
-                    self._report(error)
+                self._check(node)
                 if not isinstance(schema, dict):
                     continue
                 self._nodes[id(schema)] = node
@@ -164,8 +151,7 @@ class SchemaGraph:
         try:
             found = resolver.lookup(reference)
         except _LOOKUP_ERRORS as error:
-            self._report(self._dangling(reference, node.pointer(keyword), error))
-            return
+            raise self._dangling(reference, node.pointer(keyword), error) from None
         target = found.contents
         if id(target) not in self._nodes:
             # JSON pointers such as "#/components/schemas/X" may lead anywhere in the document.
@@ -174,11 +160,6 @@ class SchemaGraph:
                 self._resolvers[id(self._nodes[id(target)])] = found.resolver
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
-
-    def _report(self, error: InvalidConstraint) -> None:
-        if self._errors is None:
-            raise error from None
-        self._errors.append(error)
 
     def _dangling(self, reference: str, where: str, error: Exception) -> InvalidConstraint:
         quoted = bounded(reference, 120)
@@ -193,46 +174,6 @@ class SchemaGraph:
                 "'$defs' and refer to it as '#/$defs/...'"
             )
         return InvalidConstraint(message, pointer=where)
-
-
-def without_parts(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a subschema with any value in the place of each subschema that may allow more."""
-    copy = dict(schema)
-    for path, _, _ in _children(schema):
-        keyword = path[0]
-        if keyword not in _LAX:
-            continue
-        if len(path) == 1:
-            copy[keyword] = {}
-            continue
-        if copy[keyword] is schema[keyword]:
-            copy[keyword] = schema[keyword].copy()
-        copy[keyword][path[1]] = {}
-    return copy
-
-
-def allow_any(document: dict[str, Any], where: str) -> str:
-    """Put any value in the place of the smallest subschema around a JSON pointer that may allow more.
-
-    Returns:
-        The subschema's pointer. If it is empty, the document is not changed.
-    """
-    path = [unescape(token) for token in where.split("/")[1:]]
-    position = end = 0
-    with suppress(LookupError, TypeError, ValueError):  # the rest of the pointer leads to no subschema
-        while path[position] in _LAX:
-            position += 1
-            value = at(document, pointer(path[:position]))
-            if path[position - 1] in _NAMED or isinstance(value, list):
-                at(value, pointer([path[position]]))
-                position += 1
-            end = position
-    if end:
-        parent: Any = at(document, pointer(path[: end - 1]))
-        key = path[end - 1]
-        # Properties count as described, so `unevaluatedProperties` elsewhere does not forbid them.
-        parent[int(key) if isinstance(parent, list) else key] = {"additionalProperties": True}
-    return pointer(path[:end])
 
 
 def closure(start: list[Node]) -> Iterator[Node]:

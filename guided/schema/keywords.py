@@ -67,14 +67,6 @@ def unescape(token: str) -> str:
     return token.replace("~1", "/").replace("~0", "~")
 
 
-def at(document: Any, place: str) -> Any:
-    """Return the value at a JSON pointer."""
-    for token in place.split("/")[1:]:
-        name = unescape(token)
-        document = document[int(name) if isinstance(document, list) else name]
-    return document
-
-
 def pointer(path: Iterable[str | int]) -> str:
     """Return the pointer of a path of keys and indices; empty for the document itself."""
     return "".join(f"/{escape(str(token))}" for token in path)
