@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, reduce
 from itertools import islice
@@ -33,9 +33,8 @@ _BOUNDS = (
 )
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
-_MIN_TRIES = 8
 _MAX_READ = 200_000
-"""`relaxed` reads a schema once for each fault: `_MIN_TRIES` times and `_MAX_READ` characters."""
+"""Number of characters that `relaxed` reads, which reads a schema once for each fault; a large one eight times."""
 _EXACT = re.compile(r"(?<!/properties)(?<!/\$defs)/(if|not|oneOf|contains)/")
 """Matches the pointers of subschemas that must not allow more: the whole would allow less then."""
 _NOT_ENFORCED = ("$comment", "not enforced")
@@ -80,9 +79,12 @@ def relaxed(schema: dict[str, Any], refused: Iterable[str] = ()) -> Any:
         document: Any = _read(schema)
         for fault in refused:
             _free(document, fault)
-        for _ in range(_MIN_TRIES + _MAX_READ // len(str(document))):
+        for _ in range(8 + _MAX_READ // len(str(document))):
             try:
-                return _parse(document, [], False, _check_values)
+                parsed: Any = _parse(document, [], False)
+                for node in SchemaGraph(parsed).nodes():
+                    _check_values(node)
+                return parsed
             except InvalidConstraint as error:
                 _free(document, error.pointer or "")
     return dict(_ANY_VALUE)
@@ -107,9 +109,8 @@ def _free(document: dict[str, Any], fault: str) -> None:
     reduce(getitem, names, node.parent.schema)[name] = dict(_ANY_VALUE)
 
 
-def _check_values(node: Node, draft: str) -> None:
-    """Check a subschema, and that a value that it lists has the type that it names."""
-    _check_subschema(node, draft)
+def _check_values(node: Node) -> None:
+    """Check that one of the values that a subschema lists has a type that it names."""
     values = listed(node.schema)
     if values and "type" in node.schema:
         types = Validator({"type": node.schema["type"]})
@@ -130,12 +131,7 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     return document
 
 
-def _parse(
-    schema: Mapping[str, Any] | bool | str,
-    notes: list[str],
-    strict: bool,
-    check: Callable[[Node, str], None] | None = None,
-) -> dict[str, Any] | bool:
+def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool) -> dict[str, Any] | bool:
     document = _read(schema)
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
@@ -149,7 +145,7 @@ def _parse(
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
-    graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
+    graph = SchemaGraph(document, lambda node: _check_subschema(node, draft))
     graph.refuse_endless_references()
     _check_alternatives(graph)
     notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)
