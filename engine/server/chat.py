@@ -89,8 +89,7 @@ def build_job(
             tries = sum(map(len, refused.values()))
             if error.param not in refused or tries > MAX_TRIES:
                 raise error
-            known, place = refused[error.param], error.pointer or ""
-            known.append("" if place in known else place)
+            refused[error.param].append(error.pointer or "")
             for places in refused.values() if tries == MAX_TRIES else ():
                 places.append("")
         calls = requested_calls(rest, context, wanted.constraint, refused)

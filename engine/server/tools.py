@@ -23,7 +23,7 @@ from guided.tools.parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
 _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
-"""Spellings of the type of arguments. Only the first is right."""
+"""Spellings of the type of arguments where a schema need not be enforced."""
 
 
 def requested_calls(
@@ -127,11 +127,11 @@ def _parameters(tool: Tool, field: str, refused: Collection[str] | None) -> dict
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     named = schema.get("type", "object")
-    types = _OBJECT_TYPES[:1] if refused is None else _OBJECT_TYPES
-    is_object = any(kind in types for kind in (named if isinstance(named, list) else [named]))
+    kinds = named if isinstance(named, list) else [named]
     if refused is not None:
+        is_object = any(kind in _OBJECT_TYPES for kind in kinds)
         schema = relaxed({**schema, "type": "object"}, refused if is_object else [""])
-    elif not is_object:
+    elif "object" not in kinds:
         message = "the parameters of a function are an object: their schema has another type"
         raise InvalidConstraint(message, param=field)
     return {**schema, "type": "object"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, reduce
 from itertools import islice
@@ -24,6 +24,8 @@ from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, listed, shortened, types_of
 from guided.schema.validation import Validator, draft_of, fault
 
+_Check = Callable[[Node, str], None]
+"""Checks a subschema in a draft."""
 _BOUNDS = (
     ("minLength", "maxLength"),
     ("minItems", "maxItems"),
@@ -81,10 +83,7 @@ def relaxed(schema: dict[str, Any], refused: Iterable[str] = ()) -> Any:
             _free(document, fault)
         for _ in range(8 + _MAX_READ // len(str(document))):
             try:
-                parsed: Any = _parse(document, [], False)
-                for node in SchemaGraph(parsed).nodes():
-                    _check_values(node)
-                return parsed
+                return _parse(document, [], False, _check_values)
             except InvalidConstraint as error:
                 _free(document, error.pointer or "")
     return dict(_ANY_VALUE)
@@ -109,8 +108,9 @@ def _free(document: dict[str, Any], fault: str) -> None:
     reduce(getitem, names, node.parent.schema)[name] = dict(_ANY_VALUE)
 
 
-def _check_values(node: Node) -> None:
-    """Check that one of the values that a subschema lists has a type that it names."""
+def _check_values(node: Node, draft: str) -> None:
+    """Check a subschema, and that one of the values that it lists has a type that it names."""
+    _check_subschema(node, draft)
     values = listed(node.schema)
     if values and "type" in node.schema:
         types = Validator({"type": node.schema["type"]})
@@ -131,7 +131,9 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     return document
 
 
-def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool) -> dict[str, Any] | bool:
+def _parse(
+    schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool, check: _Check | None = None
+) -> dict[str, Any] | bool:
     document = _read(schema)
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
@@ -145,7 +147,7 @@ def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: boo
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
-    graph = SchemaGraph(document, lambda node: _check_subschema(node, draft))
+    graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
     graph.refuse_endless_references()
     _check_alternatives(graph)
     notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)

@@ -199,6 +199,17 @@ def test_faults_found_one_by_one_are_bounded(hermes: TestClient) -> None:
     assert guided["not_enforced"] == [f"tools[{index}].function.parameters" for index in range(20)]
 
 
+def test_elements_drop_only_the_argument_at_fault(client_with: Callable[..., TestClient]) -> None:
+    """In this format an object's properties are elements, which have no counts."""
+    client = client_with(tool_format="cohere")
+    tools = [odd("f", {"type": "object", "minProperties": 1}), tool("get_weather", CITY)]
+    guided = client.post("/v1/check", json={**USER, "tools": tools}).json()["guided"]
+    assert guided["not_enforced"] == ["tools[0].function.parameters/properties/a"]
+    name = odd("f", {"type": "object", "properties": {"<": {"type": "null"}}})
+    guided = client.post("/v1/check", json={**USER, "tools": [name]}).json()["guided"]
+    assert guided["not_enforced"] == ["tools[0].function.parameters/properties/a"]
+
+
 @pytest.mark.parametrize("kind", [["object"], ["object", "null"], "dict", "OBJECT"])
 def test_arguments_are_an_object_however_spelled(hermes: TestClient, kind: Any) -> None:
     named = tool("roll_dice", {**DICE, "type": kind})
