@@ -4,7 +4,8 @@
     python -m benchmarks.bfcl --data bfcl_eval/data
 
 The Berkeley Function Calling Leaderboard (BFCL v4) has questions with functions, and the right calls. The functions are
-converted as its OpenAI handler does. Functions of conversations are one question for each of its documents.
+converted as its OpenAI handler does (`convert_to_tool`; without the hints that make all arguments of Java and JavaScript
+strings, because the right calls have other values). Functions of conversations are one question for each of its documents.
 For each question, the calls are built and compiled as the server does for `tool_choice: "required"`. Each right call,
 as JSON with its arguments in the schema's order, is replayed token by token on the constraint of its function. Then a
 server with the embedded model answers some of the questions with a call, and arguments are counted that the function
@@ -63,23 +64,16 @@ def questions(folder: Path) -> Iterator[dict[str, Any]]:
         rows = [] if path.stem.endswith("format_sensitivity") else read_rows(path)
         for row in rows:
             if row.get("function"):
-                tools = [_tool(function, row["id"]) for function in row["function"]]
+                tools = [_tool(function) for function in row["function"]]
                 yield {**row, "messages": row["question"][0], "tools": tools, "calls": calls.get(row["id"], [])}
     for path in sorted((folder / "multi_turn_func_doc").glob("*.json")):
-        tools = [_tool(function, path.stem) for function in read_rows(path)]
+        tools = [_tool(function) for function in read_rows(path)]
         yield {"id": path.stem, "messages": [{"role": "user", "content": "Go on."}], "tools": tools, "calls": []}
 
 
-def _tool(function: dict[str, Any], question: str) -> dict[str, Any]:
+def _tool(function: dict[str, Any]) -> dict[str, Any]:
     function = json.loads(json.dumps(function))
     parameters = function["parameters"]
-    if "java" in question:  # its hints for Java and JavaScript: all arguments are strings
-        for part in parameters["properties"].values():
-            if part["type"] in ("ArrayList", "Array", "array"):
-                part.pop("items", None)
-            if "javascript" in question and part["type"] == "dict":
-                part.pop("properties", None)
-            part["type"] = "string"
     parameters["type"] = "object"
     _convert(parameters["properties"])
     return {"type": "function", "function": {**function, "name": function["name"].replace(".", "_")}}
