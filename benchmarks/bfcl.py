@@ -4,12 +4,12 @@
     python -m benchmarks.bfcl --data bfcl_eval/data
 
 The Berkeley Function Calling Leaderboard (BFCL v4) has questions with functions, and the right calls. The functions are
-converted as its OpenAI handler does (`convert_to_tool`; without the hints that make all arguments of Java and JavaScript
-strings, because the right calls have other values). Functions of conversations are one question for each of its documents.
-For each question, the calls are built and compiled as the server does for `tool_choice: "required"`. Each right call,
-as JSON with its arguments in the schema's order, is replayed token by token on the constraint of its function. Then a
-server with the embedded model answers some of the questions with a call, and arguments are counted that the function
-does not name. Prints a table. Writes bfcl.json. Exit status 1 if a question is refused.
+converted as its OpenAI handler does (`convert_to_tool`; without the hints that make all arguments of Java and
+JavaScript strings, because the right calls have other values). Functions of conversations are one question for each of
+its documents. For each question, the calls are built and compiled as the server does for `tool_choice: "required"`.
+Each right call, as JSON with its arguments in the schema's order, is replayed token by token on the constraint of its
+function. Then a server with the embedded model answers some of the questions with a call, and arguments are counted
+that the function does not name. Prints a table. Writes bfcl.json. Exit status 1 if a question is refused.
 """
 
 from __future__ import annotations
