@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from guided.backends import Backends
 from guided.bitmask import allowed_ids, words
 from guided.compilation import compile_constraint
-from guided.completing.estimates import budget_of
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest
 from guided.vocabulary import Vocabulary
@@ -69,7 +68,7 @@ class Generator:
     def generate(self, budget: int, seed: int) -> tuple[str, bool] | GuidedError:
         """The text and whether a mask was restricted."""
         slot, chance = next(_slots), random.Random(seed)
-        self.worker.open(slot, self.grammar, budget=budget_of(self.constraint, budget))
+        self.worker.open(slot, self.grammar, budget=budget)
         output: list[int] = []
         while len(output) < budget:
             mask = self.mask(slot, output[-1:])
@@ -140,14 +139,3 @@ def test_other_backends(backend: str) -> None:
     found = one.generate(one.least() + 6, 3)
     assert not isinstance(found, GuidedError), found
     assert len(found[0]) <= one.least() + 5
-
-
-@pytest.mark.parametrize(
-    "constraint",
-    [Constraint.json_schema({"const": "x" * 100_000}), Constraint.regex("a|" + "x{10000}" * 5_000)],
-    ids=["long", "large"],
-)
-def test_what_cannot_be_estimated_is_searched_from_the_start(constraint: Constraint) -> None:
-    budget = budget_of(constraint, 9)
-    assert budget.tokens == 9
-    assert min(budget.first_jump, budget.jump, budget.text_jump) > 10**6
