@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -37,11 +38,11 @@ _NEAR = 32
 _TRIED = 64
 """Maximum number of tokens that are tried for one mask, besides the shortest with each first byte."""
 _SEARCH = 400
-"""Maximum number of tokens that the search for the completion after one output token tries."""
-_PATIENCE = (64, 2)
+"""Maximum number of tokens that the searches for one mask, or for the completion after one output token, try."""
+_PATIENCE = (2, 64)
 """Number of uses of a byte after which other bytes are preferred: in the first attempt, and in all later ones."""
 _CLOSING = b"}])>\"'"
-_STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
+_STRUCTURE = _CLOSING + b",:;=Z.0123456789-+a"
 """Bytes to try first where structure is expected, in this order."""
 _MARKUP = b'"\\<>[]{}'
 """Bytes that may end a text: a JSON string, or the text before a tag."""
@@ -69,6 +70,8 @@ class Completions:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._permitted = permitted = vocabulary.text_mask
         self._names = vocabulary.special_names
+        self.special = np.zeros_like(permitted)
+        """int32 `[words]`: special tokens that the grammar may allow."""
         self._row = np.empty_like(permitted)
         self._literals: Sequence[str] = ()
         self.spelled = vocabulary.spelled
@@ -80,8 +83,9 @@ class Completions:
         self._sorted = sorted(ids, key=contents.__getitem__)
         """Text tokens by their bytes."""
         self._contents = [contents[token] for token in self._sorted]
-        self.first_bytes = np.zeros(width, np.int64)
-        self.first_bytes[list(ids)] = [contents[token][0] for token in ids]
+        self._by_length = np.array(sorted(ids, key=lambda token: len(contents[token])), np.int64)
+        self._first_bytes = np.zeros(width, np.int64)
+        self._first_bytes[list(ids)] = [contents[token][0] for token in ids]
         never = frozenset(_MARKUP) | frozenset(range(32)) | {127}
         texts = [token for token in ids if not never.intersection(contents[token])]
         self.text = pack(texts, width)
@@ -91,7 +95,7 @@ class Completions:
         """int32 `[words]`: those of `text` with whole characters."""
         self.samples = sorted(texts, key=lambda token: self.lengths[token])[:: max(1, len(texts) - 1)][:2]
         """The shortest and the longest token of `plain`."""
-        self.short = pack([token for token in texts if self.lengths[token] <= 2], width)
+        self._short = pack([token for token in texts if self.lengths[token] <= 2], width)
         """int32 `[words]`: tokens of `plain` with one or two bytes. All are allowed only in unrestricted text."""
         self._singles = _single_bytes(vocabulary)
         self._words, self._bits = self._singles // 32, self._singles % 32
@@ -107,7 +111,8 @@ class Completions:
         shared._literals = grammar.literals
         special = grammar.special_token_ids
         names = {name.encode(): token for name, token in self._names.items() if token in special}
-        shared._permitted = self._permitted | pack(special, len(self._permitted) * 32)
+        shared.special = pack(special, len(self._permitted) * 32)
+        shared._permitted = self._permitted | shared.special
         if names:
             parts = re.compile(b"(" + b"|".join(map(re.escape, names)) + b")")
 
@@ -121,18 +126,38 @@ class Completions:
         return shared
 
     def first(self, matcher: Matcher) -> Completion | None:
-        """Search for a short output: the completion of the empty output. The search tries each first byte."""
+        """Search for a short output: the completion of the empty output.
+
+        The search tries each first byte, and each literal and pair of literals at the beginning.
+        """
         if matcher.is_accepting():
             return Completion(b"", ())
-        found = [self.checked(matcher, literal.encode()) for literal in self._literals]
-        found.append(self.find(matcher, Steps(4000)))
+        shortest = self.find(matcher, Steps(4000))
         matcher.fill_bitmask(self._row)
-        steps = Steps(2000)
-        for token in self._singles[self._allowed()].tolist():
-            rest = self.search_after(matcher, token, steps)
-            found.append(rest and self.checked(matcher, self.spelled([token]) + rest.text))
-        shortest = min(filter(None, found), key=_length, default=None)
-        return shortest and self._shortened(matcher, shortest)
+        texts = [literal.encode() for literal in self._literals]
+        begun = list(texts)
+        if not self.is_free(self._row):
+            begun += [self.spelled([token]) for token in self._singles[self._allowed()].tolist()]
+        begun += islice(map(b"".join, permutations(texts, 2)), 48)
+        steps = Steps(3000)
+        for text in begun:
+            most = 1000 if shortest is None else len(shortest.text)
+            rest = self.search_after(matcher, self._encode(text), steps, most)
+            whole = rest and self.checked(matcher, text + rest.text)
+            shortest = min(filter(None, (shortest, whole)), key=_length, default=None)
+        if shortest is None:
+            return None
+        used = [text.decode() for text in begun if len(text) > 1 and shortest.text.startswith(text)]
+        self._literals = [*sorted(used, key=len, reverse=True), *self._literals]
+        return self._shortened(matcher, shortest)
+
+    def shortest(self, row: NDArray[np.int32]) -> list[int]:
+        """Return text tokens of a mask: the shortest with each first byte, then the shortest of all."""
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+        ids = self._by_length[bits[self._by_length] != 0]
+        first = np.full(256, -1)
+        first[self._first_bytes[ids[::-1]]] = ids[::-1]  # the last assignment counts
+        return [*first[first >= 0].tolist(), *ids[:_TRIED].tolist()]
 
     def beginning_with(self, tokens: Sequence[int]) -> NDArray[np.int32]:
         """Return a mask of the tokens that begin with one of `tokens`: int32 `[words]`."""
@@ -164,26 +189,37 @@ class Completions:
             parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         return found
 
-    def find(self, matcher: Matcher, steps: Steps) -> Completion | None:
-        """Search for a short completion of `matcher`'s state, which does not change."""
+    def is_free(self, row: NDArray[np.int32]) -> bool:
+        """Return whether a mask is that of a text with any characters."""
+        return not (self._short & ~row).any()
+
+    def find(self, matcher: Matcher, steps: Steps, most: int = 1000, end: bytes = b"") -> Completion | None:
+        """Search for a short completion of `matcher`'s state, which does not change.
+
+        Args:
+            most: maximum number of single-byte tokens.
+            end: a text with which it may end.
+        """
         for patience in _PATIENCE:
-            found = self._roll_out(matcher, steps.left // 2, patience, steps)
+            found = self._roll_out(matcher, steps, patience, most, end)
             if found is not None:
                 return found
         return None
 
-    def search_after(self, matcher: Matcher, token: int, steps: Steps) -> Completion | None:
-        """Search for a completion of the state after `token`. `matcher` does not change."""
+    def search_after(
+        self, matcher: Matcher, tokens: Sequence[int], steps: Steps, most: int = 1000, end: bytes = b""
+    ) -> Completion | None:
+        """Search for a completion of the state after `tokens`. `matcher` does not change."""
         try:
             trial = matcher.fork()
-            trial.accept_tokens([token])
+            trial.accept_tokens(tokens)
             if trial.is_accepting():
                 return Completion(b"", ())
         except GuidedError:
             return None
-        return self.find(trial, steps) if steps.left > 0 else None
+        return self.find(trial, steps, most, end)
 
-    def _roll_out(self, matcher: Matcher, most: int, patience: int, steps: Steps) -> Completion | None:
+    def _roll_out(self, matcher: Matcher, steps: Steps, patience: int, most: int, end: bytes) -> Completion | None:
         """Follow the preferred bytes until the constraint is satisfied, for at most `most` tokens."""
         uses = np.zeros(len(self._singles), np.int64)
         tokens: list[int] = []
@@ -191,6 +227,9 @@ class Completions:
         try:
             trial = matcher.fork()
             while not trial.is_accepting():
+                if end and (last := self.checked(trial, end)):
+                    text = self.spelled(tokens) + end
+                    return self.checked(matcher, text) or Completion(text, (*tokens, *last.tokens))
                 steps.left -= 1
                 following = trial.forced_tokens()
                 if not following:
@@ -200,7 +239,7 @@ class Completions:
                         following = self._end_of_text(trial, mask, steps)
                         searched = b"" if following else mask
                     following = following or self._choose(np.frombuffer(mask, np.int32), uses, patience)
-                if len(tokens) + len(following) > most or not following:
+                if len(tokens) + len(following) > most or steps.left < 0 or not following:
                     return None
                 trial.accept_tokens(following)
                 tokens += following
@@ -210,16 +249,18 @@ class Completions:
         return self.checked(matcher, text) or Completion(text, tuple(tokens))
 
     def _end_of_text(self, trial: Matcher, mask: bytes, steps: Steps) -> list[int]:
-        """Return a literal after which another mask follows; nothing if there is none."""
+        """Return a literal that ends a text with this mask, without what may be left out before it; or nothing."""
+        ending: str | None = None
         for literal in self._literals:
-            steps.left -= 1
-            after, tokens = trial.fork(), list(self._encode(literal.encode()))
-            with contextlib.suppress(GuidedError):
-                after.accept_tokens(tokens)
-                after.fill_bitmask(self._row)
-                if self._row.tobytes() != mask:
-                    return tokens
-        return []
+            if ending is None or ending.endswith(literal):
+                steps.left -= 1
+                after = trial.fork()
+                with contextlib.suppress(GuidedError):
+                    after.accept_tokens(self._encode(literal.encode()))
+                    after.fill_bitmask(self._row)
+                    if self._row.tobytes() != mask and (after.is_accepting() or not self.is_free(self._row)):
+                        ending = literal
+        return [] if ending is None else list(self._encode(ending.encode()))
 
     def _choose(self, mask: NDArray[np.int32], uses: NDArray[np.int64], patience: int) -> list[int]:
         """Return the preferred next token; nothing at a dead end."""
@@ -293,7 +334,8 @@ class BudgetedSequence:
                 found = Completion(b"", ())
             room = 0 if found is None else self._budget - position - 1 - len(found.tokens)
             if room < 0 or found is None or (room < _NEAR and position % 16 == 0):
-                searched = self._completions.find(matcher, Steps(_SEARCH))
+                end = known.text if known is not None and found is None else b""
+                searched = self._completions.find(matcher, Steps(_SEARCH), end=end)
                 found = min(filter(None, (found, searched)), key=_length, default=None)
             self._known.append(found)
 
@@ -333,12 +375,16 @@ class BudgetedSequence:
             return
         completions, trial, near = self._completions, matcher.fork(), room < _NEAR
         unrestricted = np.zeros_like(row)
-        if not (completions.short & ~row).any():
+        steps = Steps(_SEARCH)
+        if completions.is_free(row):
+            steps = Steps(_SEARCH // 4)  # most tokens need no search, and a mask of free text takes longest
             samples = completions.samples  # they do not fit if the known completion goes on within the text
             if all(fits for _, fits in self._tried(trial, samples, known, left, Steps(0))):
                 unrestricted = row & (completions.plain if near else completions.text)
-        candidates = self._candidates(row & ~unrestricted, known)
-        tried = dict(self._tried(trial, candidates, known, left, Steps(_SEARCH if near else 3 * _SEARCH)))
+        rest = row & ~(completions.text if unrestricted.any() else 0)
+        special = allowed_ids(rest & completions.special).tolist()
+        candidates = list(dict.fromkeys([*known.tokens[:1], *special, *completions.shortest(rest)]))
+        tried = dict(self._tried(trial, candidates, known, left, steps))
         fitting = pack([token for token, fits in tried.items() if fits], len(row) * 32)
         if near:
             kept = row & (unrestricted | fitting)
@@ -351,13 +397,6 @@ class BudgetedSequence:
             self.steered = True
             row[:] = kept
 
-    def _candidates(self, row: NDArray[np.int32], known: Completion) -> list[int]:
-        """Return the tokens to try: that of the known completion, the shortest with each first byte, the shortest."""
-        ids = allowed_ids(row)
-        ids = ids[np.argsort(self._completions.lengths[ids], kind="stable")]
-        _, first = np.unique(self._completions.first_bytes[ids], return_index=True)
-        return list(dict.fromkeys([*known.tokens[:1], *ids[np.sort(first)].tolist(), *ids[:_TRIED].tolist()]))
-
     def _tried(
         self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int, steps: Steps
     ) -> Iterator[tuple[int, bool | None]]:
@@ -368,13 +407,13 @@ class BudgetedSequence:
             found = completions.inherited(matcher, known, token)
             found = found or next(filter(None, (completions.checked(matcher, text, token) for text in texts)), None)
             if found is None or len(found.tokens) >= left:
-                if steps.left <= 0:
-                    yield token, None if found is None else False
-                    continue
-                found = completions.search_after(matcher, token, steps)
+                found = completions.search_after(matcher, [token], steps, 60 + 3 * left, known.text)
                 # A few of the completions found are tried for the following candidates.
                 texts += [] if found is None or len(texts) >= 4 else [found.text]
-            yield token, found is not None and len(found.tokens) < left
+            if found is not None:
+                yield token, len(found.tokens) < left
+            else:
+                yield token, None if steps.left <= 0 else False
 
 
 def _length(completion: Completion) -> int:
