@@ -39,7 +39,7 @@ _TRIED = 64
 """Maximum number of tokens that are tried for one mask, besides the shortest with each first byte."""
 _SEARCH = 400
 """Maximum number of tokens that the searches for one mask, or for the completion after one output token, try."""
-_PATIENCE = (2, 64)
+_PATIENCE = (64, 2)
 """Number of uses of a byte after which other bytes are preferred: in the first attempt, and in all later ones."""
 _CLOSING = b"}])>\"'"
 _STRUCTURE = _CLOSING + b",:;=Z.0123456789-+a"
@@ -132,7 +132,8 @@ class Completions:
         """
         if matcher.is_accepting():
             return Completion(b"", ())
-        shortest = self.find(matcher, Steps(4000))
+        whole = [self._roll_out(matcher, Steps(2000), patience, 1000, b"") for patience in _PATIENCE]
+        shortest = min(filter(None, whole), key=_length, default=None)
         matcher.fill_bitmask(self._row)
         texts = [literal.encode() for literal in self._literals]
         begun = list(texts)
@@ -143,8 +144,8 @@ class Completions:
         for text in begun:
             most = 1000 if shortest is None else len(shortest.text)
             rest = self.search_after(matcher, self._encode(text), steps, most)
-            whole = rest and self.checked(matcher, text + rest.text)
-            shortest = min(filter(None, (shortest, whole)), key=_length, default=None)
+            whole = [shortest, rest and self.checked(matcher, text + rest.text)]
+            shortest = min(filter(None, whole), key=_length, default=None)
         if shortest is None:
             return None
         used = [text.decode() for text in begun if len(text) > 1 and shortest.text.startswith(text)]
@@ -332,10 +333,11 @@ class BudgetedSequence:
             matcher.accept_tokens([token])
             if matcher.is_terminated() or matcher.is_accepting():
                 found = Completion(b"", ())
-            room = 0 if found is None else self._budget - position - 1 - len(found.tokens)
+            left = self._budget - position
+            room = 0 if found is None else left - 1 - len(found.tokens)
             if room < 0 or found is None or (room < _NEAR and position % 16 == 0):
                 end = known.text if known is not None and found is None else b""
-                searched = self._completions.find(matcher, Steps(_SEARCH), end=end)
+                searched = self._completions.find(matcher, Steps(_SEARCH), 60 + 3 * left, end)
                 found = min(filter(None, (found, searched)), key=_length, default=None)
             self._known.append(found)
 

@@ -168,7 +168,7 @@ def compile_accepts(one: Generator, text: str) -> bool:
         ("text", 16),
         ("tag", 40),
         ("thinking", 24),
-        ("tools", 72),
+        ("tools", 76),
     ],
 )
 def test_the_least_budget_is_that_of_a_short_answer(name: str, least: int) -> None:
