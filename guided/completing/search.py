@@ -78,14 +78,11 @@ class Completions:
         self._stop = vocabulary.stop_token_ids[0]
         self._encode = lru_cache(maxsize=4096)(lambda text: tuple(vocabulary.encode(text)))
         ids, contents, width = vocabulary.text_token_ids, vocabulary.token_bytes, len(permitted) * 32
-        self.lengths = np.full(width, 1 << 30, np.int64)
-        self.lengths[list(ids)] = [len(contents[token]) for token in ids]
         self._sorted = sorted(ids, key=contents.__getitem__)
         """Text tokens by their bytes."""
-        self._contents = [contents[token] for token in self._sorted]
+        self._bytes_of = contents.__getitem__
         self._by_length = np.array(sorted(ids, key=lambda token: len(contents[token])), np.int64)
-        self._first_bytes = np.zeros(width, np.int64)
-        self._first_bytes[list(ids)] = [contents[token][0] for token in ids]
+        self._first_bytes = np.array([int.from_bytes(content[:1]) for content in contents])
         never = frozenset(_MARKUP) | frozenset(range(32)) | {127}
         texts = [token for token in ids if not never.intersection(contents[token])]
         self.text = pack(texts, width)
@@ -93,9 +90,9 @@ class Completions:
         texts = [token for token in texts if valid_utf8(contents[token]) == len(contents[token])]
         self.plain = pack(texts, width)
         """int32 `[words]`: those of `text` with whole characters."""
-        self.samples = sorted(texts, key=lambda token: self.lengths[token])[:: max(1, len(texts) - 1)][:2]
+        self.samples = sorted(texts, key=lambda token: len(contents[token]))[:: max(1, len(texts) - 1)][:2]
         """The shortest and the longest token of `plain`."""
-        self._short = pack([token for token in texts if self.lengths[token] <= 2], width)
+        self._short = pack([token for token in texts if len(contents[token]) <= 2], width)
         """int32 `[words]`: tokens of `plain` with one or two bytes. All are allowed only in unrestricted text."""
         self._singles = _single_bytes(vocabulary)
         self._words, self._bits = self._singles // 32, self._singles % 32
@@ -132,7 +129,7 @@ class Completions:
         """
         if matcher.is_accepting():
             return Completion(b"", ())
-        whole = [self._roll_out(matcher, Steps(2000), patience, 1000, b"") for patience in _PATIENCE]
+        whole = [self._roll_out(matcher, Steps(2000), patience, 1000) for patience in _PATIENCE]
         shortest = min(filter(None, whole), key=_length, default=None)
         matcher.fill_bitmask(self._row)
         texts = [literal.encode() for literal in self._literals]
@@ -143,7 +140,7 @@ class Completions:
         steps = Steps(3000)
         for text in begun:
             most = 1000 if shortest is None else len(shortest.text)
-            rest = self.search_after(matcher, self._encode(text), steps, most)
+            rest = self.find(matcher, steps, most, before=self._encode(text))
             whole = [shortest, rest and self.checked(matcher, text + rest.text)]
             shortest = min(filter(None, whole), key=_length, default=None)
         if shortest is None:
@@ -153,20 +150,20 @@ class Completions:
         return self._shortened(matcher, shortest)
 
     def shortest(self, row: NDArray[np.int32]) -> list[int]:
-        """Return text tokens of a mask: the shortest with each first byte, then the shortest of all."""
+        """Return text tokens of a mask: the shortest, then the shortest with each first byte."""
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")
         ids = self._by_length[bits[self._by_length] != 0]
         first = np.full(256, -1)
         first[self._first_bytes[ids[::-1]]] = ids[::-1]  # the last assignment counts
-        return [*first[first >= 0].tolist(), *ids[:_TRIED].tolist()]
+        return [*ids[:_TRIED].tolist(), *first[first >= 0].tolist()]
 
     def beginning_with(self, tokens: Sequence[int]) -> NDArray[np.int32]:
         """Return a mask of the tokens that begin with one of `tokens`: int32 `[words]`."""
         begun = list(tokens)
         for token in tokens:
             prefix = self.spelled([token])
-            start = bisect_left(self._contents, prefix)
-            stop = bisect_left(self._contents, prefix + b"\xff")
+            start = bisect_left(self._sorted, prefix, key=self._bytes_of)
+            stop = bisect_left(self._sorted, prefix + b"\xff", key=self._bytes_of)
             begun += self._sorted[start:stop]
         return pack(begun, len(self._permitted) * 32)
 
@@ -194,43 +191,35 @@ class Completions:
         """Return whether a mask is that of a text with any characters."""
         return not (self._short & ~row).any()
 
-    def find(self, matcher: Matcher, steps: Steps, most: int = 1000, end: bytes = b"") -> Completion | None:
-        """Search for a short completion of `matcher`'s state, which does not change.
+    def find(
+        self, matcher: Matcher, steps: Steps, most: int, end: bytes = b"", before: Sequence[int] = ()
+    ) -> Completion | None:
+        """Search for a short completion after the tokens `before`. `matcher` does not change.
 
         Args:
-            most: maximum number of single-byte tokens.
+            most: maximum number of tokens, which are mostly single bytes.
             end: a text with which it may end.
         """
         for patience in _PATIENCE:
-            found = self._roll_out(matcher, steps, patience, most, end)
+            found = self._roll_out(matcher, steps, patience, most, end, before)
             if found is not None:
                 return found
         return None
 
-    def search_after(
-        self, matcher: Matcher, tokens: Sequence[int], steps: Steps, most: int = 1000, end: bytes = b""
+    def _roll_out(
+        self, matcher: Matcher, steps: Steps, patience: int, most: int, end: bytes = b"", before: Sequence[int] = ()
     ) -> Completion | None:
-        """Search for a completion of the state after `tokens`. `matcher` does not change."""
-        try:
-            trial = matcher.fork()
-            trial.accept_tokens(tokens)
-            if trial.is_accepting():
-                return Completion(b"", ())
-        except GuidedError:
-            return None
-        return self.find(trial, steps, most, end)
-
-    def _roll_out(self, matcher: Matcher, steps: Steps, patience: int, most: int, end: bytes) -> Completion | None:
         """Follow the preferred bytes until the constraint is satisfied, for at most `most` tokens."""
         uses = np.zeros(len(self._singles), np.int64)
         tokens: list[int] = []
         searched = b""  # the mask of a text that no literal ends
         try:
             trial = matcher.fork()
+            trial.accept_tokens(before)
             while not trial.is_accepting():
                 if end and (last := self.checked(trial, end)):
                     text = self.spelled(tokens) + end
-                    return self.checked(matcher, text) or Completion(text, (*tokens, *last.tokens))
+                    return self.checked(matcher, text, before) or Completion(text, (*tokens, *last.tokens))
                 steps.left -= 1
                 following = trial.forced_tokens()
                 if not following:
@@ -247,7 +236,7 @@ class Completions:
         except GuidedError:
             return None
         text = self.spelled(tokens)
-        return self.checked(matcher, text) or Completion(text, tuple(tokens))
+        return self.checked(matcher, text, before) or Completion(text, tuple(tokens))
 
     def _end_of_text(self, trial: Matcher, mask: bytes, steps: Steps) -> list[int]:
         """Return a literal that ends a text with this mask, without what may be left out before it; or nothing."""
@@ -268,9 +257,7 @@ class Completions:
         np.bitwise_and(mask, self._permitted, out=self._row)
         allowed = self._allowed()
         if not len(allowed):
-            ids = allowed_ids(self._row)
-            shortest: list[int] = ids[np.argsort(self.lengths[ids], kind="stable")[:1]].tolist()
-            return shortest
+            return [*self.shortest(self._row)[:1], *allowed_ids(self._row).tolist()][:1]
         ranks = self._ranks[1 if self._mark in allowed else 0]
         worn = np.where(self._closing, 0, uses // patience * 1000)
         best = allowed[np.argmin((ranks + worn)[allowed])]
@@ -281,15 +268,14 @@ class Completions:
         """Return the places in `_singles` of the bytes that `_row` allows."""
         return np.flatnonzero((self._row[self._words] >> self._bits) & 1)
 
-    def checked(self, matcher: Matcher, text: bytes, token: int | None = None) -> Completion | None:
-        """Return `text` as a completion if `matcher` accepts it, in as few tokens as the tokenizer spells it.
+    def checked(self, matcher: Matcher, text: bytes, before: Sequence[int] = ()) -> Completion | None:
+        """Return `text` as a completion after the tokens `before` if `matcher` accepts it.
 
-        Args:
-            token: the text follows this token.
+        It has as few tokens as the tokenizer spells it with.
         """
         try:
             tokens = self._encode(text)
-            output = [*tokens, self._stop] if token is None else [token, *tokens, self._stop]
+            output = [*before, *tokens, self._stop]
             return Completion(text, tokens) if matcher.accepts(output) == len(output) else None
         except GuidedError:
             return None
@@ -299,7 +285,7 @@ class Completions:
         new = self.spelled([token])
         if known.tokens[:1] == (token,):
             return Completion(known.text[len(new) :], known.tokens[1:])
-        derived = (self.checked(matcher, text, token) for text in _rests(known.text, new))
+        derived = (self.checked(matcher, text, [token]) for text in _rests(known.text, new))
         return next(filter(None, derived), None)
 
 
@@ -407,9 +393,9 @@ class BudgetedSequence:
         completions = self._completions
         for token in candidates:
             found = completions.inherited(matcher, known, token)
-            found = found or next(filter(None, (completions.checked(matcher, text, token) for text in texts)), None)
+            found = found or next(filter(None, (completions.checked(matcher, text, [token]) for text in texts)), None)
             if found is None or len(found.tokens) >= left:
-                found = completions.search_after(matcher, [token], steps, 60 + 3 * left, known.text)
+                found = completions.find(matcher, steps, 60 + 3 * left, known.text, [token])
                 # A few of the completions found are tried for the following candidates.
                 texts += [] if found is None or len(texts) >= 4 else [found.text]
             if found is not None:
