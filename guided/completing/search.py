@@ -394,7 +394,7 @@ class BudgetedSequence:
         for token in candidates:
             found = completions.inherited(matcher, known, token)
             found = found or next(filter(None, (completions.checked(matcher, text, [token]) for text in texts)), None)
-            if found is None or len(found.tokens) >= left:
+            if found is None:
                 found = completions.find(matcher, steps, 60 + 3 * left, known.text, [token])
                 # A few of the completions found are tried for the following candidates.
                 texts += [] if found is None or len(texts) >= 4 else [found.text]
