@@ -148,6 +148,8 @@ class CompiledGrammar(Protocol):
     checked: tuple[str, ...] = ()
     """JSON pointers of the keywords of a schema that the mask does not enforce: the whole output is validated before
     it may end."""
+    literals: Sequence[str] = ()
+    """Texts that may end a free text, or are a whole output: for searches of a completion."""
     rules: Sequence[OutputRule] = ()
     """The worker applies them to each mask."""
 

@@ -14,6 +14,7 @@ from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
+from guided.completing.literals import literals
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.output_rules import NumberLimit, token_limit
@@ -85,6 +86,7 @@ class CheckedBackend(Backend):
             kinds = {content.kind for content in contents(constraint.outline)}
             limit = token_limit(constraint.outline, self._vocabulary)
         numbers = None if kinds.isdisjoint(("json_schema", "json_object")) else self._numbers
+        grammar.literals = literals(constraint)
         grammar.rules = [rule for rule in (numbers, limit) if rule is not None]
         return grammar
 
