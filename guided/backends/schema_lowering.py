@@ -70,6 +70,8 @@ class SchemaLowering(ABC):
     """Keywords that the library does not enforce, where the canonical form still has them."""
     max_integer: ClassVar[int] = EXACT
     """Largest bound of an integer that the library reads."""
+    max_decimals: ClassVar[int] = 9
+    """Maximum number of decimals of a bound or a multiple."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.form = canonical(constraint.schema, open_objects=constraint.open_objects)
@@ -167,8 +169,8 @@ class SchemaLowering(ABC):
         for keyword in schema.keys() & set(NUMBER_BOUNDS):
             if abs(schema[keyword]) > limit:
                 raise self.refusal(schema, keyword, f" {bounded(schema[keyword], 40)}: it has too many digits")
-        numbers = numbers_of(schema, integer=integer)
-        if not any(numbers.magnitudes()):
+        numbers = numbers_of(schema, 0 if integer else self.max_decimals)
+        if not numbers.units:
             keyword = next(keyword for keyword in NUMERIC if keyword in schema)
             raise self.refusal(schema, keyword, ": the numbers have too many decimals")
         return numbers

@@ -35,6 +35,7 @@ class XGrammarLowering(SchemaLowering):
 
     library = "xgrammar"
     max_integer = _INT64
+    max_decimals = 6
 
     def __init__(self, constraint: Constraint) -> None:
         super().__init__(constraint)
@@ -85,7 +86,10 @@ class XGrammarLowering(SchemaLowering):
         return PATTERN.format(len(self.patterns) - 1)
 
     def numeric(self, schema: dict[str, Any], *, integer: bool) -> dict[str, Any]:
-        node = pattern_of(self.numbers(schema, integer=integer))
+        numbers = self.numbers(schema, integer=integer)
+        if "multipleOf" not in schema:
+            return {"type": "integer" if integer else "number", **numbers.bounds()}
+        node = pattern_of(numbers)
         if node is None:
             raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
         self.numbers_written.append(node)
