@@ -102,29 +102,29 @@ class LLGuidanceLowering(SchemaLowering):
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
 
-    def numeric(self, schema: dict[str, Any], *, integer: bool) -> dict[str, Any]:
+    def numeric(self, schema: dict[str, Any], kind: str) -> dict[str, Any]:
         """Lower to one alternative for each number of decimals.
 
         Of a bound with decimals, the library excludes what it begins with (`maximum: 0.95` excludes 0.9), and of the
         multiples of 0.25 it writes 0.50, not 0.5.
         """
-        numbers = self.numbers(schema, integer=integer)
+        numbers = self.numbers(schema, kind)
         has_multiple = "multipleOf" in schema
         if has_multiple and self._merges:
             raise self.refusal(schema, "multipleOf", " next to 'allOf'")
         if has_multiple and numbers.are_few:  # the library's own check that there is one is not exact
             return {"enum": [numbers.value(units) for units in numbers.units]}
-        options: dict[str, dict[str, Any]] = {}
+        options: list[dict[str, Any]] = []
         for decimals in range(numbers.decimals + 1):
             part = numbers.with_decimals(decimals)
-            lowered: dict[str, Any] = {"type": "integer" if integer else "number", **part.bounds()}
+            lowered: dict[str, Any] = {"type": kind, **part.bounds()}
             if has_multiple:
                 lowered["multipleOf"] = part.value(part.step)
-                if not _is_readable(lowered["multipleOf"], part.step * 10**decimals // 10**numbers.decimals, decimals):
+                if not _is_readable(lowered["multipleOf"], decimals):
                     raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
-            if part.units:
-                options[json.dumps(lowered)] = lowered
-        return any_of(list(options.values()))
+            if part.units and lowered not in options:
+                options.append(lowered)
+        return any_of(options)
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape
@@ -221,8 +221,9 @@ class LLGuidanceLowering(SchemaLowering):
         return any_of(options)
 
 
-def _is_readable(multiple: float, coefficient: int, decimals: int) -> bool:
+def _is_readable(multiple: float, decimals: int) -> bool:
     """Return whether the library can enforce `multiple`, which it multiplies by ten until it has no decimals."""
+    coefficient = round(multiple * 10**decimals)
     # Other large ones exhaust the lexer's states next to a bound.
     is_small = coefficient <= 5_000 or 10**5 % coefficient == 0
     return is_small and prod([10] * decimals, start=multiple) == coefficient

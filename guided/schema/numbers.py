@@ -18,10 +18,13 @@ from guided.schema.keywords import NUMBER_BOUNDS
 
 EXACT = 2**53
 """All smaller integers are exact as doubles."""
+_MAX_DECIMALS = 6
+"""xgrammar's own limit."""
 _SIGNIFICANT_DIGITS = 15
 _MAX_DIGITS = 19
 """Maximum number of digits in a regex, for integers without bounds."""
 _MAX_TEXTS = 1000
+"""Maximum number of values in a list, and of endings in a regex."""
 _NO_BOUND = 10**30
 
 
@@ -36,7 +39,7 @@ class Numbers(NamedTuple):
 
     @property
     def units(self) -> range:
-        """The numbers in ascending order."""
+        """The numbers in ascending order, in units of the last decimal."""
         first = -(-self.low // self.step) * self.step
         return range(first, self.high + 1, self.step)
 
@@ -46,17 +49,15 @@ class Numbers(NamedTuple):
         return self.high - self.low < _MAX_TEXTS * self.step
 
     def with_decimals(self, decimals: int) -> Numbers:
-        """Return those that need at most `decimals` decimals. Only the digits of a bound that follow are dropped."""
+        """Return those that need at most `decimals` decimals. A bound that would move away from zero stays."""
         unit = 10 ** (self.decimals - decimals)
         low = max(self.low, min(0, -(-self.low // unit) * unit))
         high = min(self.high, max(0, self.high // unit * unit))
         return Numbers(low, high, lcm(self.step, unit), self.decimals)
 
     def value(self, units: int) -> float:
-        """Return `units` of the last decimal; an integer if possible."""
-        scale = int(10**self.decimals)
-        whole, rest = divmod(units, scale)
-        return units / scale if rest else whole
+        """Return the number that has so many units."""
+        return float(units / 10**self.decimals)
 
     def bounds(self) -> dict[str, float]:
         """Return the bounds as keywords of JSON Schema."""
@@ -64,21 +65,24 @@ class Numbers(NamedTuple):
         return {keyword: self.value(bound) for keyword, bound in bounds.items() if abs(bound) < _NO_BOUND}
 
 
-def numbers_of(schema: dict[str, Any], decimals: int) -> Numbers:
-    """Return the numbers within the bounds of `schema`, and its `multipleOf`, with at most `decimals` decimals."""
+def numbers_of(schema: dict[str, Any], kind: str) -> Numbers:
+    """Return the numbers, or integers (`kind`), that the bounds and `multipleOf` of `schema` allow."""
     bounds = {keyword: Fraction(str(schema[keyword])) for keyword in NUMBER_BOUNDS if keyword in schema}
     multiple = Fraction(str(schema.get("multipleOf", 0)))
     largest = floor(max(map(abs, bounds.values()), default=0))
-    decimals = min(decimals, max(0, _SIGNIFICANT_DIGITS - len(str(largest))))
+    decimals = 0
+    if kind == "number":
+        decimals = min(_MAX_DECIMALS, max(0, _SIGNIFICANT_DIGITS - len(str(largest))))
     while multiple and decimals and 10 ** (decimals - 1) % multiple.denominator == 0:
         decimals -= 1
     scale = 10**decimals
-    limit = 10**_SIGNIFICANT_DIGITS - 1 if multiple and decimals else _NO_BOUND
-    units = dict.fromkeys(NUMBER_BOUNDS, Fraction(limit + 1))
-    units["minimum"] = units["exclusiveMinimum"] = Fraction(-limit - 1)
-    units |= {keyword: bound * scale for keyword, bound in bounds.items()}
-    low = max(-limit, ceil(units["minimum"]), floor(units["exclusiveMinimum"]) + 1)
-    high = min(limit, floor(units["maximum"]), ceil(units["exclusiveMaximum"]) - 1)
+    high = _NO_BOUND
+    if multiple and decimals:
+        high = 10**_SIGNIFICANT_DIGITS - 1
+    low = -high
+    units = {keyword: bound * scale for keyword, bound in bounds.items()}
+    low = max(ceil(units.get("minimum", low)), floor(units.get("exclusiveMinimum", low - 1)) + 1)
+    high = min(floor(units.get("maximum", high)), ceil(units.get("exclusiveMaximum", high + 1)) - 1)
     return Numbers(low, high, (multiple * scale).numerator or 1, decimals)
 
 
@@ -100,7 +104,9 @@ def pattern_of(numbers: Numbers) -> Node | None:
 
 @lru_cache(maxsize=10_000)
 def _digits(low: int, high: int, before: int, step: int, count: int, decimals: int) -> Node | None:
-    """Return the last `count` digits of multiples of `step`, without zeros that end the decimals; None for no multiple.
+    """Return the texts of the last `count` digits of multiples of `step`; None if there is no multiple.
+
+    Decimals that are zeros may be missing at the end.
 
     Args:
         low: least number that these digits may be.
@@ -114,13 +120,12 @@ def _digits(low: int, high: int, before: int, step: int, count: int, decimals: i
         return regex.EMPTY
     unit = 10 ** (count - 1)
     digits_before: dict[Node, list[tuple[int, int]]] = {}
-    for digit in range(10):
+    for digit, code in enumerate(b"0123456789"):
         start = digit * unit
         least = max(low - start, 0)
         most = min(high - start, unit - 1)
         node = _digits(least, most, (before + start) % step, step, count - 1, decimals)
         if node is not None:
-            code = ord(str(digit))
             digits_before.setdefault(node, []).append((code, code))
     text = regex.choice(regex.sequence([Chars(regex.ranges_of(codes)), node]) for node, codes in digits_before.items())
     if count == decimals:
