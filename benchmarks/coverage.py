@@ -54,8 +54,8 @@ objects, too.
 ## Valid values that are never generated
 
 - Numbers with bounds have no exponent. An exclusive bound, and a bound with more than six decimals, becomes the next
-  number inside it with at most six decimals, fewer where these would be more than 15 digits: with more digits, readers
-  that round to a double could round to an excluded number.
+  number inside it with six decimals, or the next integer beyond a billion: with more digits, readers that round to a
+  double could round to an excluded number.
 - Numbers with `multipleOf` have no exponent and at most six decimals. Those with decimals have at most 15 digits, and
   xgrammar's integers at most 19.
 

@@ -223,7 +223,7 @@ class LLGuidanceLowering(SchemaLowering):
 
 def _is_readable(multiple: float, decimals: int) -> bool:
     """Return whether the library can enforce `multiple`, which it multiplies by ten until it has no decimals."""
-    coefficient = round(multiple * 10**decimals)
+    coefficient: int = round(multiple * 10**decimals)
     # Other large ones exhaust the lexer's states next to a bound.
     is_small = coefficient <= 5_000 or 10**5 % coefficient == 0
     return is_small and prod([10] * decimals, start=multiple) == coefficient

@@ -20,6 +20,8 @@ EXACT = 2**53
 """All smaller integers are exact as doubles."""
 _MAX_DECIMALS = 6
 """xgrammar's own limit."""
+_LARGE = 10**9
+"""Larger bounds have no decimals: xgrammar writes six, and a double has 15 significant digits."""
 _SIGNIFICANT_DIGITS = 15
 _MAX_DIGITS = 19
 """Maximum number of digits in a regex, for integers without bounds."""
@@ -69,20 +71,18 @@ def numbers_of(schema: dict[str, Any], kind: str) -> Numbers:
     """Return the numbers, or integers (`kind`), that the bounds and `multipleOf` of `schema` allow."""
     bounds = {keyword: Fraction(str(schema[keyword])) for keyword in NUMBER_BOUNDS if keyword in schema}
     multiple = Fraction(str(schema.get("multipleOf", 0)))
-    largest = floor(max(map(abs, bounds.values()), default=0))
     decimals = 0
-    if kind == "number":
-        decimals = min(_MAX_DECIMALS, max(0, _SIGNIFICANT_DIGITS - len(str(largest))))
+    if kind == "number" and (multiple or max(map(abs, bounds.values())) < _LARGE):
+        decimals = _MAX_DECIMALS
     while multiple and decimals and 10 ** (decimals - 1) % multiple.denominator == 0:
         decimals -= 1
     scale = 10**decimals
-    high = _NO_BOUND
+    limit = _NO_BOUND
     if multiple and decimals:
-        high = 10**_SIGNIFICANT_DIGITS - 1
-    low = -high
+        limit = 10**_SIGNIFICANT_DIGITS - 1
     units = {keyword: bound * scale for keyword, bound in bounds.items()}
-    low = max(ceil(units.get("minimum", low)), floor(units.get("exclusiveMinimum", low - 1)) + 1)
-    high = min(floor(units.get("maximum", high)), ceil(units.get("exclusiveMaximum", high + 1)) - 1)
+    low = max(-limit, ceil(units.get("minimum", -limit)), floor(units.get("exclusiveMinimum", -limit - 1)) + 1)
+    high = min(limit, floor(units.get("maximum", limit)), ceil(units.get("exclusiveMaximum", limit + 1)) - 1)
     return Numbers(low, high, (multiple * scale).numerator or 1, decimals)
 
 
