@@ -13,7 +13,7 @@ from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Range
 from guided.output_types import constraint_for
-from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
+from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, several, take_one, take_whitespace
 
 MAX_LOGPROBS = 20
 """Maximum number of alternatives per token (OpenAI's limit)."""
@@ -27,9 +27,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type`
-    constrains the output. It is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a
-    constraint: they could end the output before it satisfies the constraint.
+    One of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type` constrains the
+    output; several are accepted if they mean the same. It is checked here and becomes `constraint`. `stop` and
+    `stop_token_ids` are rejected with a constraint: they could end the output before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.
@@ -50,7 +50,7 @@ class SamplingParams:
         n: number of outputs.
         temperature: 0 is greedy.
         top_p, top_k, min_p: truncation of the distribution, applied after temperature in the order min_p, top_k,
-            top_p. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
+            top_p. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `top_p` 0 leaves the most likely token.
         seed: makes the request repeatable. None: derived from the engine's seed and the request id.
         max_tokens: None: the rest of the context.
         min_tokens: suppress stop tokens before this many tokens (unless nothing else is legal).
@@ -174,8 +174,6 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or type(self).__dataclass_fields__[name].default is not None:
                 _check_range(name, value, *bounds)
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p is greater than 0 and at most 1 (temperature 0 is greedy)", param="top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", param="min_tokens"
@@ -250,7 +248,7 @@ class SamplingParams:
         if self.constraint is None or one is None:
             return built or self.constraint
         if self.constraint != built:
-            take_one([GivenConstraint(self.constraint.kind, "constraint", self.constraint), one])
+            raise several([GivenConstraint(self.constraint.kind, "constraint", self.constraint), one])
         return built
 
     def _check_constraint(self) -> None:

@@ -13,9 +13,9 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.server.constraints import RequestedConstraint
-from engine.server.context import ServerContext
+from engine.server.context import MAX_ANSWER_LOGPROBS, ServerContext
 from engine.server.errors import QueueFull, ShuttingDown
-from engine.server.protocol import GenerationRequest, GuidedInfo
+from engine.server.protocol import ChoicesRequest, GuidedInfo, Reported
 from guided.constraint import KINDS, Constraint
 from guided.errors import (
     CompileTimeout,
@@ -32,12 +32,12 @@ logger = logging.getLogger("guided.server")
 
 
 _CONVERTED = {*KINDS, "backend", "whitespace_pattern", "open_objects", "strict_schema", "max_tokens", "logprobs"}
-_SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
+_SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & ChoicesRequest.model_fields.keys() - _CONVERTED)
 """Fields that mean the same in a request and in `SamplingParams`."""
 
 
 def sampling_params(
-    request: GenerationRequest,
+    request: ChoicesRequest,
     wanted: RequestedConstraint,
     form: OutputForm,
     *,
@@ -58,6 +58,8 @@ def sampling_params(
     if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
         name = "use_beam_search" if request.use_beam_search else "best_of"
         raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
     if wanted.constraint is not None:
         refuse_stops(wanted.constraint, request.stop, None)
     return SamplingParams(
@@ -107,7 +109,7 @@ class Job:
     constraint_field: str | None
     """The field that holds the constraint, as the request spells it."""
     stream: bool
-    include_usage: bool = False
+    reported: Reported = field(default_factory=Reported)
     echoed: Sequence[str] = ()
     """The text of each prompt, if the answer repeats it."""
     groups: Sequence[SequenceGroup] = ()
@@ -134,6 +136,10 @@ class Job:
 
     def admitted(self, context: ServerContext) -> Job:
         """Return this job with its engine requests. Raises `InvalidRequest` if the engine rejects one."""
+        count = sum(map(len, self.prompts)) * ((self.params.prompt_logprobs or 0) + 1)
+        if self.params.prompt_logprobs is not None and len(self.prompts) > 1 and count > MAX_ANSWER_LOGPROBS:
+            message = f"the prompts have {count} log-probabilities; the limit for several is {MAX_ANSWER_LOGPROBS}"
+            raise InvalidRequest(message, param="prompt_logprobs")
         groups = []
         for number, prompt in enumerate(self.prompts):
             request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{number}"
