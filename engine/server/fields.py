@@ -121,10 +121,10 @@ class Body(BaseModel):
             return
         is_full = ignored is not None and len(ignored) == MAX_IGNORED
         meant = cls.hint(name, thorough=not is_full and len(name) <= 40)
-        if meant is None and isinstance(value, dict) and rows(cls):
-            inner = next((key for key in value if _field_of(key, cls)), None)
+        if meant is None and isinstance(value, dict):
+            inner = next((key for key in value if key not in _COMMON and cls.hint(key, thorough=False)), None)
             if inner is not None:
-                name, meant = f"{name}.{inner}", f"{_field_of(inner, cls)}, beside the others"
+                name, meant = f"{name}.{inner}", f"{cls.hint(inner, thorough=False)}, beside the others"
         if meant is not None or ignored is None or not cls.tolerant:
             raise PydanticCustomError("unknown_parameter", "{why}", {"name": name, "why": meant or ""})
 
@@ -133,8 +133,8 @@ class Body(BaseModel):
         """Return the field that an unknown one is probably meant as. `thorough`: if it is only misspelt, too."""
         if not rows(cls):
             return None
-        if name in _MISNAMED and "response_format" in names_of(cls):
-            return _MISNAMED[name]
+        if name in MISNAMED and "response_format" in names_of(cls):
+            return MISNAMED[name]
         return (_similar(name, cls) if thorough else None) or _field_of(name, cls)
 
 
@@ -168,7 +168,7 @@ def rows(body: type[Body]) -> tuple[Row, ...]:
     )
 
 
-_MISNAMED = {
+MISNAMED = {
     **dict.fromkeys(("format", "text", "text_format", "output_format", "output_config"), "response_format"),
     **dict.fromkeys(("output_type", "output_model", "response_model", "response_type"), "response_format"),
     **dict.fromkeys(("response_mime_type", "responseMimeType", "result_type", "return_type"), "response_format"),
@@ -176,7 +176,9 @@ _MISNAMED = {
     "extra_body": "its fields, beside the others",
 }
 """Names that mean a constraint, and are not like those of its fields."""
-_MARKS: Mapping[str, ConstraintKind | None] = {
+_COMMON = ("format", "text", "enum")
+"""Those among them that mean something else within an object that is unknown."""
+MARKS: Mapping[str, ConstraintKind | None] = {
     "jsonobject": "json_object",
     **dict.fromkeys(("regex", "pattern", "regularexpression"), "regex"),
     **dict.fromkeys(("grammar", "bnf", "lark"), "grammar"),
@@ -194,15 +196,15 @@ def _similar(name: str, body: type[Body]) -> str | None:
     return next(iter(get_close_matches(name, _names(body), 1, 0.8)), None)
 
 
-@lru_cache(1024)
 def _field_of(name: str, body: type[Body]) -> str | None:
     """Return the field of a constraint that `name` means, because it is the field's name or because of a part of it."""
     plain = name[:100].lower().replace("_", "").replace("-", "")
-    mark = next((mark for mark in _MARKS if mark in plain), None)
+    mark = next((mark for mark in MARKS if mark in plain), None)
     if mark is None:
         return name if name in _names(body) else None
-    of_kind = [row.name for row in rows(body) if row.kind == _MARKS[mark]] or _names(body)
-    return next(iter(get_close_matches(name[:40], of_kind, 1)), of_kind[0])
+    of_kind = [row.name for row in rows(body) if row.kind == MARKS[mark]] or _names(body)
+    older = [each for each in of_kind if "guided" in plain and each.startswith("guided")]
+    return (older or of_kind)[0]
 
 
 @cache
@@ -278,9 +280,9 @@ class ConstraintFields(Body):
     grammar: Grammar = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
     structural_tag: Tag = Field(default=None, description="Free text with constrained parts.")
     whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
-    # ... OpenAI's, vLLM's ...
-    response_format: Annotated[ResponseFormat | None, Kind(None)] = None
+    # ... vLLM's, OpenAI's ...
     structured_outputs: Annotated[StructuredOutputs | None, Kind(None)] = None
+    response_format: Annotated[ResponseFormat | None, Kind(None)] = None
     # ... SGLang's, and vLLM's older names.
     ebnf: Grammar = Field(default=None, description="SGLang's name of a grammar.")
     guided_json: Schema = None

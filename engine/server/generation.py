@@ -51,10 +51,9 @@ def sampling_params(
     if form.shows_special_tokens:
         given |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
     if request.vllm_xargs and not context.engine.engine.sampler.processors.classes:
-        raise InvalidRequest(
-            "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
-            param="vllm_xargs",
-        )
+        message = "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors"
+        meant = next(filter(None, map(request.hint, request.vllm_xargs)), None)
+        raise InvalidRequest(message + (f"; did you mean {meant}?" if meant else ""), param="vllm_xargs")
     if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
         name = "use_beam_search" if request.use_beam_search else "best_of"
         raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)

@@ -105,7 +105,8 @@ class GenerationRequest(ConstraintFields):
 
     @classmethod
     def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
-        """Move what is known in `nvext` and `sampling_params` beside the other fields, except the constraint's."""
+        """Move what is known in `nvext` and `sampling_params` beside the other fields, which have priority. A
+        constraint stays in its place, and so does what is named in `ignored`."""
         data = {**data}
         for place in ("nvext", "sampling_params"):
             if not isinstance(inner := data.get(place), dict):
@@ -113,14 +114,11 @@ class GenerationRequest(ConstraintFields):
             left: dict[str, Any] = {}
             for name, value in inner.items():
                 own = name if name in names_of(cls) else name_here(name, cls)
-                if own is None or own in ConstraintFields.model_fields or value is None:
+                if own is None or own in ConstraintFields.model_fields or data.get(own) is not None:
                     left[name] = value
-                elif data.get(own) in (None, value):
+                else:
                     data[own] = value
                     names[own] = f"{place}.{name}"
-                else:
-                    message = f"{own} and {place}.{name} are given, and are different: choose one"
-                    raise InvalidRequest(message, param=f"{place}.{name}")
             data[place] = left
         return data
 

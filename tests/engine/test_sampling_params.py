@@ -12,7 +12,7 @@ from guided.errors import InvalidRequest
 REFUSED: dict[str, list[Any]] = {
     "n": [0, 1.5, True],
     "temperature": [-0.1, float("nan"), "hot"],
-    "top_p": [0.0, 1.1],
+    "top_p": [-0.1, 1.1],
     "top_k": [-2],
     "min_p": [2.0],
     "seed": [0.5, 2**64],
