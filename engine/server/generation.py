@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -150,7 +151,9 @@ class Job:
         return replace(self, groups=groups)
 
     def respell(self, error: GuidedError, prompt: int) -> GuidedError:
-        """Name the field of the constraint as the request spells it, and the prompt if there are several."""
+        """Return an error that names the field of the constraint as the request spells it, and the prompt if there are
+        several. It is a copy: an error of a compilation is kept for other requests."""
+        error = copy(error)
         if isinstance(error, InvalidConstraint | ConstraintNotMet) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
             locate(error, self.form.places)

@@ -158,4 +158,6 @@ def test_errors_of_the_compilation_are_respelled() -> None:
     assert job.respell(InvalidConstraint("bad", param="regex"), 0).param == "guided_regex"
     assert job.respell(InvalidConstraint("bad"), 0).param == "guided_regex"
     assert job.respell(InvalidRequest("bad", param="stop"), 0).param == "stop"
+    kept = InvalidConstraint("bad", param="regex")
+    assert (job.respell(kept, 0).param, kept.param) == ("guided_regex", "regex"), "other requests get it, too"
     assert job.respell(InvalidRequest("too long", param="prompt"), 1).param == "prompt[1]"
