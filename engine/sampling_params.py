@@ -13,7 +13,7 @@ from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Range
 from guided.output_types import constraint_for
-from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, several, take_one, take_whitespace
+from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
 MAX_LOGPROBS = 20
 """Maximum number of alternatives per token (OpenAI's limit)."""
@@ -233,8 +233,8 @@ class SamplingParams:
         fields = {kind: getattr(self, kind) for kind in KINDS} | {"json_object": self.json_object or None}
         given = [GivenConstraint(kind, kind, value) for kind, value in fields.items() if value is not None]
         if self.output_type is not None:
-            typed = constraint_for(self.output_type)
-            given.append(GivenConstraint(typed.kind, "output_type", typed.source))
+            typed = constraint_for(self.output_type, open_objects=False)
+            given.append(GivenConstraint(typed.kind, "output_type", typed))
         one = take_one(given)
         pattern = self.whitespace_pattern
         spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
@@ -247,8 +247,8 @@ class SamplingParams:
             built = None if one is None else build(one, spaces, **options)
         if self.constraint is None or one is None:
             return built or self.constraint
-        if self.constraint != built:
-            raise several([GivenConstraint(self.constraint.kind, "constraint", self.constraint), one])
+        ready = GivenConstraint(self.constraint.kind, "constraint", self.constraint)
+        take_one([ready, GivenConstraint(one.kind, one.field, built)])
         return built
 
     def _check_constraint(self) -> None:

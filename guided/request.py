@@ -22,6 +22,7 @@ class GivenConstraint:
     field: str
     """The field's path in the request. Errors name it."""
     value: Any
+    """The field's value, or a constraint that is built already, with the default options of `build`."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,9 @@ def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
         InvalidConstraint: two fields have different constraints.
     """
     if len(given) > 1 and len({build(field) for field in given}) > 1:
-        raise several(given)
+        names = " and ".join(field.field for field in given)
+        raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].field)
     return given[0] if given else None
-
-
-def several(given: Sequence[GivenConstraint]) -> InvalidConstraint:
-    """Return the error for fields with different constraints."""
-    names = " and ".join(field.field for field in given)
-    return InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].field)
 
 
 def take_whitespace(one: GivenConstraint | None, given: Sequence[GivenWhitespace]) -> GivenWhitespace | None:
@@ -76,6 +72,8 @@ def build(
     strict_schema: bool = False,
 ) -> Constraint:
     """Build the constraint. `param` of an `InvalidConstraint` is the field at fault."""
+    if isinstance(one.value, Constraint):
+        return one.value
     try:
         return Constraint.of_kind(
             one.kind,

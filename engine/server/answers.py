@@ -144,16 +144,14 @@ class ChoicesAnswer(Answer):
         if self.job.reported.token_ids:
             fields["prompt_token_ids"] = self.job.prompts[prompt]
         if output is not None and output.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = list(map(self._alternatives, output.prompt_logprobs))
+            fields["prompt_logprobs"] = [found and self._alternatives(found) for found in output.prompt_logprobs]
         return fields
 
-    def _alternatives(self, of_token: TokenLogprobs | None) -> dict[int, dict[str, Any]] | None:
-        """Describe a token of a prompt and its alternatives, as vLLM does; None for the first token."""
-        if of_token is None:
-            return None
+    def _alternatives(self, found: TokenLogprobs) -> dict[int, dict[str, Any]]:
+        """Describe a token of a prompt and its alternatives, as vLLM does."""
         return {
             token: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.written(token)}
-            for token, logprob, rank in of_token.rows()
+            for token, logprob, rank in found.rows()
         }
 
     def written(self, token: int) -> str:

@@ -11,7 +11,7 @@ from engine.server.options import ServerSettings
 from engine.server.protocol import GenerationRequest
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import Constraint, ConstraintKind
-from guided.errors import InvalidConstraint, InvalidRequest, bounded
+from guided.errors import InvalidConstraint, InvalidRequest
 from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
 _FORMAT_KINDS: dict[str, ConstraintKind] = {
@@ -21,8 +21,9 @@ _FORMAT_KINDS: dict[str, ConstraintKind] = {
     "structural_tag": "structural_tag",
 }
 """Types of `response_format`, and the kind of the constraint that their fields hold."""
-_WITHOUT_FALLBACK, _NO_WHITESPACE, _CLOSED = "no-fallback", "disable-any-whitespace", "no-additional-properties"
-"""vLLM's options of a backend: `xgrammar:no-fallback,disable-any-whitespace`. A named backend never is replaced."""
+_NO_WHITESPACE, _CLOSED = "disable-any-whitespace", "no-additional-properties"
+_BACKEND_OPTIONS = ("no-fallback", _NO_WHITESPACE, _CLOSED)
+"""What may follow a backend's name in vLLM: `xgrammar:no-fallback,...`. A backend that is named never is replaced."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,11 @@ def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str,
     """Return the backend, the field that names it, and vLLM's options of it."""
     older, given = request.guided_decoding_backend, request.backend
     field = "backend" if older is None else "guided_decoding_backend"
-    if None not in (older, given) and older != given:
+    if None not in (older, given):
         raise InvalidRequest(f"backend and {field} are given: choose one", param=field)
-    name, _, text = (older or given or settings.backend).partition(":")
-    options = text.split(",") if text else []
-    known = (_WITHOUT_FALLBACK, _NO_WHITESPACE, _CLOSED)
-    unknown = next((option for option in options if option not in known), None)
-    if unknown is not None:
-        message = f"there is no option {bounded(unknown, 60)!r} of a backend: there are {', '.join(known)}"
-        raise InvalidRequest(message, param=field)
+    name, *options = (older or given or settings.backend).replace(",", ":").split(":")
+    if not set(options).issubset(_BACKEND_OPTIONS):
+        raise InvalidRequest(f"the options of a backend are {', '.join(_BACKEND_OPTIONS)}", param=field)
     return resolve(name, param=field), field, options
 
 
@@ -121,7 +118,7 @@ def _response_format(chosen: ResponseFormat, path: str) -> Iterator[GivenConstra
     missing = chosen.type == "json_schema" and not given
     for row in given:
         value = getattr(chosen, row.attribute)
-        schema = value.schema_ if row.attribute == "json_schema" else value
+        schema = getattr(value, "schema_", value)  # the field `json_schema` is an object that has it
         missing = missing or schema is None
         # Errors about the schema name `response_format` itself, as OpenAI's do.
         yield GivenConstraint("json_schema", path if len(given) == 1 else f"{path}.{row.name}", schema)

@@ -1,7 +1,7 @@
 """The fields of requests: how objects are read, and the table of the fields that hold a constraint.
 
 The table consists of three classes. `ConstraintFields` has the fields of a body, of `nvext` and of `sampling_params`;
-`StructuredOutputs` and `ResponseFormat` are objects among them. A field whose type is one of the six below is a row:
+`StructuredOutputs` and `ResponseFormat` are objects among them. A field whose type has a `Kind` is a row:
 the type says the kind of its constraint, the class its place. `constraints.py` reads the rows, `Body.hint` compares
 unknown fields with them, and `benchmarks/fields.py` writes docs/http-reference.md.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, lru_cache
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from guided.constraint import ConstraintKind
@@ -74,6 +74,7 @@ Regex = Annotated[str | None, Kind("regex")]
 Choice = Annotated[Many[str] | None, Kind("choice")]
 Grammar = Annotated[str | None, Kind("grammar")]
 Tag = Annotated[dict[str, Any] | str | None, Kind("structural_tag")]
+TagPart = Annotated[Any, Kind("structural_tag")]
 
 
 class Body(BaseModel):
@@ -119,23 +120,21 @@ class Body(BaseModel):
             raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": REFUSED[name]})
         if name in WITHOUT_EFFECT:
             return
-        is_full = ignored is not None and len(ignored) == MAX_IGNORED
-        meant = cls.hint(name, thorough=not is_full and len(name) <= 40)
+        meant = cls.hint(name, thorough=len(ignored or ()) < MAX_IGNORED and len(name) <= 40)
         if meant is None and isinstance(value, dict):
             inner = next((key for key in value if key not in _COMMON and cls.hint(key, thorough=False)), None)
             if inner is not None:
-                name, meant = f"{name}.{inner}", f"{cls.hint(inner, thorough=False)}, beside the others"
+                name, meant = f"{name}.{inner}", cls.hint(inner, thorough=False)
         if meant is not None or ignored is None or not cls.tolerant:
-            raise PydanticCustomError("unknown_parameter", "{why}", {"name": name, "why": meant or ""})
+            raise PydanticCustomError("unknown_parameter", "{why}", {"name": bounded(name), "why": meant or ""})
 
     @classmethod
     def hint(cls, name: str, thorough: bool = True) -> str | None:
         """Return the field that an unknown one is probably meant as. `thorough`: if it is only misspelt, too."""
-        if not rows(cls):
-            return None
         if name in MISNAMED and "response_format" in names_of(cls):
             return MISNAMED[name]
-        return (_similar(name, cls) if thorough else None) or _field_of(name, cls)
+        similar = get_close_matches(name, [row.name for row in rows(cls)], 1, 0.8) if thorough else []
+        return similar[0] if similar else _field_of(name, cls)
 
 
 @cache
@@ -144,7 +143,7 @@ def names_of(body: type[Body]) -> frozenset[Any]:
     names: set[Any] = set()
     for name, field in body.model_fields.items():
         alias = field.validation_alias or name
-        names |= {*alias.choices} if isinstance(alias, AliasChoices) else {alias}
+        names.update(getattr(alias, "choices", [alias]))
     return frozenset(names)
 
 
@@ -169,10 +168,15 @@ def rows(body: type[Body]) -> tuple[Row, ...]:
 
 
 MISNAMED = {
-    **dict.fromkeys(("format", "text", "text_format", "output_format", "output_config"), "response_format"),
-    **dict.fromkeys(("output_type", "output_model", "response_model", "response_type"), "response_format"),
-    **dict.fromkeys(("response_mime_type", "responseMimeType", "result_type", "return_type"), "response_format"),
+    **dict.fromkeys(
+        (
+            *("format", "text", "text_format", "output_format", "output_config", "output_type", "output_model"),
+            *("response_model", "response_type", "response_mime_type", "responseMimeType", "result_type"),
+        ),
+        "response_format",
+    ),
     "enum": "choice",
+    "guided_schema": "guided_json",
     "extra_body": "its fields, beside the others",
 }
 """Names that mean a constraint, and are not like those of its fields."""
@@ -180,36 +184,29 @@ _COMMON = ("format", "text", "enum")
 """Those among them that mean something else within an object that is unknown."""
 MARKS: Mapping[str, ConstraintKind | None] = {
     "jsonobject": "json_object",
-    **dict.fromkeys(("regex", "pattern", "regularexpression"), "regex"),
-    **dict.fromkeys(("grammar", "bnf", "lark"), "grammar"),
-    **dict.fromkeys(("structuraltag", "structuretag"), "structural_tag"),
-    **dict.fromkeys(("schema", "json"), "json_schema"),
+    "regex": "regex",
+    "regularexpression": "regex",
+    "pattern": "regex",
+    "grammar": "grammar",
+    "bnf": "grammar",
+    "lark": "grammar",
+    "structuraltag": "structural_tag",
+    "schema": "json_schema",
+    "json": "json_schema",
     "choices": "choice",
-    **dict.fromkeys(("guided", "structured", "constrain"), None),
+    "guided": None,
+    "structured": None,
+    "constrain": None,
 }
 """Parts of names that mean a constraint, and its kind, if they tell it."""
-
-
-@lru_cache(1024)
-def _similar(name: str, body: type[Body]) -> str | None:
-    """Return the field of a constraint of which `name` is a misspelling."""
-    return next(iter(get_close_matches(name, _names(body), 1, 0.8)), None)
 
 
 def _field_of(name: str, body: type[Body]) -> str | None:
     """Return the field of a constraint that `name` means, because it is the field's name or because of a part of it."""
     plain = name[:100].lower().replace("_", "").replace("-", "")
-    mark = next((mark for mark in MARKS if mark in plain), None)
-    if mark is None:
-        return name if name in _names(body) else None
-    of_kind = [row.name for row in rows(body) if row.kind == MARKS[mark]] or _names(body)
-    older = [each for each in of_kind if "guided" in plain and each.startswith("guided")]
-    return (older or of_kind)[0]
-
-
-@cache
-def _names(body: type[Body]) -> list[str]:
-    return [row.name for row in rows(body)]
+    kinds = [kind for mark, kind in MARKS.items() if mark in plain]
+    named = [row.name for row in rows(body) if row.name == name or row.kind in kinds[:1]]
+    return named[0] if named else None
 
 
 class JsonSchemaFormat(Body):
@@ -233,9 +230,9 @@ class ResponseFormat(Body):
     json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
     schema_: Schema = Field(default=None, alias="schema", description="The place in Responses, and llama.cpp's.")
     value: Schema = Field(default=None, description="TGI's place.")
-    format: Annotated[Any, Kind("structural_tag")] = Field(default=None, description="The format of a structural tag.")
-    structures: Annotated[Any, Kind("structural_tag")] = Field(default=None, description="vLLM's older form of it.")
-    triggers: Annotated[Any, Kind("structural_tag")] = None
+    format: TagPart = Field(default=None, description="The format of a structural tag.")
+    structures: TagPart = Field(default=None, description="vLLM's older form of it.")
+    triggers: TagPart = None
     # Without effect.
     name: str | None = None
     description: str | None = None

@@ -16,6 +16,7 @@ from engine.sequence import SequenceGroup
 from engine.server.constraints import RequestedConstraint
 from engine.server.context import MAX_ANSWER_LOGPROBS, ServerContext
 from engine.server.errors import QueueFull, ShuttingDown
+from engine.server.fields import ConstraintFields
 from engine.server.protocol import ChoicesRequest, GuidedInfo, Reported
 from guided.constraint import KINDS, Constraint
 from guided.errors import (
@@ -51,10 +52,13 @@ def sampling_params(
     given = {name: value for name, value in given.items() if value is not None}
     if form.shows_special_tokens:
         given |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
-    if request.vllm_xargs and not context.engine.engine.sampler.processors.classes:
-        message = "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors"
-        meant = next(filter(None, map(request.hint, request.vllm_xargs)), None)
-        raise InvalidRequest(message + (f"; did you mean {meant}?" if meant else ""), param="vllm_xargs")
+    is_used = bool(context.engine.engine.sampler.processors.classes)
+    for name in request.vllm_xargs or ():
+        meant = None if is_used and name not in ConstraintFields.model_fields else request.hint(name)
+        if meant is not None or not is_used:
+            hint = "" if meant is None else f"; did you mean {meant}, beside vllm_xargs?"
+            message = "vllm_xargs needs a custom logits processor that has this argument: see --logits-processors"
+            raise InvalidRequest(message + hint, param="vllm_xargs")
     if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
         name = "use_beam_search" if request.use_beam_search else "best_of"
         raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
@@ -136,9 +140,9 @@ class Job:
 
     def admitted(self, context: ServerContext) -> Job:
         """Return this job with its engine requests. Raises `InvalidRequest` if the engine rejects one."""
-        count = sum(map(len, self.prompts)) * ((self.params.prompt_logprobs or 0) + 1)
-        if self.params.prompt_logprobs is not None and len(self.prompts) > 1 and count > MAX_ANSWER_LOGPROBS:
-            message = f"the prompts have {count} log-probabilities; the limit for several is {MAX_ANSWER_LOGPROBS}"
+        scored = self.params.prompt_logprobs
+        if scored and len(self.prompts) > 1 and sum(map(len, self.prompts)) * scored > MAX_ANSWER_LOGPROBS:
+            message = f"several prompts have at most {MAX_ANSWER_LOGPROBS} log-probabilities"
             raise InvalidRequest(message, param="prompt_logprobs")
         groups = []
         for number, prompt in enumerate(self.prompts):
@@ -152,8 +156,9 @@ class Job:
 
     def respell(self, error: GuidedError, prompt: int) -> GuidedError:
         """Return an error that names the field of the constraint as the request spells it, and the prompt if there are
-        several. It is a copy: an error of a compilation is kept for other requests."""
-        error = copy(error)
+        several."""
+        if isinstance(error, InvalidConstraint):
+            error = copy(error)  # the one of a compilation is kept for other requests
         if isinstance(error, InvalidConstraint | ConstraintNotMet) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
             locate(error, self.form.places)

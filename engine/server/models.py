@@ -11,7 +11,6 @@ from engine.server.prompts import encode, encode_body
 from engine.server.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
-    GuidedInfo,
     ModelCard,
     ModelList,
     TokenizeRequest,
@@ -49,13 +48,12 @@ def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Token
         tokens = encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens, param="prompt")
     else:
         tokens = encode_body(context, body, body.messages)
-    guided = GuidedInfo(ignored=request.state.ignored).model_dump(exclude_none=True)
     return TokenizeResponse(
         count=len(tokens),
         max_model_len=context.engine.max_model_len,
         tokens=tokens,
         token_strs=list(map(context.texts.of, tokens)) if body.return_token_strs else None,
-        guided=guided if request.state.ignored else None,
+        guided={"ignored": request.state.ignored} if request.state.ignored else None,
     )
 
 

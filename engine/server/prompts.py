@@ -23,13 +23,13 @@ def encode_body(context: ServerContext, body: PromptFields, messages: Sequence[M
     if continues and begins_answer:
         message = "continue_final_message and add_generation_prompt exclude each other: leave one of the two out"
         raise InvalidRequest(message, param="add_generation_prompt")
-    effort = {} if body.effort is None else {"reasoning_effort": body.effort}
+    effort = body.reasoning_effort or getattr(body.reasoning, "effort", None)
     return encode_chat(
         context,
         messages,
         add_generation_prompt=not continues if begins_answer is None else begins_answer,
         continue_final_message=continues,
-        variables={**effort, **(body.chat_template_kwargs or {})},
+        variables={**({"reasoning_effort": effort} if effort else {}), **(body.chat_template_kwargs or {})},
         tools=() if body.tool_choice == "none" else body.tools or (),
     )
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.server.fields import Body, ConstraintFields, Many, NvextFields, SglangFields, name_here, names_of, rows
+from engine.server.fields import Body, ConstraintFields, Many, NvextFields, SglangFields, name_here, names_of
 from guided.errors import InvalidRequest
 
 CHAT_EXAMPLE: dict[str, Any] = {
@@ -109,7 +109,8 @@ class GenerationRequest(ConstraintFields):
         constraint stays in its place, and so does what is named in `ignored`."""
         data = {**data}
         for place in ("nvext", "sampling_params"):
-            if not isinstance(inner := data.get(place), dict):
+            inner = data.get(place)
+            if not isinstance(inner, dict):
                 continue
             left: dict[str, Any] = {}
             for name, value in inner.items():
@@ -127,14 +128,9 @@ class GenerationRequest(ConstraintFields):
         return name_here(name, cls) or super().hint(name, thorough)
 
     @model_validator(mode="after")
-    def _check_places(self) -> Self:
+    def _check_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options requires stream: true", param="stream_options")
-        for row in rows(ConstraintFields):
-            if row.name in (self.vllm_xargs or {}):
-                field = f"vllm_xargs.{row.name}"
-                message = f"Unknown parameter: '{field}'; did you mean {row.name}, beside vllm_xargs?"
-                raise InvalidRequest(message, param=field, code="unknown_parameter")
         return self
 
 
@@ -166,10 +162,10 @@ class ChoicesRequest(GenerationRequest):
 
     @property
     def reported(self) -> Reported:
-        options = self.stream_options
+        options = self.stream_options or ChunkOptions()
         return Reported(
-            usage=options is not None and options.include_usage,
-            usage_in_chunks=isinstance(options, ChunkOptions) and options.continuous_usage_stats,
+            usage=options.include_usage,
+            usage_in_chunks=getattr(options, "continuous_usage_stats", False),  # responses have other options
             token_ids=self.return_token_ids is True,
             tokens_as_ids=self.return_tokens_as_token_ids is True,
         )
@@ -298,24 +294,24 @@ class ReasoningConfig(Body):
     effort: str | None = Field(default=None, description="Passed to the chat template.")
 
 
-class TurnRequest(GenerationRequest):
-    """Fields of both chats and responses."""
-
+class TurnFields(Body):
     tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class TurnRequest(GenerationRequest, TurnFields):
+    """Fields of both chats and responses."""
+
     max_reasoning_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
 
 
-class PromptFields(Body):
+class PromptFields(TurnFields):
     """What the prompt of a chat is made of, beside the messages."""
 
     add_generation_prompt: bool | None = Field(default=None, description="Default: unless continue_final_message.")
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     tools: Many[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
-    parallel_tool_calls: bool | None = None
     functions: Many[FunctionDefinition] | None = Field(default=None, description="The former name of `tools`.")
     function_call: str | dict[str, Any] | None = Field(default=None, description="The former name of `tool_choice`.")
     reasoning: Literal["free", "constrained"] | ReasoningConfig | None = Field(
@@ -323,12 +319,6 @@ class PromptFields(Body):
         description="Where the constraint starts: after the thinking phase (free) or at the first token. Or an effort.",
     )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
-
-    @property
-    def effort(self) -> str | None:
-        if isinstance(self.reasoning, ReasoningConfig) and self.reasoning_effort is None:
-            return self.reasoning.effort
-        return self.reasoning_effort
 
     @model_validator(mode="after")
     def _take_functions(self) -> Self:
