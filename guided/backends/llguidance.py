@@ -22,8 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.constraint import USUAL_WHITESPACE, Constraint
+from guided.backends.line_breaks import LineBreaks
+from guided.bitmask import words
+from guided.constraint import LINE_BREAK, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
+from guided.structural_tag import contents
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ _VERSION = metadata.version("llguidance")
 REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
 """Whether llguidance allows several matches of `whitespace_pattern` in a row: 1.7.6 does, which vLLM 0.33 pins; 1.9.1
 does not. The separators of items and keys are never repeated."""
+GENERAL_ESCAPES = not REPEATS_WHITESPACE
+"""Whether llguidance can allow `\\u0041`, beside escapes of control characters."""
 
 _LEXER_FUEL = 2_000_000
 """Maximum number of expressions that the lexer makes for one token. With llguidance's default, a tenth of it,
@@ -46,6 +51,7 @@ class LLGuidanceBackend(Backend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._line_breaks = LineBreaks(vocabulary)
         self._tokenizer = llguidance.LLTokenizer(
             _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
@@ -79,7 +85,11 @@ class LLGuidanceBackend(Backend):
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refusal(matcher.get_error(), constraint)
-        return LLGuidanceGrammar(self._vocabulary, matcher, source, special)
+        kinds = {constraint.kind}
+        if constraint.kind == "structural_tag":
+            kinds = {content.kind for content in contents(constraint.outline)}
+        usual = constraint.whitespace is None and not kinds.isdisjoint(("json_schema", "json_object"))
+        return LLGuidanceGrammar(self._vocabulary, matcher, source, special, self._line_breaks if usual else None)
 
     def _source(self, constraint: Constraint) -> tuple[str, list[str]]:
         """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""
@@ -113,15 +123,21 @@ class LLGuidanceGrammar(CompiledGrammar):
     """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer."""
 
     def __init__(
-        self, vocabulary: Vocabulary, start: llguidance.LLMatcher, source: str, special: frozenset[int]
+        self,
+        vocabulary: Vocabulary,
+        start: llguidance.LLMatcher,
+        source: str,
+        special: frozenset[int],
+        line_breaks: LineBreaks | None,
     ) -> None:
         self._vocabulary = vocabulary
+        self._line_breaks = line_breaks
         self._start = start
         self._source = source
         self.special_token_ids = special
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
+        return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy(), self._line_breaks)
 
     def dump(self) -> bytes:
         """Return the constraint in llguidance's own format: matchers can't be serialised."""
@@ -129,17 +145,41 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 
 class LLGuidanceMatcher(TextMatcher):
-    """One sequence. The adapter handles stop tokens: llguidance's matcher sees text tokens only."""
+    """One sequence. The adapter handles stop tokens: llguidance's matcher sees text tokens only.
 
-    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher) -> None:
+    Args:
+        line_breaks: restricts the default whitespace of JSON text; None if the grammar has none.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, line_breaks: LineBreaks | None = None
+    ) -> None:
         super().__init__(vocabulary)
         self._vocabulary = vocabulary
+        self._line_breaks = line_breaks
+        self._nothing = bytes(4 * words(vocabulary.padded_vocab_size))
         self.native = matcher
         """The library's own matcher."""
 
     def accept_text(self, token_ids: list[int]) -> None:
         if min(token_ids) < 0 or max(token_ids) >= self._vocabulary.padded_vocab_size:
             raise TokenRejected("a token id outside the vocabulary")
+        lines, done = self._line_breaks, 0
+        if lines is not None and not lines.tokens.isdisjoint(token_ids):
+            for index, token in enumerate(token_ids):
+                if token not in lines.tokens:
+                    continue
+                output = [*self._tokens[-lines.reach :], *token_ids[:index]]
+                if lines.may_forbid(token, output):
+                    self._consume(token_ids[done:index])
+                    done = index
+                    row = np.empty(words(self._vocabulary.padded_vocab_size), np.int32)
+                    self._fill(row, output)
+                    if not int(row[token >> 5]) >> (token & 31) & 1:
+                        raise TokenRejected(f"token {token} is not allowed here")
+        self._consume(token_ids[done:])
+
+    def _consume(self, token_ids: list[int]) -> None:
         accepted = self.native.try_consume_tokens(token_ids)
         if accepted < len(token_ids):
             self._check()
@@ -150,9 +190,17 @@ class LLGuidanceMatcher(TextMatcher):
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
-        self.native.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(row.data)), row.nbytes)
+        self._fill(row, self._tokens)
         self._check()
         return self._vocabulary.allows_stop(row)
+
+    def _fill(self, row: NDArray[np.int32], output: list[int]) -> None:
+        pointer = addressof(c_char.from_buffer(row.data))
+        self.native.unsafe_compute_mask_ptr(pointer, row.nbytes)
+        if self._line_breaks is not None:
+            np.bitwise_and(row, self._line_breaks.kept(output, row), out=row)
+            if row.tobytes() == self._nothing:  # where only an unusual token is possible, it is allowed
+                self.native.unsafe_compute_mask_ptr(pointer, row.nbytes)
 
     def rollback_text(self, count: int) -> None:
         self.native.rollback(count)
@@ -215,9 +263,11 @@ def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:
     # An unknown option is an error, so only those of version 1.7 are set here.
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
     if lowering.names_properties:
-        # Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance
-        # allows escapes in additional keys, so `{"\u0061": ...}` would evade the schema of `a`.
+        # Letters that may follow a backslash in JSON strings. Without `u`: llguidance allows the same escapes in
+        # additional keys, so `{"\u0061": ...}` would evade the schema of `a`.
         options["json_allowed_escapes"] = 'bfnrt"\\'
+    elif GENERAL_ESCAPES:
+        options["json_allow_general_unicode_escapes"] = True
     options |= _spaced(whitespace)
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
@@ -232,13 +282,11 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
         )
     from guided.schema import string_pattern
 
-    pattern = string_pattern.whitespace(USUAL_WHITESPACE if whitespace is None else whitespace)
-    after = ""
-    if whitespace is None and REPEATS_WHITESPACE:  # whitespace after commas and colons only
-        pattern, after = "", pattern
+    pattern = LINE_BREAK if whitespace is None else string_pattern.whitespace(whitespace)
+    blank = " ?" if whitespace is None else ""
     return {
-        "item_separator": f",{after}",
-        "key_separator": f":{after}",
+        "item_separator": f",{blank}",
+        "key_separator": f":{blank}",
         "whitespace_flexible": pattern != "",
         "whitespace_pattern": pattern or None,
     }

@@ -27,7 +27,7 @@ from guided.backends.without_torch import import_xgrammar
 from guided.backends.xgrammar_ebnf import ebnf, exact, gbnf, quoted
 from guided.backends.xgrammar_schema import XGrammarLowering
 from guided.bitmask import pack
-from guided.constraint import Constraint
+from guided.constraint import MAX_INDENT, Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import syntax
 from guided.regex_parser import parse
@@ -122,10 +122,7 @@ class XGrammarBackend(Backend):
             style |= {"any_whitespace": False, "separators": (",", ":")}
         text = json.dumps(schema.document(), ensure_ascii=False)
         grammar = _corrected(exact(str(xgrammar.Grammar.from_json_schema(text, **style))), schema)
-        if whitespace is None:
-            # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
-            grammar = grammar.replace(r"[ \n\r\t]*", "usual_whitespace") + _USUAL_WHITESPACE
-        return grammar
+        return _usually_spaced(grammar) if whitespace is None else grammar
 
 
 def _corrected(grammar: str, schema: XGrammarLowering) -> str:
@@ -140,6 +137,8 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
         if not re.search(rule, grammar):
             raise UnsupportedConstraint("xgrammar writes this schema in a form that is not known", param="json_schema")
         grammar = right.join(re.split(rule, grammar))
+    # After the least number of characters any others may follow, also escaped ones.
+    grammar = re.sub(r'(_characters\{\d+), -1\} "\\""', r"\1} basic_string_sub", grammar)
     for number, node in enumerate(schema.patterns):
         grammar += f"\npattern_{number} ::= {ebnf(node)}"
     return re.sub(r'Regex\("\^pattern(\d+)\$", json_string=true\)', r"(pattern_\1)", grammar)
@@ -156,8 +155,21 @@ def _rules_without_text(grammar: str) -> list[str]:
     return [name for name in bodies if name not in with_text]
 
 
-_USUAL_WHITESPACE = '\nusual_whitespace ::= "" | " " | "\\r"? "\\n" [ \\t]{0,40}\n'
-"""`guided.constraint.USUAL_WHITESPACE`."""
+def _usually_spaced(grammar: str) -> str:
+    """Return a grammar of JSON text with the default whitespace (see `guided.constraint.LINE_BREAK`)."""
+    # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
+    anything = re.escape(r"[ \n\r\t]*")
+    for rule, right in (
+        (rf'{anything} "([,:])" {anything}', lambda found: '"," after_comma' if found[1] == "," else '":" (" " | "")'),
+        (rf'"([\[{{])" {anything} "([\]}}])"', r'"\1" "\2"'),
+        # The items of an array that may all be missing: the line breaks belong to them.
+        (rf'"\[" {anything} (\w+_suffix_0) {anything} "\]"', r'"[" \1 "]"'),
+        (r'(?m)^(\w+_suffix_0 ::= \("" \| )(\(.*\))\)$', r"\1(line_break \2 line_break))"),
+        (anything, "line_break"),
+    ):
+        grammar = re.sub(rule, right, grammar)
+    line_break = f'"\\n" [ ]{{0,{MAX_INDENT}}}'
+    return f'{grammar}\nafter_comma ::= "" | " " | {line_break}\nline_break ::= "" | {line_break}\n'
 
 
 class XGrammarGrammar(CompiledGrammar):
