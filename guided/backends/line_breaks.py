@@ -19,17 +19,14 @@ from guided.bitmask import pack
 from guided.constraint import MAX_INDENT
 from guided.vocabulary import Vocabulary
 
-_NEVER = re.compile(rb"[ :]\n|\n *[,:\n]|[\[{]\n *[\]}]")
-"""Matches a token with a line break that is unusual, whatever precedes it."""
-_AFTER = (
-    (re.compile(rb":\Z|[,:] \Z"), re.compile(rb"\n")),
-    (re.compile(rb"[\[{]\Z"), re.compile(rb"\n *[\]}]")),
-    (re.compile(rb"[\[{]\n *\Z"), re.compile(rb" *[,:\n\]}]")),
-    (re.compile(rb"\n *\Z"), re.compile(rb" *[,:\n]")),
-)
-"""(end of the output, beginning of the tokens that are unusual after it)."""
-_ENDS_LINE = re.compile(rb'(?: *|[^"\n]*(?="))("[\]}]*|[\]}]+)\n *')
-"""Matches a token that ends a value or several, and then the line. The group is what ends them."""
+_UNUSUAL = re.compile(rb"[ :]\n|\n *[,:\n]|[\[{]\n *[\]}]")
+_TAIL = re.compile(rb"[\[{:]?\n? *\Z")
+"""Matches the end of an output that matters."""
+_AFTER_VALUE = re.compile(rb"[^,\[{]\n *\Z")
+"""Matches the end of a token that ends a line after a value. A comma may have to follow."""
+_CLOSING = re.compile(rb'\n(?!.*\n)|(?: *|[^"\n]*(?="))("[\]}]*|[\]}]+)\n *\Z')
+"""Matches a token that begins with a line break, or ends a value or several, and then the line. The group is what ends
+them."""
 
 
 class LineBreaks:
@@ -37,78 +34,49 @@ class LineBreaks:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        contents = {token: vocabulary.token_bytes[token] for token in vocabulary.text_token_ids}
-        ids = {content: token for token, content in contents.items()}
-        broken = {token: content for token, content in contents.items() if b"\n" in content}
-        never = {token for token, content in broken.items() if _NEVER.search(content)}
-        alone = {token for token, content in broken.items() if content[:1] == b"\n"} - never
-        closing = {b"": alone}
-        for token, content in broken.items():
-            if token in alone or content.rstrip(b" \n")[-1:] in (b",", b"[", b"{"):
-                continue
-            ending = _ENDS_LINE.fullmatch(content)
-            if ending and ending[1] + b"," in ids:
-                closing.setdefault(ending[1], set()).add(token)
-            else:
-                never.add(token)
-        starts = [token for token, content in contents.items() if content[0] in b" ,:\n]}"]
-        self._after = [{token for token in starts if begin.match(contents[token])} for _, begin in _AFTER]
-        self._after.append(set())
-        self._never = never
-        self._closing = closing
-        self.tokens = frozenset(never.union(*self._after, *closing.values()))
-        """All tokens that may be unusual."""
-        self._ever = frozenset(never.union(*closing.values()))
-        self.reach = MAX_INDENT + 3
-        """Number of tokens at the end of an output that matter."""
-        self._ends = [self._end_of(content) for content in vocabulary.token_bytes]
-        """By token: index in `_AFTER` for an output that ends with it, the number of entries for others, or -1 for a
-        token of blanks only."""
-        # A value may be followed by a line break where a bracket can close its container. Tokens that contain the end
-        # of the value and the bracket show that in the mask: `"}`.
-        probes = [ids.get(text, -1) for text in (b"\n", b"z")]
-        probes += [ids.get(end + mark, -1) for end in closing for mark in (b",", b":", b"}", b"]")]
-        known = np.array(probes)
-        self._words = np.where(known < 0, 0, known // 32)
-        self._bits = np.where(known < 0, 0, np.left_shift(1, known % 32)).astype(np.uint32).view(np.int32)
-        self._kept = lru_cache(maxsize=4096)(self._find_kept)
-        self._packed = lru_cache(maxsize=256)(self._pack)
+        ids = {vocabulary.token_bytes[token]: token for token in vocabulary.text_token_ids}
+        self._contents = {token: text for text, token in ids.items() if re.match(rb" *[,:\]}]|(?s:.*)\n", text)}
+        self._closing: dict[bytes, set[int]] = {}
+        """By what ends a value: the tokens that do, and end the line."""
+        for token, text in self._contents.items():
+            closing = _CLOSING.match(text)
+            if closing and (closing[1] or b"") + b"," in ids:
+                self._closing.setdefault(closing[1] or b"", set()).add(token)
+        # A value may be followed by a line break where a bracket can close its container. Tokens with the end of the
+        # value and the bracket, such as `"}`, show that in the mask.
+        texts = [b"\n", b"z", *(end + mark for end in self._closing for mark in (b",", b":", b"}", b"]"))]
+        probes = np.array([ids.get(text, -1) for text in texts])
+        self._words = probes // 32
+        self._bits = np.where(probes < 0, 0, 1 << probes % 32).astype(np.uint32).view(np.int32)
+        self._unusual = lru_cache(maxsize=64)(self._find_unusual)
+        self._kept = lru_cache(maxsize=256)(self._find_kept)
 
-    def may_forbid(self, token: int, output: Sequence[int]) -> bool:
-        """Whether `token` may be unusual after `output`. If so, `kept` decides."""
-        return token in self._ever or token in self._after[self._end(output)]
+    def forbids(self, token: int, output: Sequence[int]) -> bool:
+        """Whether `token` after `output` makes a line break unusual."""
+        return token in self._contents and token in self._unusual(self._tail(output))
 
     def kept(self, output: Sequence[int], row: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return a mask without the tokens that are unusual after `output`. `row`: what the library allows."""
-        return self._kept(self._end(output), (row[self._words] & self._bits).tobytes())
+        return self._kept(self._tail(output), (row[self._words] & self._bits).tobytes())
 
-    def _end(self, output: Sequence[int]) -> int:
-        end = self._ends[output[-1]] if output else len(_AFTER)
-        if end < 0:
-            end = self._end_of(b"x" + self._vocabulary.decode(output[-self.reach :]))
-        return end
-
-    def _end_of(self, text: bytes) -> int:
+    def _tail(self, output: Sequence[int]) -> bytes:
+        text = self._vocabulary.token_bytes[output[-1]] if output else b""
         if not text.strip(b" \n"):
-            return -1
-        if text[-1] not in b":[{ \n":
-            return len(_AFTER)
-        return next((index for index, (end, _) in enumerate(_AFTER) if end.search(text)), len(_AFTER))
+            text = self._vocabulary.decode(output[-MAX_INDENT - 3 :])
+        return b"".join(_TAIL.findall(text)).replace(b"  ", b"")
 
-    def _find_kept(self, end: int, probes: bytes) -> NDArray[np.int32]:
-        line_break, letter, *others = np.frombuffer(probes, np.int32).astype(bool).tolist()
-        if line_break and letter:  # free text of a structural tag
-            return self._packed(None, ())
-        places = range(0, len(others), 4)
-        open_ends = [
-            index for index, at in enumerate(places) if any(others[at : at + 2]) and not any(others[at + 2 : at + 4])
-        ]
-        return self._packed(end, tuple(open_ends))
+    def _find_unusual(self, tail: bytes) -> set[int]:
+        return {token for token, text in self._contents.items() if _UNUSUAL.search(tail + text)}
 
-    def _pack(self, end: int | None, closing: tuple[int, ...]) -> NDArray[np.int32]:
-        """Return the mask without those of `_AFTER[end]` and the groups `closing`; for None, with all tokens."""
-        unusual: set[int] = set()
-        if end is not None:
-            groups = list(self._closing.values())
-            unusual = self._never.union(self._after[end], *(groups[index] for index in closing))
-        return ~pack(sorted(unusual), self._vocabulary.padded_vocab_size)
+    def _find_kept(self, tail: bytes, probes: bytes) -> NDArray[np.int32]:
+        line_break, letter, *others = np.frombuffer(probes, np.int32).tolist()
+        if line_break and letter:  # both are possible in the free text of a structural tag
+            return ~pack((), self._vocabulary.padded_vocab_size)
+        unusual = {token for token, text in self._contents.items() if _AFTER_VALUE.search(text)}
+        for index, tokens in enumerate(self._closing.values()):
+            comma, colon, *brackets = others[4 * index : 4 * index + 4]
+            if any(brackets) or not (comma or colon):
+                unusual -= tokens
+            else:
+                unusual |= tokens
+        return ~pack(unusual | self._unusual(tail), self._vocabulary.padded_vocab_size)

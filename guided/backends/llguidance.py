@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.line_breaks import LineBreaks
-from guided.bitmask import words
-from guided.constraint import LINE_BREAK, Constraint
+from guided.constraint import LINE_BREAK, MAX_INDENT, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.structural_tag import contents
 from guided.vocabulary import Vocabulary
@@ -36,9 +35,6 @@ _VERSION = metadata.version("llguidance")
 REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
 """Whether llguidance allows several matches of `whitespace_pattern` in a row: 1.7.6 does, which vLLM 0.33 pins; 1.9.1
 does not. The separators of items and keys are never repeated."""
-GENERAL_ESCAPES = not REPEATS_WHITESPACE
-"""Whether llguidance can allow `\\u0041`, beside escapes of control characters."""
-
 _LEXER_FUEL = 2_000_000
 """Maximum number of expressions that the lexer makes for one token. With llguidance's default, a tenth of it,
 `^(\\S+\\s+){0,99}\\S+$` up to 5,000 characters compiles, and fails at its second token."""
@@ -85,11 +81,12 @@ class LLGuidanceBackend(Backend):
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refusal(matcher.get_error(), constraint)
-        kinds = {constraint.kind}
-        if constraint.kind == "structural_tag":
-            kinds = {content.kind for content in contents(constraint.outline)}
-        usual = constraint.whitespace is None and not kinds.isdisjoint(("json_schema", "json_object"))
-        return LLGuidanceGrammar(self._vocabulary, matcher, source, special, self._line_breaks if usual else None)
+        in_text = constraint.kind == "structural_tag"
+        kinds = [content.kind for content in contents(constraint.outline)] if in_text else [constraint.kind]
+        usual = constraint.whitespace is None and ("json_schema" in kinds or "json_object" in kinds)
+        start = LLGuidanceMatcher(self._vocabulary, matcher, self._line_breaks if usual else None)
+        start.in_text = in_text
+        return LLGuidanceGrammar(start, source, special)
 
     def _source(self, constraint: Constraint) -> tuple[str, list[str]]:
         """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""
@@ -122,22 +119,13 @@ class LLGuidanceBackend(Backend):
 class LLGuidanceGrammar(CompiledGrammar):
     """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer."""
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        start: llguidance.LLMatcher,
-        source: str,
-        special: frozenset[int],
-        line_breaks: LineBreaks | None,
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._line_breaks = line_breaks
+    def __init__(self, start: LLGuidanceMatcher, source: str, special: frozenset[int]) -> None:
         self._start = start
         self._source = source
         self.special_token_ids = special
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy(), self._line_breaks)
+        return self._start.fork()
 
     def dump(self) -> bytes:
         """Return the constraint in llguidance's own format: matchers can't be serialised."""
@@ -151,35 +139,24 @@ class LLGuidanceMatcher(TextMatcher):
         line_breaks: restricts the default whitespace of JSON text; None if the grammar has none.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, line_breaks: LineBreaks | None = None
-    ) -> None:
+    in_text = False
+    """Whether text that is no JSON may be around JSON. Only the masks restrict line breaks then."""
+
+    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, line_breaks: LineBreaks | None) -> None:
         super().__init__(vocabulary)
         self._vocabulary = vocabulary
         self._line_breaks = line_breaks
-        self._nothing = bytes(4 * words(vocabulary.padded_vocab_size))
         self.native = matcher
         """The library's own matcher."""
 
     def accept_text(self, token_ids: list[int]) -> None:
         if min(token_ids) < 0 or max(token_ids) >= self._vocabulary.padded_vocab_size:
             raise TokenRejected("a token id outside the vocabulary")
-        lines, done = self._line_breaks, 0
-        if lines is not None and not lines.tokens.isdisjoint(token_ids):
-            for index, token in enumerate(token_ids):
-                if token not in lines.tokens:
-                    continue
-                output = [*self._tokens[-lines.reach :], *token_ids[:index]]
-                if lines.may_forbid(token, output):
-                    self._consume(token_ids[done:index])
-                    done = index
-                    row = np.empty(words(self._vocabulary.padded_vocab_size), np.int32)
-                    self._fill(row, output)
-                    if not int(row[token >> 5]) >> (token & 31) & 1:
-                        raise TokenRejected(f"token {token} is not allowed here")
-        self._consume(token_ids[done:])
-
-    def _consume(self, token_ids: list[int]) -> None:
+        if self._line_breaks is not None and not self.in_text:
+            output = [*self._tokens[-MAX_INDENT - 3 :], *token_ids]
+            for end, token in enumerate(token_ids, len(output) - len(token_ids)):
+                if self._line_breaks.forbids(token, output[:end]):
+                    raise TokenRejected(f"token {token} is not allowed here: JSON text has no line break there")
         accepted = self.native.try_consume_tokens(token_ids)
         if accepted < len(token_ids):
             self._check()
@@ -190,17 +167,14 @@ class LLGuidanceMatcher(TextMatcher):
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
-        self._fill(row, self._tokens)
-        self._check()
-        return self._vocabulary.allows_stop(row)
-
-    def _fill(self, row: NDArray[np.int32], output: list[int]) -> None:
         pointer = addressof(c_char.from_buffer(row.data))
         self.native.unsafe_compute_mask_ptr(pointer, row.nbytes)
         if self._line_breaks is not None:
-            np.bitwise_and(row, self._line_breaks.kept(output, row), out=row)
-            if row.tobytes() == self._nothing:  # where only an unusual token is possible, it is allowed
+            np.bitwise_and(row, self._line_breaks.kept(self._tokens, row), out=row)
+            if row.tobytes() == bytes(row.nbytes):  # where only an unusual token is possible, it is allowed
                 self.native.unsafe_compute_mask_ptr(pointer, row.nbytes)
+        self._check()
+        return self._vocabulary.allows_stop(row)
 
     def rollback_text(self, count: int) -> None:
         self.native.rollback(count)
@@ -266,7 +240,7 @@ def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:
         # Letters that may follow a backslash in JSON strings. Without `u`: llguidance allows the same escapes in
         # additional keys, so `{"\u0061": ...}` would evade the schema of `a`.
         options["json_allowed_escapes"] = 'bfnrt"\\'
-    elif GENERAL_ESCAPES:
+    elif not REPEATS_WHITESPACE:
         options["json_allow_general_unicode_escapes"] = True
     options |= _spaced(whitespace)
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
