@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.line_breaks import LineBreaks
+from guided.bitmask import allowed_ids, words
 from guided.constraint import LINE_BREAK, MAX_INDENT, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.structural_tag import contents
@@ -154,8 +155,9 @@ class LLGuidanceMatcher(TextMatcher):
             raise TokenRejected("a token id outside the vocabulary")
         if self._line_breaks is not None and not self.in_text:
             output = [*self._tokens[-MAX_INDENT - 3 :], *token_ids]
-            for end, token in enumerate(token_ids, len(output) - len(token_ids)):
-                if self._line_breaks.forbids(token, output[:end]):
+            for index, token in enumerate(token_ids):
+                before = output[: len(output) - len(token_ids) + index]
+                if self._line_breaks.forbids(token, before) and not self._mask_allows(token, token_ids[:index]):
                     raise TokenRejected(f"token {token} is not allowed here: JSON text has no line break there")
         accepted = self.native.try_consume_tokens(token_ids)
         if accepted < len(token_ids):
@@ -164,6 +166,14 @@ class LLGuidanceMatcher(TextMatcher):
             with contextlib.suppress(DeadEnd):
                 self._check()
             raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
+
+    def _mask_allows(self, token: int, before: list[int]) -> bool:
+        """Whether the mask after `before` allows `token`."""
+        trial = self.fork()
+        trial.accept_tokens(before)
+        row = np.empty(words(self._vocabulary.padded_vocab_size), np.int32)
+        trial.fill_bitmask(row)
+        return token in allowed_ids(row)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""

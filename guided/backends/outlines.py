@@ -71,7 +71,8 @@ class OutlinesBackend(Backend):
                 spaces = string_pattern.whitespace(constraint.whitespace)
                 return str(build_regex_from_schema(schema, spaces and f"(?:{spaces})"))
             spaced = str(build_regex_from_schema(schema, _SPACES))
-            return re.sub(f"(?:{_SPACES})?([,:]){_SPACES}", r"\1 ?", spaced).replace(_SPACES, "")
+            # The brackets are those of optional properties.
+            return re.sub(f"(?:{_SPACES})?([,:])([()?]*){_SPACES}", r"\1 ?\2", spaced).replace(_SPACES, "")
         pattern = regex.render(constraint.texts)
         if re.fullmatch(pattern, ""):
             message = "outlines can't enforce a regex that the empty text matches: choose another backend"

@@ -165,6 +165,20 @@ def test_escaped_control_characters(backends: Backends, backend: str, vocabulary
     assert matcher.is_accepting()
 
 
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_escapes_are_writable_in_values_not_in_keys(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
+    fields = {"a": {"type": "string"}, "b": {"type": "string", "minLength": 1}}
+    schema = {"type": "object", "properties": fields, "required": ["a"], "additionalProperties": False}
+    matcher = backends[backend].compile(Constraint.json_schema(schema)).matcher()
+    written = matcher.fork()
+    written.accept_tokens(vocabulary.encode(r'{"a":"Z\u00fcr\u0069ch\n\"","b":"x\u0041\t"}'))
+    assert written.is_accepting()
+    key = vocabulary.encode(r'{"\u0061":')
+    assert matcher.accepts(key) < len(key)
+    empty = vocabulary.encode('{"a":"","b":""}')
+    assert matcher.accepts(empty) < len(empty)
+
+
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
