@@ -36,6 +36,8 @@ class LineBreaks:
         self._vocabulary = vocabulary
         ids = {vocabulary.token_bytes[token]: token for token in vocabulary.text_token_ids}
         self._contents = {token: text for text, token in ids.items() if re.match(rb" *[,:\]}]|(?s:.*)\n", text)}
+        self.tokens = frozenset(self._contents)
+        """All tokens that may make a line break unusual."""
         self._closing: dict[bytes, set[int]] = {}
         """By what ends a value: the tokens that do, and end the line."""
         for token, text in self._contents.items():
@@ -53,7 +55,7 @@ class LineBreaks:
 
     def forbids(self, token: int, output: Sequence[int]) -> bool:
         """Whether `token` after `output` makes a line break unusual."""
-        return token in self._contents and token in self._unusual(self._tail(output))
+        return token in self._unusual(self._tail(output))
 
     def kept(self, output: Sequence[int], row: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return a mask without the tokens that are unusual after `output`. `row`: what the library allows."""
@@ -63,7 +65,7 @@ class LineBreaks:
         text = self._vocabulary.token_bytes[output[-1]] if output else b""
         if not text.strip(b" \n"):
             text = self._vocabulary.decode(output[-MAX_INDENT - 3 :])
-        return b"".join(_TAIL.findall(text)).replace(b"  ", b"")
+        return _shortened(text)
 
     def _find_unusual(self, tail: bytes) -> set[int]:
         return {token for token, text in self._contents.items() if _UNUSUAL.search(tail + text)}
@@ -80,3 +82,9 @@ class LineBreaks:
             else:
                 unusual |= tokens
         return ~pack(unusual | self._unusual(tail), self._vocabulary.padded_vocab_size)
+
+
+@lru_cache(maxsize=1 << 14)
+def _shortened(text: bytes) -> bytes:
+    """Return the end of `text` that matters. Blanks are left out in pairs: their number has no effect."""
+    return b"".join(_TAIL.findall(text)).replace(b"  ", b"")

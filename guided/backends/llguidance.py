@@ -153,11 +153,15 @@ class LLGuidanceMatcher(TextMatcher):
     def accept_text(self, token_ids: list[int]) -> None:
         if min(token_ids) < 0 or max(token_ids) >= self._vocabulary.padded_vocab_size:
             raise TokenRejected("a token id outside the vocabulary")
-        if self._line_breaks is not None and not self.in_text:
+        lines = None if self.in_text else self._line_breaks
+        if lines is not None and not lines.tokens.isdisjoint(token_ids):
             output = [*self._tokens[-MAX_INDENT - 3 :], *token_ids]
-            for index, token in enumerate(token_ids):
-                before = output[: len(output) - len(token_ids) + index]
-                if self._line_breaks.forbids(token, before) and not self._mask_allows(token, token_ids[:index]):
+            for index, token in enumerate(token_ids, len(output) - len(token_ids)):
+                if token not in lines.tokens or not lines.forbids(
+                    token, output[max(0, index - MAX_INDENT - 3) : index]
+                ):
+                    continue
+                if not self._mask_allows(token, output[len(output) - len(token_ids) : index]):
                     raise TokenRejected(f"token {token} is not allowed here: JSON text has no line break there")
         accepted = self.native.try_consume_tokens(token_ids)
         if accepted < len(token_ids):
