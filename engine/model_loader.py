@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from engine.attention import ATTENTION, PagedContext, UnsupportedModelError
 from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
+from engine.model_files import complete, gguf_file, pretrained, read_gguf_config
 from engine.ranks import Ranks
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
@@ -65,7 +66,9 @@ class LoadedModel:
 
 
 def load_model(model: str, **options: Any) -> LoadedModel:
-    """Load a model from a local directory or from the hub. `options` are fields of `LoadOptions`.
+    """Load a model from a directory, a GGUF file, an installed wheel (`WHEELS`) or the hub.
+
+    `options` are fields of `LoadOptions`.
 
     Raises:
         UnsupportedModelError: the engine cannot serve this architecture. The message says why.
@@ -73,10 +76,11 @@ def load_model(model: str, **options: Any) -> LoadedModel:
     """
     how = LoadOptions(**options)
     device = _find_device(how.device)
-    config = _find_config(model, how.revision)
-    _check_config(config)
+    config = read_config(model, how.revision)
     if how.tensor_parallel_size == 1:
         return _load(model, config, how, device)
+    if gguf_file(model) is not None:
+        raise ValueError("tensor_parallel_size must be 1 with a GGUF file")
     _check_plan(config, how.tensor_parallel_size, device)
     ranks = Ranks(model, how, device.type)
     try:
@@ -90,20 +94,23 @@ def load_model(model: str, **options: Any) -> LoadedModel:
 
 def load_part(model: str, how: LoadOptions) -> LoadedModel:
     """Load the part of a rank of tensor parallelism, while rank 0 calls `load_model`."""
-    return _load(model, _find_config(model, how.revision), how)
+    return _load(model, read_config(model, how.revision), how)
 
 
 def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
     """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
-    others: dict[str, Any] = {}
+    place, others = pretrained(model)
+    path = gguf_file(model)
     plan = _PLANS.get(config.model_type) if device is None else None
     if device is None:
         from transformers.distributed import DistributedConfig
 
         # With a plan of None, transformers uses its own.
         others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
+    if path is not None:
+        others["quantization_config"] = GgufConfig(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(
-        model,
+        place,
         config=config,
         revision=how.revision,
         dtype=_dtype(how.dtype, config, device),
@@ -114,7 +121,10 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         for module in loaded.modules():
             if hasattr(module, "num_heads"):
                 module.num_heads //= how.tensor_parallel_size
-    tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
+    if path is not None:
+        complete(loaded, path)
+    place, options = pretrained(how.tokenizer or model)
+    tokenizer = AutoTokenizer.from_pretrained(place, revision=None if how.tokenizer else how.revision, **options)
     if how.chat_template is not None:
         tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
     return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
@@ -184,10 +194,23 @@ def _find_device(name: str) -> torch.device:
     return place
 
 
-def _find_config(model: str, revision: str | None) -> Any:
-    """Read the configuration from a local directory or the hub. Fails early if the hub cannot be reached."""
-    if Path(model).is_dir():
-        return AutoConfig.from_pretrained(model, revision=revision)
+def read_config(model: str, revision: str | None) -> Any:
+    """Read the configuration of a model, and check that it can be served. Raises as `load_model`.
+
+    Fails early if the hub cannot be reached.
+    """
+    path = gguf_file(model)
+    if path is not None:
+        config = read_gguf_config(path)
+    elif Path(model).is_dir():
+        config = AutoConfig.from_pretrained(model, revision=revision)
+    else:
+        config = _find_on_hub(model, revision)
+    _check_config(config)
+    return config
+
+
+def _find_on_hub(model: str, revision: str | None) -> Any:
     try:
         if try_to_load_from_cache(model, "config.json", revision=revision) is None:
             HfApi().model_info(model, revision=revision, timeout=10)  # transformers would try for a minute
@@ -195,7 +218,7 @@ def _find_config(model: str, revision: str | None) -> Any:
     except Exception as error:  # the type depends on the HTTP library
         why = " ".join(str(error).split())
         raise OSError(
-            f"there is no local directory {model!r}, and no such model from the hub: {bounded(why)}"
+            f"there is no local directory or GGUF file {model!r}, and no such model from the hub: {bounded(why)}"
         ) from error
 
 

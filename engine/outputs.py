@@ -51,9 +51,14 @@ class CompletionOutput:
     """Of `token_ids`, if the request asked for them."""
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether the output is whole: it has ended, and neither `max_tokens` nor an error cut it."""
+        return self.finish_reason == "stop"
+
+    @property
     def parsed(self) -> Any:
         """The answer as a value of `output_type`, if it ended `stop`. Raises the `ValueError` of a validator."""
-        if self.output_type is None or self.finish_reason != "stop":
+        if self.output_type is None or not self.has_stopped:
             return None
         return parse_as(self.output_type, self.text)
 
@@ -110,6 +115,8 @@ class RequestOutput:
     """What the schema contains and the output need not satisfy: see `guided.Constraint.not_enforced`."""
     checked: tuple[str, ...] = ()
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    closed: tuple[str, ...] = ()
+    """JSON pointers of objects without other properties than those that the schema names."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
@@ -140,6 +147,7 @@ class RequestOutput:
             group.backend,
             () if constraint is None else constraint.not_enforced,
             group.checked,
+            () if constraint is None else constraint.closed,
             group.compile_seconds,
             next((one.error for one in group.sequences if one.error is not None), None),
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),

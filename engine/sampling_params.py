@@ -44,6 +44,8 @@ class SamplingParams:
         complete: complete the constraint within `max_tokens`. `CompletionOutput.completed_early` tells whether tokens
             were forbidden for it.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
+        open_objects: objects that name their properties may have others, as JSON Schema says. By default they have none
+            where the schema does not say (docs/coverage.md).
         strict_schema: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
         n: number of outputs.
         temperature: 0 is greedy.
@@ -95,6 +97,7 @@ class SamplingParams:
     backend: str = "auto"
     complete: bool = False
     whitespace_pattern: str | None = None
+    open_objects: bool = False
     strict_schema: bool = False
     n: int = 1
     temperature: float = 1.0
@@ -238,9 +241,12 @@ class SamplingParams:
         pattern = self.whitespace_pattern
         spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
         if one is not None and one.field == "output_type":
-            built: Constraint | None = constraint_for(self.output_type, whitespace=pattern)
+            built: Constraint | None = constraint_for(
+                self.output_type, whitespace=pattern, open_objects=self.open_objects
+            )
         else:
-            built = None if one is None else build(one, spaces, strict_schema=self.strict_schema)
+            options = {"open_objects": self.open_objects, "strict_schema": self.strict_schema}
+            built = None if one is None else build(one, spaces, **options)
         if self.constraint is None or one is None:
             return built or self.constraint
         if self.constraint != built:

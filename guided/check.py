@@ -122,6 +122,7 @@ def check(
     *,
     kind: ConstraintKind | None = None,
     backend: str = AUTO,
+    open_objects: bool = True,
     samples: int = 0,
     seed: int = 0,
 ) -> Report:
@@ -131,6 +132,7 @@ def check(
         name: of the file, for the report and to find the kind.
         kind: `json_schema`, `regex` or `grammar`. None: found by name and text.
         backend: as in a request.
+        open_objects: as in `Constraint.json_schema`.
         samples: number of random outputs.
         seed: of the samples.
     """
@@ -140,7 +142,7 @@ def check(
         if kind == "grammar":
             report.kind = {"lark": "Lark grammar", "gbnf": "GBNF grammar"}[syntax(text)]
         source = text.rstrip("\n") if kind == "regex" else text
-        constraint = Constraint.of_kind(kind, source, param=kind)
+        constraint = Constraint.of_kind(kind, source, open_objects=open_objects, param=kind)
         compiled = compile_constraint(
             backends,
             constraint,

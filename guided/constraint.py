@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
@@ -36,9 +36,9 @@ limit.
 """
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 _OPTIONS: Mapping[str, Collection[str]] = {
-    "json_schema": ("whitespace", "additional_properties", "strict_schema"),
+    "json_schema": ("whitespace", "open_objects", "strict_schema"),
     "json_object": ("whitespace",),
-    "structural_tag": ("whitespace", "strict_schema"),
+    "structural_tag": ("whitespace", "open_objects", "strict_schema"),
 }
 """Kind -> the options of its class method, besides `param`."""
 
@@ -61,17 +61,22 @@ class Constraint:
     whitespace: str | None = None
     strict: bool = False
     """Refuse what the mask does not enforce of a schema, instead of validating the output at its end."""
+    open_objects: bool = True
+    """Objects with named properties may have others where the schema does not say."""
     leave_out: tuple[str, ...] = field(default=(), compare=False)
     """Keywords that the mask leaves out everywhere in a schema. Set for a library that refuses the schema otherwise."""
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
     """JSON pointers to parts of a schema that are not enforced: unknown formats (annotations in JSON Schema), and
     probably misspelt keywords, with a remark in parentheses."""
+    closed: tuple[str, ...] = field(default=(), compare=False)
+    """JSON pointers to the objects that have no other properties because of `open_objects=False`."""
 
     @cached_property
     def key(self) -> str:
         """Canonical key of 32 hex digits, equal for equal constraints in every process."""
         text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
         text += "\x1fstrict" if self.strict else ""
+        text += "" if self.open_objects else "\x1fclosed"
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     @classmethod
@@ -87,14 +92,15 @@ class Constraint:
         schema: Mapping[str, Any] | bool | str,
         *,
         whitespace: str | None = None,
-        additional_properties: bool = True,
+        open_objects: bool = True,
         strict_schema: bool = False,
         param: str = "json_schema",
     ) -> Constraint:
         """The output is JSON text that validates against `schema` (an object, a boolean, or either as JSON text).
 
         Args:
-            additional_properties: False forbids other properties in every object without `additionalProperties`.
+            open_objects: whether an object that names properties may have others where the schema does not say. False:
+                it has none, as in OpenAI's strict mode, and `closed` lists these objects.
             strict_schema: refuse what the mask does not enforce: keywords that are only checked when the output ends,
                 and a `format` that is not in the specification, which by default is listed in `not_enforced`.
 
@@ -107,12 +113,11 @@ class Constraint:
 
         notes: list[str] = []
         document = schema_checks.parse(schema, param, notes, strict=strict_schema)
-        if not additional_properties:
-            document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", param)
         spaces = _whitespace(whitespace, param)
-        return cls("json_schema", source, spaces, strict_schema, not_enforced=tuple(notes))
+        closed = () if open_objects else schema_checks.closed_objects(document)
+        return cls("json_schema", source, spaces, strict_schema, open_objects, not_enforced=tuple(notes), closed=closed)
 
     @classmethod
     def json_object(cls, *, whitespace: str | None = None, param: str = "json_object") -> Constraint:
@@ -163,6 +168,7 @@ class Constraint:
         tag: Mapping[str, Any] | str,
         *,
         whitespace: str | None = None,
+        open_objects: bool = True,
         strict_schema: bool = False,
         param: str = "structural_tag",
     ) -> Constraint:
@@ -173,26 +179,33 @@ class Constraint:
             _check_text(tag, "structural tag", param)
         document = read(tag, param)
         notes: list[str] = []
+        closed: list[str] = []
+        options = {"open_objects": open_objects, "strict_schema": strict_schema}
         for content in contents(parse(document, param)):
             with located(content, param):
-                inner = cls.of_kind(content.kind, content.value, strict_schema=strict_schema, param=param)
+                inner = cls.of_kind(content.kind, content.value, param=param, **options)
             notes += [content.pointer + pointer for pointer in inner.not_enforced]
-            del notes[MAX_NOTES:]
+            closed += [content.pointer + pointer for pointer in inner.closed]
+        del notes[MAX_NOTES:], closed[MAX_NOTES:]
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", param)
         spaces = _whitespace(whitespace, param)
-        return cls("structural_tag", source, spaces, strict_schema, not_enforced=tuple(notes))
+        return cls(
+            *("structural_tag", source, spaces, strict_schema, open_objects),
+            not_enforced=tuple(notes),
+            closed=tuple(closed),
+        )
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""
         value = content.value
         source = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return Constraint(content.kind, source, self.whitespace, self.strict, self.leave_out)
+        return Constraint(content.kind, source, self.whitespace, self.strict, self.open_objects, self.leave_out)
 
     @property
     def tag(self) -> Node:
         """The nodes of a `structural_tag` constraint."""
-        return _nodes(self.source)
+        return _nodes(self.source, self.open_objects)
 
     @property
     def outline(self) -> Node:
@@ -217,10 +230,10 @@ class Constraint:
 
 
 @lru_cache(maxsize=2)  # a compilation asks for them several times
-def _nodes(source: str) -> Node:
+def _nodes(source: str, open_objects: bool) -> Node:
     from guided.element_arguments import expand
 
-    return parse(json.loads(source), "structural_tag", expand)
+    return parse(json.loads(source), "structural_tag", partial(expand, open_objects=open_objects))
 
 
 @lru_cache(maxsize=64)  # a compilation asks for those of a structural tag several times

@@ -24,14 +24,14 @@ from guided.structural_tag import Content, Either, FreeText, Node, Series, Text,
 _MAX_NESTING = 20
 
 
-def expand(content: Content) -> Node:
+def expand(content: Content, *, open_objects: bool) -> Node:
     """Return the nodes of arguments in a style.
 
     Raises:
         UnsupportedConstraint: a keyword of the schema can't be enforced in this style; with its pointer.
     """
     with located(content, "structural_tag"):
-        form = canonical(content.value)
+        form = canonical(content.value, open_objects=open_objects)
     return _Writer(content).of_object(_alone(form.root, form), "")
 
 

@@ -24,7 +24,9 @@ _TERMS = "outlines.types.dsl"
 """The module of outlines' terms."""
 
 
-def constraint_for(output_type: Any, *, whitespace: str | None = None, param: str = _PARAM) -> Constraint:
+def constraint_for(
+    output_type: Any, *, whitespace: str | None = None, open_objects: bool = True, param: str = _PARAM
+) -> Constraint:
     """Build the constraint of a type.
 
     An `Enum` or a `Literal` of strings is a `choice`: the output is the plain text of one value. Other types are JSON.
@@ -35,7 +37,7 @@ def constraint_for(output_type: Any, *, whitespace: str | None = None, param: st
         ConstraintTooLarge: over one of the limits.
     """
     if _is_term(output_type):
-        return _constraint_of_term(output_type, whitespace, param)
+        return _constraint_of_term(output_type, whitespace, open_objects, param)
     choices = _strings(output_type)
     if choices:
         _refuse_whitespace(whitespace)
@@ -45,7 +47,7 @@ def constraint_for(output_type: Any, *, whitespace: str | None = None, param: st
         schema = adapter.json_schema(schema_generator=_schema_generator())
     except Exception as error:  # pydantic's errors share no base class but Exception
         raise InvalidConstraint(f"{_name(output_type)} has no JSON schema: {bounded(error)}", param=param) from None
-    return Constraint.json_schema(schema, whitespace=whitespace, param=param)
+    return Constraint.json_schema(schema, whitespace=whitespace, open_objects=open_objects, param=param)
 
 
 def parse_as(output_type: Any, text: str) -> Any:
@@ -110,11 +112,11 @@ def _is_term(output_type: Any) -> bool:
     return any(base.__module__ == _TERMS and base.__name__ == "Term" for base in type(output_type).__mro__)
 
 
-def _constraint_of_term(term: Any, whitespace: str | None, param: str) -> Constraint:
+def _constraint_of_term(term: Any, whitespace: str | None, open_objects: bool, param: str) -> Constraint:
     kind = type(term).__name__
     if kind == "JsonSchema":
         spaces = term.whitespace_pattern if whitespace is None else whitespace
-        return Constraint.json_schema(term.schema, whitespace=spaces, param=param)
+        return Constraint.json_schema(term.schema, whitespace=spaces, open_objects=open_objects, param=param)
     _refuse_whitespace(whitespace)
     if kind == "CFG":
         return Constraint.grammar(term.definition, param=param)

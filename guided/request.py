@@ -63,7 +63,7 @@ def build(
     one: GivenConstraint,
     whitespace: GivenWhitespace | None = None,
     *,
-    additional_properties: bool = True,
+    open_objects: bool = False,
     strict_schema: bool = False,
 ) -> Constraint:
     """Build the constraint. `param` of an `InvalidConstraint` is the field at fault."""
@@ -72,7 +72,7 @@ def build(
             one.kind,
             one.value,
             whitespace=None if whitespace is None else whitespace.pattern,
-            additional_properties=additional_properties,
+            open_objects=open_objects,
             strict_schema=strict_schema,
             param=one.field,
         )

@@ -101,7 +101,7 @@ class ChoicesAnswer(Answer):
         """By choice of a stream: number of characters and tokens that were sent, and whether the choice has ended."""
 
     @abstractmethod
-    def message(self, index: int, text: str) -> dict[str, Any]:
+    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         """Build the part of a whole answer's choice that carries the text."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ class ChoicesAnswer(Answer):
         choices = [
             {
                 "index": (index := prompt * self.job.params.n + each.index),
-                **self.message(index, each.text),
+                **self.message(index, each),
                 "finish_reason": self.finish_reason(index, each),
                 "stop_reason": each.stop_reason,
                 **self._of_tokens(index, each, slice(None)),
@@ -238,7 +238,7 @@ class PartsAnswer(Answer):
     def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         [completion] = output.outputs
         has_ended = completion.finish_reason is not None
-        pieces = self.parser.feed(completion.text, has_ended)
+        pieces = self.parser.feed(completion.text, completion.has_stopped)
         if has_ended and not pieces and not self.parts:
             pieces = [Piece("text", "")]
         for piece in pieces:

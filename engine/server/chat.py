@@ -64,7 +64,7 @@ def build_job(
     body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool = False
 ) -> Job:
     """Build the work of a chat. Arguments but the first two are those of `Job`."""
-    wanted = requested_constraint(body, context.settings.backend)
+    wanted = requested_constraint(body, context.settings)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
     logprobs = body.top_logprobs or 0 if body.logprobs else None
@@ -118,10 +118,10 @@ class _ChatAnswer(ChoicesAnswer):
         super().__init__(context, job, guided)
         self._parsers = [job.form.parser() for _ in range(job.num_choices)]
 
-    def message(self, index: int, text: str) -> dict[str, Any]:
+    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         calls: list[dict[str, Any]] = []
         texts = {"text": "", "reasoning": ""}
-        for piece in self._parsers[index].feed(text, finished=True):
+        for piece in self._parsers[index].feed(output.text, output.has_stopped):
             if piece.kind in _CALLS:
                 calls.append(self._call(piece))
             elif piece.kind in texts:
@@ -137,7 +137,7 @@ class _ChatAnswer(ChoicesAnswer):
         return {"id": self.job.new_call_id(), "type": kind, kind: {"name": piece.text, field: ""}}
 
     def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
-        pieces = self._parsers[index].feed(output.text, output.finish_reason is not None)
+        pieces = self._parsers[index].feed(output.text, output.has_stopped)
         return [{"delta": self.delta(piece)} for piece in pieces]
 
     def delta(self, piece: Piece) -> dict[str, Any]:
@@ -189,8 +189,8 @@ _OWNERS = {field: kind for kind, field in _CALLS.values()}
 class _FunctionsAnswer(_ChatAnswer):
     """The answer to a request with `functions`, the former name of tools: a message has one `function_call`."""
 
-    def message(self, index: int, text: str) -> dict[str, Any]:
-        message = super().message(index, text)["message"]
+    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        message = super().message(index, output)["message"]
         for call in message.pop("tool_calls", []):
             message["function_call"] = call["function"]
         return {"message": message}

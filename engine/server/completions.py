@@ -30,7 +30,7 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
-    wanted = requested_constraint(body, context.settings.backend)
+    wanted = requested_constraint(body, context.settings)
     if not body.prompt and not isinstance(body.prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     if body.echo and body.logprobs is not None:
@@ -72,8 +72,8 @@ class _TextAnswer(ChoicesAnswer):
         self._lengths = [0] * job.num_choices
         """By choice: number of characters of the tokens that have their log-probabilities."""
 
-    def message(self, index: int, text: str) -> dict[str, Any]:
-        return {"text": self._echoed(index) + text}
+    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        return {"text": self._echoed(index) + output.text}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         text = self._echoed(index)

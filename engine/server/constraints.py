@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from engine.server.options import ServerSettings
 from engine.server.protocol import GenerationRequest, ResponseFormat
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint, ConstraintKind
@@ -39,13 +40,18 @@ class RequestedConstraint:
     """The field that holds the constraint, as the request spells it."""
 
 
-def requested_constraint(request: GenerationRequest, default_backend: str = AUTO) -> RequestedConstraint:
+def opens_objects(request: GenerationRequest, settings: ServerSettings) -> bool:
+    """Return whether objects that name their properties may have others where the schema does not say."""
+    return settings.open_objects if request.open_objects is None else request.open_objects
+
+
+def requested_constraint(request: GenerationRequest, settings: ServerSettings) -> RequestedConstraint:
     """Read the request's constraint, and its backend. `param` of an error is the field."""
     older, given = request.guided_decoding_backend, request.backend
     backend_field = "backend" if older is None else "guided_decoding_backend"
     if None not in (older, given):
         raise InvalidRequest(f"backend and {backend_field} are given: choose one", param=backend_field)
-    backend = resolve(older or given or default_backend, param=backend_field)
+    backend = resolve(older or given or settings.backend, param=backend_field)
     one = take_one(
         [
             *_fields(request, {kind: kind for kind in KINDS}),
@@ -61,8 +67,8 @@ def requested_constraint(request: GenerationRequest, default_backend: str = AUTO
     if closed and one.kind != "json_schema":
         field = "structured_outputs.disable_additional_properties"
         raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
-    strict = request.strict_schema is True
-    constraint = build(one, spaces, additional_properties=not closed, strict_schema=strict)
+    is_open = opens_objects(request, settings) and not closed
+    constraint = build(one, spaces, open_objects=is_open, strict_schema=request.strict_schema is True)
     candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
     return RequestedConstraint(constraint, backend, one.field)
 

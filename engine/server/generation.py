@@ -31,7 +31,7 @@ from guided.tools.parser import OutputParser
 logger = logging.getLogger("guided.server")
 
 
-_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "strict_schema", "max_tokens", "logprobs"}
+_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "open_objects", "strict_schema", "max_tokens", "logprobs"}
 _SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
 """Fields that mean the same in a request and in `SamplingParams`."""
 
@@ -187,6 +187,7 @@ def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) 
         backend=backend,
         not_enforced=[*unknown, *map(place, constraint.not_enforced)],
         checked=[*map(place, first.checked)] or None,
+        closed=[*map(place, constraint.closed)] or None,
     )
 
 

@@ -46,6 +46,7 @@ class ServerSettings:
     tool_format: str = AUTO
     reasoning_format: str = AUTO
     tool_strict: Literal["on", "off"] = "on"
+    open_objects: bool = False
     strict_fields: bool = False
     allowed_origins: tuple[str, ...] = ()
 
@@ -187,7 +188,9 @@ def _panel(title: str, *options: Option) -> Iterator[Option]:
 
 
 OPTIONS = (
-    Option("model", "A local directory, or a name on the Hugging Face hub. Default: the embedded model."),
+    Option(
+        "model", "A directory, a GGUF file, smollm2, or a name on the Hugging Face hub. Default: the embedded model."
+    ),
     *_panel(
         "Server",
         Option("served_model_name", "Name that requests use for the model. Default: MODEL."),
@@ -234,6 +237,7 @@ OPTIONS = (
     *_panel(
         "Mask pool",
         Option("pool", "Where masks are computed: Ray actors, or this process (no isolation)."),
+        Option("server.open_objects", "Objects may have properties that their schema does not name."),
         Option("server.backend", "Grammar library of requests that name none, or auto."),
         Option("ray.address", "Ray cluster to join. Default: start one.", "ray_address", process_only=True),
         Option("ray.num_actors", "Mask actors. Default: by the number of CPUs."),

@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from uvicorn.config import LOGGING_CONFIG
 
 from engine.async_llm import AsyncLLM
+from engine.model_files import pretrained
 from engine.server.app import create_app
 from engine.server.connections import ConnectionLimits, LimitedProtocol
 from engine.server.context import ServerContext
@@ -77,7 +78,7 @@ def settings_of(options: ServeOptions) -> ServerSettings:
 def _sampling_defaults(model: str) -> dict[str, Any]:
     """Return the fields of `SamplingParams` that the checkpoint sets. `do_sample: false` means temperature 0."""
     try:
-        config = GenerationConfig.from_pretrained(model)
+        config = GenerationConfig.from_pretrained(pretrained(model)[0])
     except OSError:
         return {}
     if config.do_sample is False:

@@ -223,6 +223,9 @@ class GenerationRequest(Body):
     structural_tag: dict[str, Any] | str | None = Field(default=None, description="Free text with constrained parts.")
     backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
     whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
+    open_objects: bool | None = Field(
+        default=None, description="Whether objects with named properties may have others where the schema does not say."
+    )
     strict_schema: bool | None = Field(default=None, description="Reject formats that are not in the specification.")
     complete: bool | None = Field(default=None, description="Complete the constraint within max_tokens.")
     # ... OpenAI's, vLLM's ...
@@ -502,6 +505,8 @@ class GuidedInfo(BaseModel):
     )
     checked: list[str] | None = None
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    closed: list[str] | None = None
+    """JSON pointers of objects without other properties than those that the schema names (`open_objects`)."""
     masks: MaskTimes | None = None
     """With `mask_details`, in a stream in the last chunk of a choice."""
     kept_mass: float | None = None

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from engine.server.constraints import RequestedConstraint
+from engine.server.constraints import RequestedConstraint, opens_objects
 from engine.server.context import ServerContext
 from engine.server.custom_calls import CustomCallParser
 from engine.server.generation import OutputForm, locate
@@ -172,7 +172,8 @@ def output_form(
     special = any(name in texts for name in context.engine.model.vocabulary.special_names)
     if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
-    whole, found = _combined(body, wanted, calls, reasoning, thinking)
+    is_open = opens_objects(body, context.settings) if wanted.constraint is None else wanted.constraint.open_objects
+    whole, found = _combined(body, wanted, calls, reasoning, thinking, is_open)
     if calls is not None:
         return OutputForm(whole, "tools", found, parser, special, calls.format.id_length)
     kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
@@ -185,6 +186,7 @@ def _combined(
     calls: Calls | None,
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
+    open_objects: bool,
 ) -> tuple[Constraint, dict[str, tuple[str, str]]]:
     """Return the constraint on the whole output, and the request's fields that its parts come from (`Job.places`)."""
     given = wanted.constraint
@@ -204,8 +206,13 @@ def _combined(
     found = dict(_places(document, owners))
     candidates("structural_tag", wanted.backend)
     try:
-        whitespace, strict = None if given is None else given.whitespace, body.strict_schema is True
-        return Constraint.structural_tag(document, strict_schema=strict, whitespace=whitespace), found
+        whole = Constraint.structural_tag(
+            document,
+            whitespace=None if given is None else given.whitespace,
+            open_objects=open_objects,
+            strict_schema=body.strict_schema is True,
+        )
+        return whole, found
     except InvalidConstraint as error:
         locate(error, found)
         raise

@@ -2,10 +2,10 @@
 
 Corrected are patterns (it reads them as Rust does, and a class with all control characters also matches escaped
 quotes), formats (it allows a year 0, and leap seconds in any minute, and lacks some), `not` for strings,
-`propertyNames`, and counts of properties. Left out are:
+`propertyNames`, counts of properties, and bounds of numbers (`maximum: 0.95` would exclude 0.9). Left out are:
 
-- `multipleOf` of numbers such as 0.25 (a multiple may have fewer decimals), and next to `allOf`, which it merges;
-- numbers that are not exact as doubles, and exclusive bounds of numbers, which a reader with doubles would round to;
+- `multipleOf` with many digits, and next to `allOf`, which it merges;
+- numbers that are not exact as doubles;
 - control characters in values and patterns: where only short escapes are allowed, it leaves the others out;
 - `minProperties` that a repeated name could reach: it counts each time.
 """
@@ -17,7 +17,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from math import gcd
+from math import inf
 from typing import Any
 
 from guided import regex
@@ -28,15 +28,17 @@ from guided.regex import Chars
 from guided.regex_parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
-from guided.schema.keywords import Schema, integer_bounds, numbers_in
-from guided.schema.string_pattern import complement_of, pattern_of, without
+from guided.schema.keywords import Schema, numbers_in
+from guided.schema.numbers import EXACT
+from guided.schema.string_pattern import complement_of, other_names, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces by the RFCs.
 
 Its `email` does not limit the length of a label, nor its `hostname` the length of the whole."""
-_EXACT = 2**53
-"""All smaller integers are exact as doubles."""
+_MIRRORED = {"minimum": "maximum", "maximum": "minimum", "exclusiveMaximum": "exclusiveMinimum"}
+_MAX_VALUES = 1000
+"""Maximum number of values that are listed where the library can't enforce `multipleOf`."""
 _CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
 """Characters that llguidance writes as `\\u0000` only."""
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
@@ -104,34 +106,43 @@ class LLGuidanceLowering(SchemaLowering):
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
 
-    def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        low, high = integer_bounds(schema)
-        bounds = {**({} if low is None else {"minimum": low}), **({} if high is None else {"maximum": high})}
-        return {"type": "integer", **self._numeric(schema, bounds)}
+    def numeric(self, schema: dict[str, Any], *, integer: bool) -> dict[str, Any]:
+        """Lower to intervals, one for each number of decimals: where these vary, the library's own regex has gaps.
 
-    def number(self, schema: dict[str, Any]) -> dict[str, Any]:
-        for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
-            if keyword in schema:
-                raise self.refusal(schema, keyword, " of numbers that are not integers")
-        bounds: dict[str, Any] = {name: schema[name] for name in ("minimum", "maximum") if name in schema}
-        return {"type": "number", **self._numeric(schema, bounds)}
-
-    def _numeric(self, schema: dict[str, Any], bounds: dict[str, Any]) -> dict[str, Any]:
-        """Return inclusive bounds and `multipleOf`."""
-        for keyword, bound in bounds.items():
-            if not _is_exact(bound):
-                sent = keyword if keyword in schema else keyword.replace("m", "exclusiveM")
-                raise self.refusal(schema, sent, f" {bounded(bound, 40)}: it has too many digits")
-        if "multipleOf" not in schema:
-            return bounds
-        exact = Fraction(str(schema["multipleOf"]))
-        # At most 9 decimals.
-        scaled = exact * next((10**n for n in range(10) if 10**n % exact.denominator == 0), 1)
-        has_fewer_decimals = exact.denominator > 1 and gcd(scaled.numerator, 10) > 1  # of 0.25, it allows only 0.50
-        # Larger multiples exhaust the lexer's states next to a bound.
-        if scaled.denominator > 1 or scaled > 5_000 or has_fewer_decimals or self._merges:
-            raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
-        return {**bounds, "multipleOf": schema["multipleOf"]}
+        Intervals that differ only in the number of decimals become one.
+        """
+        if "multipleOf" in schema and self._merges:
+            raise self.refusal(schema, "multipleOf", " next to 'allOf'")
+        numbers = self.numbers(schema, integer=integer)
+        scale = 10**numbers.decimals
+        options: dict[Any, dict[str, Any]] = {}
+        for decimals in range(numbers.decimals + 1):
+            part = numbers.with_decimals(decimals)
+            divisor = part.step * 10**decimals // scale
+            # Larger divisors exhaust the lexer's states next to a bound.
+            is_large = divisor > 5_000 and 10**5 % divisor != 0
+            for sign, low, high in part.magnitudes():
+                count = inf if high is None else (high - low) // part.step + 1
+                few = 3 if low else 0  # the library's own check of few numbers, except from zero, is not exact
+                if count <= (_MAX_VALUES if is_large else few):
+                    for number in range(low, int(high or 0) + 1, part.step):
+                        options[sign, number] = {"type": "number", **_interval(sign, number / scale, number / scale)}
+                    continue
+                if is_large or _as_read(part.step / scale) != Fraction(part.step, scale):
+                    raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
+                upper, ends = None, True
+                if high is not None:
+                    ends = high > low and high % scale == 0
+                    upper = (high if ends else high + part.step) / scale
+                lowered = {
+                    "type": "number" if decimals else "integer",
+                    **_interval(sign, low / scale, upper, ends=ends),
+                }
+                if decimals or divisor > 1:
+                    lowered["multipleOf"] = part.step / scale
+                # Of the multiples of 0.25, the library allows 0.50 and 0, not 0.5.
+                options[sign, low, upper, decimals if decimals == 0 or divisor > 1 else None] = lowered
+        return any_of(list(options.values()))
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape
@@ -145,6 +156,8 @@ class LLGuidanceLowering(SchemaLowering):
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         properties, patterns, rest = self._named(schema)
         patterns = self._apart(schema, properties, patterns)
+        if properties and not patterns and rest is not False:
+            patterns, rest = {f"^(?:{regex.render(other_names(properties))})$": rest}, False
         lowered: dict[str, Any] = {"type": "object"}
         if properties:
             lowered["properties"] = {name: self.part(value) for name, value in properties.items()}
@@ -227,6 +240,25 @@ class LLGuidanceLowering(SchemaLowering):
         return any_of(options)
 
 
+def _interval(sign: str, low: float, high: float | None, *, ends: bool = True) -> dict[str, float]:
+    """Return the bounds of numbers with `sign` by their magnitude: with `high`, unless `ends` is false."""
+    bounds = {"minimum": low}
+    if high is not None:
+        bounds["maximum" if ends else "exclusiveMaximum"] = high
+    if not sign:
+        return bounds
+    return {_MIRRORED[keyword]: -bound for keyword, bound in bounds.items()}
+
+
+def _as_read(number: float) -> Fraction:
+    """Return `multipleOf` as the library reads it: it multiplies by ten until there is no fraction."""
+    decimals = 0
+    while number % 1:
+        number *= 10
+        decimals += 1
+    return Fraction(int(number), 10**decimals)
+
+
 def _is_exact(value: float) -> bool:
     """Return whether llguidance's JSON reader, and any other one, finds the number that `value` is.
 
@@ -234,11 +266,11 @@ def _is_exact(value: float) -> bool:
     may be the next double.
     """
     if isinstance(value, int):
-        return abs(value) <= _EXACT
+        return abs(value) <= EXACT
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     # Up to 10**22 a power of ten is exact as a double.
-    is_short = int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= 22
-    return is_short and abs(value) < _EXACT
+    is_short = int("".join(map(str, digits))) <= EXACT and abs(int(exponent)) <= 22
+    return is_short and abs(value) < EXACT
 
 
 @lru_cache(maxsize=256)  # the functions of one request have many properties with the same format

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from guided import regex
 from guided.constraint import Constraint
-from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex_parser import parse_search
 from guided.schema.canonical import canonical
-from guided.schema.keywords import ALL_TYPES, Schema, listed
+from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, NUMERIC, Schema, listed
+from guided.schema.numbers import EXACT, Numbers, numbers_of
 
 _DEPENDENT = {
     "contains": ("minContains", "maxContains"),
@@ -67,9 +68,11 @@ class SchemaLowering(ABC):
     library: ClassVar[str]
     never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas", "unevaluatedProperties")
     """Keywords that the library does not enforce, where the canonical form still has them."""
+    max_integer: ClassVar[int] = EXACT
+    """Largest bound of an integer that the library reads."""
 
     def __init__(self, constraint: Constraint) -> None:
-        self.form = canonical(constraint.schema)
+        self.form = canonical(constraint.schema, open_objects=constraint.open_objects)
         self.checked: dict[str, None] = {}
         """JSON pointers of the keywords that are left out, in the schema as sent."""
         self._leave_out = constraint.leave_out
@@ -116,8 +119,6 @@ class SchemaLowering(ABC):
         kept = {name: value for name, value in schema.items() if name not in dropped}
         if keyword == "oneOf":  # at least one of them is still necessary
             kept["anyOf"] = schema["oneOf"]
-        elif keyword in ("exclusiveMinimum", "exclusiveMaximum"):
-            kept[keyword.replace("exclusiveM", "m")] = schema[keyword]
         elif keyword == "allOf":
             parts = [part for part in schema["allOf"] if isinstance(part, dict)]
             kept.update(max(parts, key=lambda part: len(json.dumps(part))))
@@ -139,7 +140,9 @@ class SchemaLowering(ABC):
     def _of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
         if kind == "array":
             return self.array(schema, self._shape(schema))
-        typed = {"string": self.string, "integer": self.integer, "number": self.number, "object": self.object}
+        if kind in ("integer", "number") and schema.keys() & NUMERIC:
+            return self.numeric(schema, integer=kind == "integer")
+        typed = {"string": self.string, "object": self.object}
         return typed[kind](schema) if kind in typed else {"type": kind}
 
     def any_value(self) -> dict[str, Any]:
@@ -154,13 +157,21 @@ class SchemaLowering(ABC):
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type string."""
 
-    def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Lower the type integer."""
-        return {"type": "integer"}
+    def numeric(self, schema: dict[str, Any], *, integer: bool) -> dict[str, Any]:
+        """Lower the type number, or integer, with bounds or `multipleOf`."""
+        return {"type": "integer" if integer else "number"}
 
-    def number(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Lower the type number."""
-        return {"type": "number"}
+    def numbers(self, schema: dict[str, Any], *, integer: bool) -> Numbers:
+        """Return the numbers that may be written; refuse bounds that are not exact as doubles."""
+        limit = self.max_integer if integer else EXACT
+        for keyword in schema.keys() & set(NUMBER_BOUNDS):
+            if abs(schema[keyword]) > limit:
+                raise self.refusal(schema, keyword, f" {bounded(schema[keyword], 40)}: it has too many digits")
+        numbers = numbers_of(schema, integer=integer)
+        if not any(numbers.magnitudes()):
+            keyword = next(keyword for keyword in NUMERIC if keyword in schema)
+            raise self.refusal(schema, keyword, ": the numbers have too many decimals")
+        return numbers
 
     @abstractmethod
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:

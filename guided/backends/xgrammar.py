@@ -16,6 +16,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,7 @@ from guided.constraint import MAX_INDENT, Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import syntax
 from guided.regex_parser import parse
+from guided.schema import string_pattern
 from guided.tags.xgrammar import TagFormat
 from guided.vocabulary import Vocabulary
 
@@ -131,6 +133,8 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
     mistakes = []
     if schema.open_names:  # without `u0061` and `/`, which would be a second way to write a character
         mistakes.append((r"(?m)^basic_escape ::= .*$", r"basic_escape ::= ([\"\\bfnrt])"))
+    if schema.open_names:
+        grammar = _with_other_names(grammar)
     if schema.lengths:  # no escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s
         mistakes.append((re.escape(r"[^\"\\\r\n]"), r"[^\0-\x1f\"\\]"))
     for rule, right in mistakes:
@@ -141,7 +145,34 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
     grammar = re.sub(r'(_characters\{\d+), -1\} "\\""', r"\1} basic_string_sub", grammar)
     for number, node in enumerate(schema.patterns):
         grammar += f"\npattern_{number} ::= {ebnf(node)}"
-    return re.sub(r'Regex\("\^pattern(\d+)\$", json_string=true\)', r"(pattern_\1)", grammar)
+    for number, node in enumerate(schema.numbers_written):
+        grammar += f"\nnumber_{number} ::= {ebnf(node)}"
+    grammar = re.sub(r'Regex\("\^(pattern|number)(\d+)\$", json_string=true\)', r"(\1_\2)", grammar)
+    for rule in re.findall(r"(?m)^(\S+) ::= \(number_\d+\)$", grammar):
+        grammar = grammar.replace(f'"\\"" {rule} "\\""', rule)  # a number has no quotes
+    return grammar
+
+
+def _with_other_names(grammar: str) -> str:
+    """Replace xgrammar's rules for the names of other properties, which exclude the declared names only.
+
+    Such a rule is a trie, with a rule for each byte of UTF-8. An alternative `("c" rule)` continues a declared name;
+    the rule after a whole name has no alternative that ends the string.
+    """
+    bodies: dict[str, str] = dict(re.findall(r"(?m)^(\S+_addl_key(?:_\d+)?) ::= (.*)$", grammar))
+
+    def names(rule: str, start: str) -> Iterator[str]:
+        if not bodies[rule].startswith('(("\\"") |'):
+            yield start.encode("latin-1").decode()
+        for text, rest in re.findall(r'\("((?:[^"\\]|\\.)+)" (\S+_addl_key_\d+)\)', bodies[rule]):
+            yield from names(rest, start + json.loads(f'"{text}"'))
+
+    for rule, body in bodies.items():
+        if rule.endswith("_addl_key"):
+            first = re.findall(r"\S+_addl_key_\d+", body)[0]
+            node = string_pattern.in_json(string_pattern.other_names(names(first, "")), escapes=False)
+            grammar = grammar.replace(f"{rule} ::= {body}", f'{rule} ::= ("\\"" {ebnf(node)} "\\"")')
+    return grammar
 
 
 def _rules_without_text(grammar: str) -> list[str]:

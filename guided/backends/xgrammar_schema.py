@@ -10,7 +10,6 @@ schema's order, others after them.
 from __future__ import annotations
 
 import json
-from fractions import Fraction
 from typing import Any
 
 from guided import regex
@@ -20,9 +19,11 @@ from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex_parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
-from guided.schema.keywords import NUMBER_BOUNDS, Schema, integer_bounds, numbers_in
+from guided.schema.keywords import Schema, numbers_in
+from guided.schema.numbers import pattern_of
 
 PATTERN = "^pattern{}$"
+NUMBER = "^number{}$"
 
 _INT64 = 2**63 - 1024
 """Larger bounds are refused: xgrammar's own check misses those that a double can't represent."""
@@ -33,6 +34,7 @@ class XGrammarLowering(SchemaLowering):
     """Lowers one schema, except for three mistakes in xgrammar's grammar, which `xgrammar.py` corrects."""
 
     library = "xgrammar"
+    max_integer = _INT64
 
     def __init__(self, constraint: Constraint) -> None:
         super().__init__(constraint)
@@ -44,6 +46,8 @@ class XGrammarLowering(SchemaLowering):
         self.patterns: list[regex.Node] = []
         """JSON text between quotes. Number n is the pattern `PATTERN.format(n)` in the lowered schema: xgrammar's own
         automata for patterns let `(a+b)?` match `a`."""
+        self.numbers_written: list[regex.Node] = []
+        """Numbers in JSON text. Number n is the string with the pattern `NUMBER.format(n)` in the lowered schema."""
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         for value in numbers_in(values):
@@ -80,24 +84,12 @@ class XGrammarLowering(SchemaLowering):
         self.patterns.append(text)
         return PATTERN.format(len(self.patterns) - 1)
 
-    def number(self, schema: dict[str, Any]) -> dict[str, Any]:
-        if "multipleOf" in schema:
-            raise self.refusal(schema, "multipleOf")
-        bounds = {keyword: schema[keyword] for keyword in NUMBER_BOUNDS if keyword in schema}
-        for keyword, bound in bounds.items():
-            if abs(bound) > 1e15 or (bound and abs(bound) < 1e-6):
-                raise self.refusal(schema, keyword, f" {bounded(bound, 40)}: bounds are enforced from 1e-6 to 1e15")
-        return {"type": "number", **bounds}
-
-    def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        if (1 / Fraction(str(schema.get("multipleOf", 1)))).denominator > 1:  # not every integer is a multiple
-            raise self.refusal(schema, "multipleOf")
-        for keyword in NUMBER_BOUNDS:
-            if abs(schema.get(keyword, 0)) > _INT64:
-                raise self.refusal(schema, keyword, f" {bounded(schema[keyword], 40)}: it is beyond 64 bits")
-        low, high = integer_bounds(schema)
-        bounds = {"minimum": low, "maximum": high}
-        return {"type": "integer", **{keyword: bound for keyword, bound in bounds.items() if bound is not None}}
+    def numeric(self, schema: dict[str, Any], *, integer: bool) -> dict[str, Any]:
+        node = pattern_of(self.numbers(schema, integer=integer))
+        if node is None:
+            raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
+        self.numbers_written.append(node)
+        return {"type": "string", "pattern": NUMBER.format(len(self.numbers_written) - 1)}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape

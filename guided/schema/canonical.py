@@ -32,6 +32,7 @@ from guided.schema.origin import Origin
 from guided.schema.validation import PATTERNS, draft_of
 
 _FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
+_OPEN = ("additionalProperties", "propertyNames")
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _ROOT = "guided-root"
 """Name of the definition for the whole schema."""
@@ -42,15 +43,15 @@ _OWN_NAME = "urn:jsonschema:canonical:"
 """How the library's names of definitions begin that are no pointers into the schema as sent: a URI, escaped."""
 
 
-def canonical(schema: Schema) -> CanonicalForm:
+def canonical(schema: Schema, *, open_objects: bool = True) -> CanonicalForm:
     """Return the canonical form of a schema that `guided.schema.document.parse` returned. See `CanonicalForm`."""
     document = {} if schema is True else {"not": {}} if schema is False else schema
-    return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")))
+    return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")), open_objects)
 
 
 @lru_cache(maxsize=4)  # each backend that is tried asks for it
-def _form(text: str) -> CanonicalForm:
-    return CanonicalForm(json.loads(text))
+def _form(text: str, open_objects: bool) -> CanonicalForm:
+    return CanonicalForm(json.loads(text), open_objects=open_objects)
 
 
 class CanonicalForm:
@@ -58,12 +59,15 @@ class CanonicalForm:
 
     Args:
         document: is changed.
+        open_objects: whether an object that names its properties may have others where the schema does not say. If not,
+            each such object is closed, as a whole: with the properties of `allOf`, `$ref` and the condition that holds.
 
     Raises:
         InvalidConstraint: no value satisfies the schema, or the library does not take it.
     """
 
-    def __init__(self, document: dict[str, Any]) -> None:
+    def __init__(self, document: dict[str, Any], *, open_objects: bool = True) -> None:
+        self._open_objects = open_objects
         self._draft = draft_of(document)
         self._graph = SchemaGraph(document)
         self._library = self._form(document)
@@ -103,43 +107,53 @@ class CanonicalForm:
             self._origins[id(changed)] = (changed, self._origins[id(schema)][1])
         return changed
 
-    def _read(self, schema: Any, origin: Origin) -> Schema:
-        """Return a subschema of the library's form."""
+    def _read(self, schema: Any, origin: Origin, *, is_part: bool = False) -> Schema:
+        """Return a subschema of the library's form.
+
+        Args:
+            is_part: another subschema describes the same value, so an object is not closed here.
+        """
         if isinstance(schema, bool) or schema.keys() <= _FRAME:
             return schema is not False
         if schema.get("not") in ({}, True):
             return False
         if any("$ref" in part for part in schema.get("allOf", ()) if isinstance(part, dict)):
-            return self._merged(schema, origin)
-        return self._read_keywords(schema, origin)
+            return self._merged(schema, origin, is_part)
+        return self._read_keywords(schema, origin, is_part)
 
-    def _read_keywords(self, schema: dict[str, Any], origin: Origin) -> Schema:
+    def _read_keywords(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         read: dict[str, Any] = {}
+        keywords = schema.keys() - _FRAME
+        inner = is_part or len(keywords) > 1 or "allOf" in keywords
         for keyword, value in schema.items():
-            if keyword not in _FRAME:
-                read |= self._keyword(schema, keyword, value, origin)
+            if keyword in keywords:
+                read |= self._keyword(schema, keyword, value, origin, inner)
         if read.keys() == {"anyOf"} and len(read["anyOf"]) < 2:
             return read["anyOf"][0] if read["anyOf"] else False
         if read.get("format", "date") not in FORMATS:
             del read["format"]  # an annotation
         result = _apart(_in_order(_closed(read), origin))
+        if not (self._open_objects or is_part):
+            _close(result["allOf"][0] if "allOf" in result else result, origin)
         for part in (result, *result.get("allOf", ())):
             self._origins.setdefault(id(part), (part, origin))
         return result
 
-    def _keyword(self, schema: dict[str, Any], keyword: str, value: Any, origin: Origin) -> dict[str, Any]:
+    def _keyword(
+        self, schema: dict[str, Any], keyword: str, value: Any, origin: Origin, is_part: bool
+    ) -> dict[str, Any]:
         """Return one keyword of a subschema in draft 2020-12; nothing if another one says the same."""
         match keyword:
             case "$ref":
-                return {keyword: f"#/$defs/{self._definition(value, origin)}"}
+                return {keyword: f"#/$defs/{self._definition(value, origin, is_part)}"}
             case "oneOf" if (exclusive := self._exclusive(value)) is not None:
-                return self._keyword(schema, "anyOf", exclusive, origin)
+                return self._keyword(schema, "anyOf", exclusive, origin, is_part)
             case "anyOf" | "oneOf":
-                parts = [self._read(part, origin.alternative(part)) for part in value]
+                parts = [self._read(part, origin.alternative(part), is_part=is_part) for part in value]
                 return {keyword: [part for part in parts if part is not False]}
             case "allOf":
                 order = sorted(value, key=lambda part: origin.place(part, self._source(part)))
-                return {keyword: [self._read(part, origin) for part in order]}
+                return {keyword: [self._read(part, origin, is_part=True) for part in order]}
             case "not" | "if" | "then" | "else":
                 return {keyword: self._read(value, origin)}
             case "properties":
@@ -164,17 +178,17 @@ class CanonicalForm:
                 return {keyword: origin.values([value])[0]}
         return {keyword: value}
 
-    def _merged(self, schema: dict[str, Any], origin: Origin) -> Schema:
+    def _merged(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         """Return a recursive reference and what stands next to it as a definition, which the library can merge."""
-        key = json.dumps(schema)
+        key = json.dumps([schema, is_part])
         name = self._names.get(key)
         if name is None and len(self._names) < 1_000:
             body = _body(self._combined({**schema, "allOf": [self._unfolded(part) for part in schema["allOf"]]}))
             if isinstance(body, bool) or "allOf" not in body:
                 name = self._names[key] = f"d{len(self._names)}"
-                self.definitions[name] = self._read(body, origin)
+                self.definitions[name] = self._read(body, origin, is_part=is_part)
         if name is None:
-            return self._read_keywords(schema, origin)
+            return self._read_keywords(schema, origin, is_part)
         return self.definitions.get(name) is not False and {"$ref": f"#/$defs/{name}"}
 
     def _exclusive(self, parts: list[Any]) -> list[Any] | None:
@@ -206,14 +220,17 @@ class CanonicalForm:
         definitions = {name: self._library[name] for name in ("$defs", "definitions") if name in self._library}
         return _canonicalize({**definitions, **schema}, self._draft)
 
-    def _definition(self, reference: str, origin: Origin) -> str:
+    def _definition(self, reference: str, origin: Origin, is_part: bool) -> str:
         """Return the name of the definition for a reference of the library at `origin`."""
-        name = self._names.get(reference)
+        key = f"{reference} {is_part}"
+        name = self._names.get(key)
         if name is None:
-            name = self._names[reference] = f"d{len(self._names)}"
+            name = self._names[key] = f"d{len(self._names)}"
             source = self._source({"$ref": reference})
             target = _at(self._library, unquote(reference.partition("#")[2]))
-            self.definitions[name] = self._read(target, Origin.of(self._graph, [source]) if source else origin)
+            self.definitions[name] = self._read(
+                target, Origin.of(self._graph, [source]) if source else origin, is_part=is_part
+            )
         return name
 
     def _source(self, part: Any) -> Node | None:
@@ -311,6 +328,17 @@ def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:
     ordered = {name: properties.get(name, rest) for name in sorted(kept, key=places.__getitem__)}
     ends = {"required": sorted(required, key=places.__getitem__)} if required else {}
     return schema | ({"properties": ordered} if ordered else {}) | ends
+
+
+def _close(schema: dict[str, Any], origin: Origin) -> None:
+    """Forbid other properties in an object that names some, unless the schema as sent says whether it has others."""
+    names = origin.closed_names()
+    if names is None or schema.get("type") != "object" or not schema.keys().isdisjoint(_OPEN):
+        return
+    properties = schema.get("properties", {})
+    named = {name: properties.get(name, True) for name in (*names, *properties)}
+    if schema.get("minProperties", 0) <= len(named):
+        schema |= {"properties": named, "additionalProperties": False}
 
 
 def _apart(schema: dict[str, Any]) -> dict[str, Any]:

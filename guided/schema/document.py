@@ -29,6 +29,7 @@ _BOUNDS = (
     ("minContains", "maxContains"),
     ("minimum", "maximum"),
 )
+_OPENING = {"additionalProperties", "unevaluatedProperties"}
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
 _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
@@ -60,17 +61,15 @@ def parse(
         raise
 
 
-def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Return a copy in which each subschema with `properties` or `patternProperties` forbids others, as in vLLM.
+def closed_objects(document: dict[str, Any] | bool) -> tuple[str, ...]:
+    """Return the JSON pointers of subschemas that name properties and do not say whether there are others.
 
-    One that has `additionalProperties` stays as it is.
+    At most `MAX_NOTES`.
     """
-    document: dict[str, Any] | bool = json.loads(json.dumps(schema))
-    if isinstance(document, dict):
-        for node in SchemaGraph(document).nodes():
-            if not node.schema.keys().isdisjoint(("properties", "patternProperties")):
-                node.schema.setdefault("additionalProperties", False)
-    return document
+    nodes = SchemaGraph(document).nodes() if isinstance(document, dict) else ()
+    naming = (node for node in nodes if "properties" in node.schema and node.path[:1] not in (("if",), ("not",)))
+    found = (node.pointer() for node in naming if _OPENING.isdisjoint(node.schema))
+    return tuple(map(shortened, islice(found, MAX_NOTES)))
 
 
 def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool) -> dict[str, Any] | bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import ceil, floor
 from typing import Any, TypeGuard
 
 from guided.errors import MAX_ECHO, bounded
@@ -12,6 +11,7 @@ Schema = dict[str, Any] | bool
 
 ALL_TYPES = ("null", "boolean", "object", "array", "number", "string")
 NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+NUMERIC = (*NUMBER_BOUNDS, "multipleOf")
 COMPOUND = {"$ref", "anyOf", "oneOf", "allOf", "if", "enum", "const"}
 """Keywords that have no siblings in canonical form."""
 
@@ -28,20 +28,6 @@ def listed(schema: Schema) -> list[Any] | None:
         return None
     values: list[Any] = [schema["const"]] if "const" in schema else schema["enum"]
     return values
-
-
-def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the least and the greatest integer within the bounds (None: no bound). Each side has at most one bound."""
-    low = high = None
-    if "minimum" in schema:
-        low = ceil(schema["minimum"])
-    elif "exclusiveMinimum" in schema:
-        low = floor(schema["exclusiveMinimum"]) + 1
-    if "maximum" in schema:
-        high = floor(schema["maximum"])
-    elif "exclusiveMaximum" in schema:
-        high = ceil(schema["exclusiveMaximum"]) - 1
-    return low, high
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

@@ -13,6 +13,9 @@ from guided.schema.keywords import listed
 
 _ALWAYS = (*REFERENCES, "allOf")
 """Keywords of which every subschema applies to the same value. The others are alternatives or conditions."""
+_UNIONS = ("anyOf", "oneOf")
+_OPENING = ("additionalProperties", "unevaluatedProperties")
+"""Keywords that say whether an object has other properties than those that are named."""
 _SOURCES = {
     "additionalProperties": ("unevaluatedProperties",),
     "items": ("additionalItems", "unevaluatedItems"),
@@ -62,6 +65,20 @@ class Origin:
             name for node in self.always for name in (*_object(node.schema, "properties"), *_listed_names(node.schema))
         }
 
+    def closed_names(self) -> list[str] | None:
+        """Return the names of all properties of an object that names some and does not say whether it has others.
+
+        None: it says so, or names none. What is under `not` and `if` does not count.
+        """
+        negated = [child for node in self.nodes for keyword, child in node.same if keyword in ("not", "if")]
+        left_out = set(map(id, _closure(negated, always=False)))
+        described = [node for node in self.nodes if id(node) not in left_out]
+        if not any("properties" in node.schema for node in described):
+            return None
+        if any(keyword in node.schema for node in described for keyword in _OPENING):
+            return None
+        return Origin(self.graph, described, self.always).names()
+
     def values(self, values: list[Any]) -> list[Any]:
         """Return the values of an `enum` or `const` with the order of properties as sent."""
         sent = {_key(value): value for node in self.nodes for value in listed(node.schema) or ()}
@@ -92,20 +109,25 @@ class Origin:
         wanted = _described(part)
         if not wanted or not self._groups:
             return self
-        chosen = [max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted))[0] for group in self._groups]
+        chosen = []
+        for keyword, group in self._groups.items():
+            node, described = max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted))
+            if keyword[1] in _UNIONS or described <= wanted:
+                chosen.append(node)
         nodes = [*self.always, *(node for node in _closure(chosen, always=False) if node not in self.always)]
         return Origin(self.graph, nodes, [*self.always, *_closure(chosen, always=True)])
 
     @cached_property
-    def _groups(self) -> list[list[tuple[Node, set[Any]]]]:
-        """The alternatives of each `anyOf` and the like, each with what it says of properties."""
+    def _groups(self) -> dict[tuple[int, str], list[tuple[Node, set[Any]]]]:
+        """The alternatives of each `anyOf` and `oneOf`, and each condition, with what it says of properties."""
         groups: dict[tuple[int, str], list[tuple[Node, set[Any]]]] = {}
         for node in self.nodes:
             for keyword, child in node.same:
                 if keyword not in _ALWAYS:
                     described = set[Any]().union(*(_described(one.schema) for one in _closure([child], always=False)))
-                    groups.setdefault((id(node), keyword), []).append((child, described))
-        return list(groups.values())
+                    owner = node if keyword in _UNIONS else child
+                    groups.setdefault((id(owner), keyword), []).append((child, described))
+        return groups
 
     def place(self, part: dict[str, Any], target: Node | None) -> int:
         """Return the place of a part of `allOf` in canonical form, where `target` is what it refers to."""

@@ -7,7 +7,7 @@ escaped. So a pattern is parsed, and its characters are written as in JSON.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,11 @@ from guided.schema.keywords import Schema, listed, types_of
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 _ANY = regex.repeat(Chars(UNIVERSE), 0, None)
 _BLANKS = regex.ranges_of([(0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)])
+_SPACES = regex.ranges_of((code, code) for code in range(0x3001) if chr(code).isspace())
+"""The characters that `str.strip` removes."""
+_MAX_NAME = 64
+_END = "end"
+"""The key of a trie's node where a name ends; a character has length 1."""
 PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
 """Characters that are not escaped in JSON strings (without DEL, which some libraries escape)."""
 
@@ -124,6 +129,48 @@ def without(pattern: str, names: Iterable[str]) -> str:
     """Return a pattern for the strings that contain a match of `pattern` and are not in `names`. Raises as above."""
     listed = automaton.of(regex.choice(map(regex.literal, names)))
     return _whole(automaton.texts(automaton.of(parse_search(pattern)).difference(listed)))
+
+
+def other_names(names: Iterable[str]) -> Node:
+    """Return the names of properties that are not one of `names`, also not in other case or with blanks around it.
+
+    A model that comes to a property too late, out of the schema's order, would otherwise write `"name "` for `"name"`.
+    No name begins with a blank, and none continues the first `_MAX_NAME` characters of a longer one of `names`.
+    """
+    trie: dict[str, Any] = {}
+    for name in names:
+        branch = trie
+        for character in name.strip()[:_MAX_NAME]:
+            branch = branch.setdefault(character.lower(), {})
+        branch[_END] = len(name) > _MAX_NAME
+    return _beside(trie, is_first=True)
+
+
+def _beside(trie: dict[str, Any], *, is_first: bool = False) -> Node:
+    """Return the rest of a name after a beginning of one of the names in a trie."""
+    if trie.get(_END):
+        return Chars(())
+    children = {character: branch for character, branch in trie.items() if character != _END}
+    known = regex.ranges_of((code, code) for character in children for code in _cases(character))
+    is_name = _END in trie
+    excluded = regex.ranges_of([*known, *_SPACES]) if is_name or is_first else known
+    options = [regex.sequence([Chars(regex.complement(excluded)), _ANY])]
+    if is_name:
+        options.append(regex.sequence([Chars(_SPACES), Chars(regex.complement(_SPACES)), _ANY]))
+    else:
+        options.append(regex.EMPTY)
+    for character, branch in children.items():
+        rest = _beside(branch)
+        if rest != Chars(()):
+            options.append(regex.sequence([Chars(regex.ranges_of((c, c) for c in _cases(character))), rest]))
+    return regex.choice(options)
+
+
+def _cases(character: str) -> Iterator[int]:
+    """Yield the code points of a character in lower and upper case."""
+    for written in (character, character.lower(), character.upper()):
+        if len(written) == 1:
+            yield ord(written)
 
 
 def _whole(node: Node) -> str:

@@ -67,7 +67,12 @@ class OutputParser:
         """The output does not end within a call."""
 
     def feed(self, text: str, finished: bool) -> list[Piece]:
-        """Return the pieces that are new in `text`, the whole output so far."""
+        """Return the pieces that are new in `text`, the whole output so far.
+
+        Args:
+            finished: the output has ended by itself. False for one that was cut (by `max_tokens`, for example): what
+                may be the beginning of a marker at its end belongs to no piece.
+        """
         self._output, self._finished = text, finished
         return list(iter(self._steps.__next__, None))
 

@@ -28,7 +28,7 @@ class TestCanonical:
             Constraint.json_schema({"type": "object"}, whitespace=""),
             Constraint.json_schema({"type": "object"}, whitespace="[ ]?"),
             Constraint.json_schema({"type": "object", "properties": {"a": {}}}),
-            Constraint.json_schema({"type": "object", "properties": {"a": {}}}, additional_properties=False),
+            Constraint.json_schema({"type": "object", "properties": {"a": {}}}, open_objects=False),
             Constraint.json_object(),
             Constraint.json_object(whitespace=""),
             Constraint.regex("a"),

@@ -112,14 +112,14 @@ def joined(pieces: list[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
     return by_kind["reasoning"], by_kind["text"], [(name, arguments) for name, arguments in calls]
 
 
-def grown(parser: OutputParser, output: str, step: Callable[[], int]) -> list[Piece]:
+def grown(parser: OutputParser, output: str, step: Callable[[], int], *, finished: bool = True) -> list[Piece]:
     """Read an output that grows by `step` characters each time."""
     pieces: list[Piece] = []
     end = 0
     while end < len(output):
         end = min(len(output), end + step())
         pieces += parser.feed(output[:end], finished=False)
-    return pieces + parser.feed(output, finished=True)
+    return pieces + parser.feed(output, finished)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -260,6 +260,29 @@ def test_an_output_that_was_cut() -> None:
     assert not parser.complete
     think = OutputParser(REASONING_FORMATS["think"], thinking=True)
     assert joined(think.feed("so </thi", finished=True))[0] == "so </thi"
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("anywhere", [True, False])
+def test_a_cut_call_leaves_no_text(name: str, anywhere: bool) -> None:
+    """Wherever `max_tokens` cuts an output that is a call, none of its marks is text."""
+    form = known_format(name)
+    begin = form.opening + form.call[0].replace("{name}", "f").replace("{number}", "0")
+    for length in range(len(begin)):
+        parser = OutputParser(tools=form, functions=[F], anywhere=anywhere)
+        _, text, _ = joined(grown(parser, begin[:length], lambda: 3, finished=False))
+        assert text == "", begin[:length]
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_cut_thoughts_leave_no_text(name: str) -> None:
+    form = REASONING_FORMATS[name]
+    before, end = f"{form.begin}so", form.end + form.between + form.answer
+    for length in range(len(before + end)):
+        thoughts, text, _ = joined(OutputParser(form).feed((before + end)[:length], finished=False))
+        assert (thoughts, text) == ("so"[: max(0, length - len(form.begin))], "")
+    for length in range(1, len(form.answer)):
+        assert joined(OutputParser(form).feed(form.answer[:length], finished=False)) == ("", "", [])
 
 
 @pytest.mark.parametrize(

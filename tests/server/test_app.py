@@ -49,6 +49,8 @@ class TestChat:
         schema = {**SCHEMA, "properties": {"ok": {"type": "boolean"}, "é": {"type": "string", "format": "mongoId"}}}
         answer = post(client, max_tokens=200, whitespace_pattern="", json_schema=schema)
         assert answer.json()["guided"]["not_enforced"] == ["/properties/é/format"]
+        assert answer.json()["guided"]["closed"] == [""]
+        assert "closed" not in post(client, json_schema=schema, open_objects=True).json()["guided"]
         refused = post(client, json_schema=schema, strict_schema=True)
         assert refused.status_code == 400
         assert "'mongoId'" in refused.json()["error"]["message"]

@@ -62,7 +62,7 @@ def test_wrong_calls_are_noticed_before_anything_slow(arguments: list[str], stat
         (("./nonesuch",), "nonesuch"),
         (("--backend", "nonesuch"), "llguidance"),
         (("--chat-template", "nonesuch"), "nonesuch"),
-        (("nosuchmodel",), "there is no local directory 'nosuchmodel', and no such model from the hub"),
+        (("nosuchmodel",), "there is no local directory or GGUF file 'nosuchmodel', and no such model from the hub"),
         (("--placement", "pool=masks"), "placement pool=masks needs a cluster: name it with --ray-address"),
     ],
 )

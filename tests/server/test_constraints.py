@@ -10,6 +10,7 @@ import pytest
 from engine.sampling_params import SamplingParams
 from engine.server.constraints import RequestedConstraint, requested_constraint
 from engine.server.generation import Job
+from engine.server.options import ServerSettings
 from engine.server.protocol import ChatRequest
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
@@ -30,7 +31,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def of(**fields: Any) -> RequestedConstraint:
-    return requested_constraint(chat(**fields))
+    return requested_constraint(chat(**fields), ServerSettings())
 
 
 VALUES: dict[str, Any] = {
@@ -65,13 +66,13 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "value", "fields", "param"), OTHERS)
 def test_every_spelling_is_one_constraint(kind: Any, value: Any, fields: dict[str, Any], param: str) -> None:
-    expected = Constraint.json_object() if kind == "json_object" else getattr(Constraint, kind)(value)
+    expected = Constraint.of_kind(kind, value, open_objects=False, param=kind)
     assert of(**fields) == RequestedConstraint(expected, "auto", param)
 
 
 def test_limits_hold() -> None:
     with pytest.raises(ConstraintTooLarge, match="10001 entries; the limit is 10000") as raised:
-        requested_constraint(chat(guided_choice=[str(number) for number in range(10_001)]))
+        of(guided_choice=[str(number) for number in range(10_001)])
     assert raised.value.param == "guided_choice"
 
 
@@ -90,12 +91,23 @@ def test_none_is_none(fields: dict[str, Any]) -> None:
     ],
 )
 def test_whitespace_reaches_the_constraint(fields: dict[str, Any], whitespace: str) -> None:
-    assert of(**fields).constraint == Constraint.json_schema(SCHEMA, whitespace=whitespace)
+    assert of(**fields).constraint == Constraint.json_schema(SCHEMA, whitespace=whitespace, open_objects=False)
 
 
-def test_disable_additional_properties_closes_objects() -> None:
-    found = of(structured_outputs={"json": SCHEMA, "disable_additional_properties": True}).constraint
-    assert found == Constraint.json_schema({**SCHEMA, "additionalProperties": False})
+@pytest.mark.parametrize(
+    ("fields", "server", "is_open"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"open_objects": True}, False, True),
+        ({"open_objects": False}, True, False),
+        ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}}, True, False),
+    ],
+)
+def test_objects_are_closed_unless_asked_otherwise(fields: dict[str, Any], server: bool, is_open: bool) -> None:
+    body = chat(**({"json_schema": SCHEMA} if "structured_outputs" not in fields else {}), **fields)
+    found = requested_constraint(body, ServerSettings(open_objects=server)).constraint
+    assert found == Constraint.json_schema(SCHEMA, open_objects=is_open)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +115,7 @@ def test_disable_additional_properties_closes_objects() -> None:
     [({"backend": "xgrammar"}, "xgrammar"), ({"guided_decoding_backend": "guidance"}, "llguidance"), ({}, "outlines")],
 )
 def test_backend_of_the_request_goes_before_the_servers(fields: dict[str, Any], backend: str) -> None:
-    assert requested_constraint(chat(choice=["a"], **fields), default_backend="outlines").backend == backend
+    assert requested_constraint(chat(choice=["a"], **fields), ServerSettings(backend="outlines")).backend == backend
 
 
 MISSING = "response_format.json_schema.schema"

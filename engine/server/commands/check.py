@@ -35,6 +35,9 @@ def check(
         typer.Option(help="What the files contain. Default: by name (.json, .yaml, .regex, .lark, .gbnf) or text."),
     ] = None,
     backend: Annotated[str, typer.Option(help="The grammar backend, or auto.")] = AUTO,
+    close_objects: Annotated[
+        bool, typer.Option("--close-objects", help="No properties that a schema does not name, as in a server.")
+    ] = False,
     samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
     seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
@@ -55,7 +58,14 @@ def check(
         from guided.check import check_all, vocabulary_of  # slow: the grammar libraries
 
         for report in check_all(
-            texts, vocabulary_of(tokenizer), kind=kind, backend=backend, samples=samples, seed=seed, seconds=seconds
+            texts,
+            vocabulary_of(tokenizer),
+            kind=kind,
+            backend=backend,
+            open_objects=not close_objects,
+            samples=samples,
+            seed=seed,
+            seconds=seconds,
         ):
             good = good and report.accepted and not (strict and report.not_enforced)
             print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _lines(report), flush=True)

@@ -44,6 +44,14 @@ try:
 except PoolUnavailable as error:
     sys.exit(str(error))
 """
+_TRY_MODEL = """
+import sys
+from engine.model_loader import read_config
+try:
+    read_config(sys.argv[1], sys.argv[2] or None)
+except (OSError, ValueError) as error:
+    sys.exit(str(error))
+"""
 _TRY_GPU = """
 import sys
 import numpy as np, torch
@@ -93,6 +101,8 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
     for name in BACKENDS:
         advice = "pip install --force-reinstall it, with constraints.txt"
         yield _tried(f"backend {name}", "compiles", advice, _TRY_BACKEND, name)
+    revision = options.load.revision or ""
+    yield _tried("model", "its architecture can be served", "", _TRY_MODEL, options.model_path, revision)
     device = options.load.device
     if device != "cpu":
         advice = "torch may be a CPU build, a container needs --gpus all, and Triton a C compiler"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 BACKEND = "guided_backend"
 """The parameter in `SamplingParams.extra_args` (HTTP: `vllm_xargs`) that names a request's backend."""
+OPEN_OBJECTS = "open_objects"
+"""The parameter beside it that keeps objects open: see `Constraint.open_objects`."""
 _FIELDS: Mapping[str, ConstraintKind] = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -48,15 +50,16 @@ class GuidedParams:
     def to_text(self) -> str:
         """Return these parameters as text, for the engine's process."""
         constraint = self.constraint
-        return _PREFIX + json.dumps([constraint.kind, constraint.source, constraint.whitespace, self.backend])
+        values = [constraint.kind, constraint.source, constraint.whitespace, constraint.open_objects, self.backend]
+        return _PREFIX + json.dumps(values)
 
     @classmethod
     def from_text(cls, text: str | None) -> GuidedParams:
         """Read what `to_text` wrote, without validating it again. Raises `InternalError` if it is something else."""
         if text is None or not text.startswith(_PREFIX):
             raise InternalError("this request was admitted by a process without guided's structured outputs")
-        kind, source, whitespace, backend = json.loads(text.removeprefix(_PREFIX))
-        return cls(Constraint(kind, source, whitespace), backend)
+        kind, source, whitespace, open_objects, backend = json.loads(text.removeprefix(_PREFIX))
+        return cls(Constraint(kind, source, whitespace, open_objects=open_objects), backend)
 
 
 def validate_structured_outputs(
@@ -112,7 +115,10 @@ def guided_params(params: SamplingParams, config: StructuredOutputsConfig) -> Gu
     for name, given in overwriting.items():  # they overwrite masks, or change where an output ends
         if given:
             raise InvalidRequest(f"{name} can't be kept beside a constraint: leave one of the two out", param=name)
-    constraint = _constraint(outputs, config)
+    is_open = extra.get(OPEN_OBJECTS, False)
+    if not isinstance(is_open, bool):
+        raise InvalidRequest(f"{OPEN_OBJECTS} is true or false", param=OPEN_OBJECTS)
+    constraint = _constraint(outputs, config, is_open)
     backend = extra.get(BACKEND, config.backend)
     if not isinstance(backend, str):
         raise InvalidRequest(f"{BACKEND} is a string, not {type(backend).__name__}", param=BACKEND)
@@ -121,7 +127,7 @@ def guided_params(params: SamplingParams, config: StructuredOutputsConfig) -> Gu
     return GuidedParams(constraint, backend)
 
 
-def _constraint(outputs: StructuredOutputsParams, config: StructuredOutputsConfig) -> Constraint:
+def _constraint(outputs: StructuredOutputsParams, config: StructuredOutputsConfig, is_open: bool) -> Constraint:
     if outputs.json_object is False:
         raise InvalidRequest("json_object takes true: leave it out for no constraint", param="structured_outputs")
     field, kind = next(pair for pair in _FIELDS.items() if getattr(outputs, pair[0]) is not None)
@@ -134,4 +140,4 @@ def _constraint(outputs: StructuredOutputsParams, config: StructuredOutputsConfi
     ):
         whitespace.append(GivenWhitespace("structured_outputs.disable_any_whitespace", ""))
     closed = outputs.disable_additional_properties or config.disable_additional_properties
-    return build(given, take_whitespace(given, whitespace), additional_properties=not closed)
+    return build(given, take_whitespace(given, whitespace), open_objects=is_open and not closed)

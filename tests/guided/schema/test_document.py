@@ -7,12 +7,11 @@ import json
 from types import MappingProxyType
 from typing import Any
 
-import jsonschema
 import pytest
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.limits import LIMITS
-from guided.schema.document import close_objects, parse
+from guided.schema.document import parse
 
 
 def check(schema: Any) -> dict[str, Any] | bool:
@@ -176,30 +175,3 @@ class TestSizes:
     def test_the_time_is_linear_in_the_size(self, schema: Any) -> None:
         # Each took tens of seconds, or gigabytes: the suite's own timeout is what fails here.
         check(schema)
-
-
-class TestCloseObjects:
-    @pytest.mark.parametrize(
-        "schema",
-        [
-            {"properties": {"a": {"type": "object", "properties": {"b": {}}}}},
-            {"anyOf": [{"properties": {"a": {}}}, {"type": "string"}]},
-            {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"patternProperties": {"^a$": {}}}}},
-        ],
-    )
-    def test_objects_that_declare_properties_are_closed(self, schema: Any) -> None:
-        validator = jsonschema.Draft202012Validator(close_objects(schema))
-        assert validator.is_valid({"a": {}})
-        assert not validator.is_valid({"a": {}, "unheard of": 1})
-
-    @pytest.mark.parametrize(
-        "schema",
-        [
-            {"type": "object"},
-            {"properties": {"a": {}}, "additionalProperties": True},
-            {"enum": [{"properties": {"a": {}}}]},
-            True,
-        ],
-    )
-    def test_other_objects_are_left_open(self, schema: Any) -> None:
-        assert close_objects(schema) == schema

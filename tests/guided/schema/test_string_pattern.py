@@ -132,3 +132,19 @@ def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
 @given(st.from_regex(FORMATS["regex"]))
 def test_the_format_regex_matches_regular_expressions(text: str) -> None:
     re.compile(text)
+
+
+NAMES = ["a", "unit price", "First", "née", "firstname", "x" * 80]
+
+
+@given(
+    st.sampled_from([made for name in NAMES for made in (name, name.upper(), name.title(), name[:-1], name + "s")]),
+    st.text(" \t\n\u2003b", max_size=2),
+    st.text(" \t\n\u2003b", max_size=2),
+)
+def test_other_names_are_no_near_doubles(name: str, before: str, after: str) -> None:
+    written = before + name + after
+    found = re.fullmatch(regex.render(string_pattern.other_names(NAMES)), written) is not None
+    is_double = written.strip().lower() in [each.lower() for each in NAMES]
+    is_continued = written.lower().startswith("x" * 64)
+    assert found == (not is_double and not is_continued and written[:1].strip() == written[:1])

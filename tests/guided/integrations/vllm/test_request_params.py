@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.server.constraints import requested_constraint as asked_over_http
+from engine.server.options import ServerSettings
 from engine.server.protocol import CompletionRequest
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError, InvalidRequest
@@ -39,12 +40,15 @@ def test_requests_without_a_constraint(name: str | None) -> None:
 @pytest.mark.parametrize(
     ("outputs", "constraint"),
     [
-        ({"json": SCHEMA}, Constraint.json_schema(SCHEMA)),
-        ({"json": SCHEMA, "disable_any_whitespace": True}, Constraint.json_schema(SCHEMA, whitespace="")),
+        ({"json": SCHEMA}, Constraint.json_schema(SCHEMA, open_objects=False)),
+        (
+            {"json": SCHEMA, "disable_any_whitespace": True},
+            Constraint.json_schema(SCHEMA, whitespace="", open_objects=False),
+        ),
         ({"json_object": True, "whitespace_pattern": " ?"}, Constraint.json_object(whitespace=" ?")),
         ({"choice": ["yes", "no"]}, Constraint.choice(["yes", "no"])),
         ({"grammar": 'start: "a"'}, Constraint.grammar('start: "a"')),
-        ({"structural_tag": TAG}, Constraint.structural_tag(TAG)),
+        ({"structural_tag": TAG}, Constraint.structural_tag(TAG, open_objects=False)),
     ],
 )
 def test_every_kind(outputs: dict[str, Any], constraint: Constraint) -> None:
@@ -54,17 +58,25 @@ def test_every_kind(outputs: dict[str, Any], constraint: Constraint) -> None:
 def test_the_options_of_the_server() -> None:
     config: Any = SimpleNamespace(backend="guidance", disable_any_whitespace=True, disable_additional_properties=True)
     found = guided_params(params(json=SCHEMA), config)
-    closed = Constraint.json_schema(SCHEMA, whitespace="", additional_properties=False)
+    closed = Constraint.json_schema(SCHEMA, whitespace="", open_objects=False)
     assert found == GuidedParams(closed, "llguidance")
     named = guided_params(params({"guided_backend": "outlines_core"}, json=SCHEMA), config)
     assert named == GuidedParams(closed, "outlines")
+
+
+def test_open_objects_reach_the_engine() -> None:
+    found = guided_params(params({"open_objects": True}, json=SCHEMA), CONFIG)
+    assert found == GuidedParams(Constraint.json_schema(SCHEMA))
+    assert GuidedParams.from_text(found.to_text()) == found
+    with pytest.raises(InvalidRequest, match="true or false"):
+        guided_params(params({"open_objects": "yes"}, json=SCHEMA), CONFIG)
 
 
 @pytest.mark.parametrize(("field", "value"), [("json", '{"type": "objekt"}'), ("regex", ""), ("choice", [])])
 def test_rejected_as_by_our_server(field: str, value: Any) -> None:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "p", "structured_outputs": {field: value}})
     with pytest.raises(GuidedError) as theirs:
-        asked_over_http(body)
+        asked_over_http(body, ServerSettings())
     with pytest.raises(GuidedError) as ours:
         guided_params(params(**{field: value}), CONFIG)
     assert type(ours.value) is type(theirs.value)
