@@ -13,9 +13,10 @@ import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
+from guided.backends.base import Backend, CompiledGrammar, Matcher, OutputRule, TextMatcher
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.line_breaks import LineBreaks
 from guided.output_rules import NumberLimit, token_limit
 from guided.structural_tag import Content, contents
 from guided.vocabulary import Vocabulary
@@ -42,6 +43,7 @@ class CheckedBackend(Backend):
         self._inner = inner
         self._vocabulary = vocabulary
         self._numbers = NumberLimit(vocabulary)
+        self._line_breaks = LineBreaks(vocabulary) if inner.breaks_lines_anywhere else None
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See `Backend.compile`. Leaves out more and more keywords of a schema that the library refuses."""
@@ -84,8 +86,10 @@ class CheckedBackend(Backend):
         if constraint.kind == "structural_tag":
             kinds = {content.kind for content in contents(constraint.outline)}
             limit = token_limit(constraint.outline, self._vocabulary)
-        numbers = None if kinds.isdisjoint(("json_schema", "json_object")) else self._numbers
-        grammar.rules = [rule for rule in (numbers, limit) if rule is not None]
+        rules: list[OutputRule | None] = [limit]
+        if not kinds.isdisjoint(("json_schema", "json_object")):
+            rules += [self._numbers, self._line_breaks if constraint.whitespace is None else None]
+        grammar.rules = [rule for rule in rules if rule is not None]
         return grammar
 
 

@@ -22,11 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.backends.line_breaks import LineBreaks
-from guided.bitmask import allowed_ids, words
-from guided.constraint import LINE_BREAK, MAX_INDENT, Constraint
+from guided.constraint import LINE_BREAK, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
-from guided.structural_tag import contents
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -36,6 +33,7 @@ _VERSION = metadata.version("llguidance")
 REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
 """Whether llguidance allows several matches of `whitespace_pattern` in a row: 1.7.6 does, which vLLM 0.33 pins; 1.9.1
 does not. The separators of items and keys are never repeated."""
+
 _LEXER_FUEL = 2_000_000
 """Maximum number of expressions that the lexer makes for one token. With llguidance's default, a tenth of it,
 `^(\\S+\\s+){0,99}\\S+$` up to 5,000 characters compiles, and fails at its second token."""
@@ -46,9 +44,10 @@ _EXCEEDED = re.compile(r"too many|\bmax is\b|limit|fuel", re.IGNORECASE)
 class LLGuidanceBackend(Backend):
     """One tokenizer, shared by all grammars."""
 
+    breaks_lines_anywhere = True
+
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._line_breaks = LineBreaks(vocabulary)
         self._tokenizer = llguidance.LLTokenizer(
             _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
@@ -82,12 +81,7 @@ class LLGuidanceBackend(Backend):
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refusal(matcher.get_error(), constraint)
-        in_text = constraint.kind == "structural_tag"
-        kinds = [content.kind for content in contents(constraint.outline)] if in_text else [constraint.kind]
-        usual = constraint.whitespace is None and ("json_schema" in kinds or "json_object" in kinds)
-        start = LLGuidanceMatcher(self._vocabulary, matcher, self._line_breaks if usual else None)
-        start.in_text = in_text
-        return LLGuidanceGrammar(start, source, special)
+        return LLGuidanceGrammar(self._vocabulary, matcher, source, special)
 
     def _source(self, constraint: Constraint) -> tuple[str, list[str]]:
         """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""
@@ -120,13 +114,16 @@ class LLGuidanceBackend(Backend):
 class LLGuidanceGrammar(CompiledGrammar):
     """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer."""
 
-    def __init__(self, start: LLGuidanceMatcher, source: str, special: frozenset[int]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, start: llguidance.LLMatcher, source: str, special: frozenset[int]
+    ) -> None:
+        self._vocabulary = vocabulary
         self._start = start
         self._source = source
         self.special_token_ids = special
 
     def matcher(self) -> LLGuidanceMatcher:
-        return self._start.fork()
+        return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
 
     def dump(self) -> bytes:
         """Return the constraint in llguidance's own format: matchers can't be serialised."""
@@ -134,35 +131,17 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 
 class LLGuidanceMatcher(TextMatcher):
-    """One sequence. The adapter handles stop tokens: llguidance's matcher sees text tokens only.
+    """One sequence. The adapter handles stop tokens: llguidance's matcher sees text tokens only."""
 
-    Args:
-        line_breaks: restricts the default whitespace of JSON text; None if the grammar has none.
-    """
-
-    in_text = False
-    """Whether text that is no JSON may be around JSON. Only the masks restrict line breaks then."""
-
-    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, line_breaks: LineBreaks | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher) -> None:
         super().__init__(vocabulary)
         self._vocabulary = vocabulary
-        self._line_breaks = line_breaks
         self.native = matcher
         """The library's own matcher."""
 
     def accept_text(self, token_ids: list[int]) -> None:
         if min(token_ids) < 0 or max(token_ids) >= self._vocabulary.padded_vocab_size:
             raise TokenRejected("a token id outside the vocabulary")
-        lines = None if self.in_text else self._line_breaks
-        if lines is not None and not lines.tokens.isdisjoint(token_ids):
-            output = [*self._tokens[-MAX_INDENT - 3 :], *token_ids]
-            for index, token in enumerate(token_ids, len(output) - len(token_ids)):
-                if token not in lines.tokens or not lines.forbids(
-                    token, output[max(0, index - MAX_INDENT - 3) : index]
-                ):
-                    continue
-                if not self._mask_allows(token, output[len(output) - len(token_ids) : index]):
-                    raise TokenRejected(f"token {token} is not allowed here: JSON text has no line break there")
         accepted = self.native.try_consume_tokens(token_ids)
         if accepted < len(token_ids):
             self._check()
@@ -171,22 +150,9 @@ class LLGuidanceMatcher(TextMatcher):
                 self._check()
             raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
 
-    def _mask_allows(self, token: int, before: list[int]) -> bool:
-        """Whether the mask after `before` allows `token`."""
-        trial = self.fork()
-        trial.accept_tokens(before)
-        row = np.empty(words(self._vocabulary.padded_vocab_size), np.int32)
-        trial.fill_bitmask(row)
-        return token in allowed_ids(row)
-
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
-        pointer = addressof(c_char.from_buffer(row.data))
-        self.native.unsafe_compute_mask_ptr(pointer, row.nbytes)
-        if self._line_breaks is not None:
-            np.bitwise_and(row, self._line_breaks.kept(self._tokens, row), out=row)
-            if row.tobytes() == bytes(row.nbytes):  # where only an unusual token is possible, it is allowed
-                self.native.unsafe_compute_mask_ptr(pointer, row.nbytes)
+        self.native.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(row.data)), row.nbytes)
         self._check()
         return self._vocabulary.allows_stop(row)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.schema_lowering import ArrayShape, FewKeywords, any_of
 from guided.bitmask import pack
-from guided.constraint import MAX_INDENT, Constraint
+from guided.constraint import Constraint
 from guided.errors import TokenRejected, UnsupportedConstraint
 from guided.schema.keywords import ALL_TYPES, is_number
 from guided.vocabulary import Vocabulary, valid_utf8
@@ -31,7 +31,7 @@ _SPACE = "\u0100"
 """A space within a JSON string: the library skips spaces at its beginning."""
 _ALPHABET = "".join(chr(byte) for byte in (*range(0x21, 0x80), *range(0xC2, 0xF5))) + _SPACE
 """The characters of free strings: only the first bytes of characters, because the library counts them."""
-_CONFIG = CharacterLevelParserConfig(_ALPHABET, max_consecutive_whitespaces=MAX_INDENT + 1, max_json_array_length=0)
+_CONFIG = CharacterLevelParserConfig(_ALPHABET, max_consecutive_whitespaces=12, max_json_array_length=0)
 _REST = frozenset(map(chr, range(0x80, 0xC0)))
 """The bytes of a character after the first one."""
 _BLANKS = frozenset(" \t\r\n")
@@ -56,7 +56,7 @@ class LMFormatEnforcerBackend(Backend):
         # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
         parts = [{**one, "$defs": definitions} for one in schema.get("anyOf", [schema])]
         parsers = [JsonSchemaParser(part, _CONFIG) for part in parts]
-        start = _Json(UnionParser(parsers), spaced=constraint.whitespace is None)
+        start = _Json(UnionParser(parsers), frozenset() if constraint.whitespace == "" else _BLANKS)
         grammar = LMFormatEnforcerGrammar(start, self._tokens)
         grammar.checked = ("",)
         return grammar
@@ -103,12 +103,11 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
     """The library's JSON without trailing commas, and with any spaces and bytes in strings."""
 
     inner: CharacterLevelParser
-    spaced: bool  # the default whitespace is allowed between JSON tokens
+    spaces: frozenset[str]  # the whitespace that is allowed between JSON tokens
     quoted: bool = False  # in a string
     escaped: bool = False  # after a backslash in a string
     begun: str = ""  # the first bytes of an incomplete character
     last: str = ""  # the last character, without whitespace between JSON tokens
-    blanks: str = ""  # the whitespace after it
 
     def add_character(self, new_character: str) -> _Json:
         symbol = _SPACE if self.quoted and new_character == " " else new_character
@@ -116,12 +115,11 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
         begun = self.begun + symbol if "\x80" <= symbol < _SPACE else ""
         return _Json(
             self.inner.add_character(symbol) if is_read else self.inner,
-            self.spaced,
+            self.spaces,
             quoted=self.quoted != (symbol == '"' and not self.escaped),
             escaped=self.quoted and symbol == "\\" and not self.escaped,
             begun="" if _is_utf8(begun) else begun,
             last=self.last if symbol in _BLANKS else symbol,
-            blanks=self.blanks + symbol if symbol in _BLANKS else "",
         )
 
     def get_allowed_characters(self) -> str:
@@ -130,23 +128,8 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
             return "".join(byte for byte in found & _REST or _REST if _is_utf8(self.begun + byte, begun=True))
         if self.quoted:
             return "".join(" " if character == _SPACE else character for character in found - _BLANKS)
-        blanks = found & _BLANKS
-        found -= _BLANKS
-        if self.blanks.startswith("\n"):
-            # A value ends before it, or a bracket or a comma stands there.
-            found -= {"[": set("]"), "{": set("}"), ",": set()}.get(self.last, set(",:"))
-        if self.spaced and self.last and not self.inner.can_end():
-            found |= blanks & self._usual_blanks(found)
+        found -= _BLANKS.difference(() if not self.last or self.inner.can_end() else self.spaces)
         return "".join(found.difference("}" if self.last == "," else ""))
-
-    def _usual_blanks(self, following: set[str]) -> frozenset[str]:
-        """Return the whitespace that may come next. `following`: the other characters that may."""
-        if self.blanks:
-            return frozenset(" " if self.blanks[0] == "\n" else "")
-        if self.last in ",:":
-            return frozenset(" \n" if self.last == "," else " ")
-        opened = self.last in "[{" and following - set("]}")
-        return frozenset("\n" if opened or not following.isdisjoint("]}") else "")
 
     def can_end(self) -> bool:
         return bool(self.inner.can_end())

@@ -8,7 +8,6 @@ Properties of the library that the adapter compensates:
 - Its automata prefer the first alternative (`yes|yes please` allows `yes` only), unless the pattern ends with `$`. A
   pattern that ends with `$` can't match the empty text, so a regex that does is refused.
 - It knows one end-of-sequence token only, so the adapter handles stop tokens.
-- The default whitespace has no line breaks: they would make the automaton much larger.
 - A regex can't count levels. So `json_object` allows three: the object, and objects and arrays within values of it.
 - It reads a subschema by its first keyword of `properties`, `allOf`, `anyOf`, `oneOf`, `prefixItems`, `enum`, `const`,
   `$ref`, `type`, ignores others, and puts patterns between quotes unchanged. So it gets one of them at a time, and each
@@ -35,8 +34,6 @@ from guided.schema import string_pattern
 from guided.vocabulary import Vocabulary
 
 _PLAIN = regex.Chars(string_pattern.PLAIN)
-_SPACES = "\0"
-"""Marks the whitespace in a pattern of outlines: no constraint contains this character."""
 
 
 class OutlinesBackend(Backend):
@@ -67,12 +64,8 @@ class OutlinesBackend(Backend):
         """Return the constraint as one regex."""
         if constraint.texts is None:
             schema = json.dumps(_Lowering(constraint).document(), ensure_ascii=False)
-            if constraint.whitespace is not None:
-                spaces = string_pattern.whitespace(constraint.whitespace)
-                return str(build_regex_from_schema(schema, spaces and f"(?:{spaces})"))
-            spaced = str(build_regex_from_schema(schema, _SPACES))
-            # The brackets are those of optional properties.
-            return re.sub(f"(?:{_SPACES})?([,:])([()?]*){_SPACES}", r"\1 ?\2", spaced).replace(_SPACES, "")
+            spaces = constraint.whitespace
+            return str(build_regex_from_schema(schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"))
         pattern = regex.render(constraint.texts)
         if re.fullmatch(pattern, ""):
             message = "outlines can't enforce a regex that the empty text matches: choose another backend"

@@ -27,7 +27,7 @@ LISTS: Any = {"anyOf": [{"items": {"type": "null"}, "maxItems": 2}, {"items": {"
         ({"type": "string", "pattern": "^ [^é]$"}, ['" a"', '" 狐"'], ['"  a"', '" é"', '" ""']),
         ({"enum": [" a b", "狐", 1, None]}, ['" a b"', '"狐"', "1", "null"], ['"a b"', "false"]),
         ({"type": "object", "required": ["k"], "additionalProperties": {"type": "null"}}, ['{"k":null}'], ["{}"]),
-        ({"type": "array", "items": {"type": "array"}, "minItems": 2}, ["[[1], []]"], ["[[]]", "[]"]),
+        ({"type": "array", "items": {"type": "array"}, "minItems": 2}, ["[[1] , []]"], ["[[]]", "[]"]),
         (LISTS, ["[null]", "[true,true]", "[]"], ["[true]", "[null,true]", "[null,null,null]"]),
     ],
     ids=str,
