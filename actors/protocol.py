@@ -29,7 +29,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.completing.budget import Budget
 from guided.constraint import Constraint
 from guided.errors import Wire
 from guided.pools.protocol import MAX_FORCED_TOKENS
@@ -172,8 +171,8 @@ class Open(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
     tokens: list[int]
     """The sequence's whole output so far."""
     request_id: str = ""
-    budget: Budget | None = None
-    """The constraint is completed within it."""
+    budget: int | None = None
+    """The constraint is completed within so many output tokens."""
 
 
 class Edit(msgspec.Struct, array_like=True, tag=4, gc=False, frozen=True):

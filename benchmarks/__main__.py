@@ -87,6 +87,7 @@ SECTIONS = [
     Section("mask_time", "What does a mask cost in a worker, beside the adapter? In µs.", columns=mask_time.COLUMNS),
     Section("namespaces", "What do masks from other nodes cost, by network delay? In ms.", columns=namespaces.COLUMNS),
     Section("maskbench", "How many of 1,125 real schemas are enforced?", _figures),
+    Section("bfcl", "Are functions as users write them accepted, and the right calls allowed?", _figures),
     Section(
         "random_outputs",
         "Is every random output of a random constraint that ends `stop` valid?",

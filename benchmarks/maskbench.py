@@ -113,10 +113,10 @@ def _judge(backends: Backends, entry: Mapping[str, Any], names: Sequence[str], s
         result.checked = tuple(getattr(compiled.grammar, "checked", ()))
         set_time_limit(_REPLAY_SECONDS)
         for test in entry["tests"]:
-            accepted = _accepts(compiled.grammar.matcher(), test["data"], backends.vocabulary, result.mask_seconds)
+            accepted = accepts(compiled.grammar.matcher(), test["data"], backends.vocabulary, result.mask_seconds)
             if test["valid"] and not accepted:
                 ordered = in_schema_order(test["data"], entry["schema"])
-                accepted = _accepts(compiled.grammar.matcher(), ordered, backends.vocabulary, result.mask_seconds)
+                accepted = accepts(compiled.grammar.matcher(), ordered, backends.vocabulary, result.mask_seconds)
                 result.reordered |= accepted
             if accepted != test["valid"] and result.outcome != "accepts invalid":
                 result.outcome = "rejects valid" if test["valid"] else "accepts invalid"
@@ -128,7 +128,7 @@ def _judge(backends: Backends, entry: Mapping[str, Any], names: Sequence[str], s
     return result
 
 
-def _accepts(matcher: Matcher, document: Any, vocabulary: Vocabulary, seconds: list[float]) -> bool:
+def accepts(matcher: Matcher, document: Any, vocabulary: Vocabulary, seconds: list[float]) -> bool:
     """Whether every mask allows the next token of `document` as JSON text. Appends the seconds of each mask."""
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
     for token in vocabulary.encode(json.dumps(document, ensure_ascii=False)):

@@ -16,7 +16,6 @@ import torch
 from engine.detokenizer import Detokenizer
 from engine.logprobs import TokenLogprobs
 from engine.sampling_params import SamplingParams
-from guided.completing.estimates import budget_of
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 
@@ -279,7 +278,7 @@ class SequenceGroup:
         params, budget = self.sampling_params, None
         if params.complete and params.constraint is not None:
             first = self.sequences[0]
-            budget = budget_of(params.constraint, first.max_length - first.length)
+            budget = first.max_length - first.length
         for sequence in self.sequences:
             sequence.needs_logprobs |= needs_logprobs and not params.use_beam_search
             sequence.guided = GuidedSequence(

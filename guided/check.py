@@ -21,8 +21,6 @@ from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.bitmask import allowed_ids, words
 from guided.compilation import Compiled, compile_constraint
-from guided.completing.budget import Budget
-from guided.completing.estimates import budget_of
 from guided.completing.search import Completions
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
@@ -153,12 +151,12 @@ def check(
         report.not_enforced = list(constraint.not_enforced)
         report.checked = list(compiled.grammar.checked)
         report.understood = _values_of(canonical(constraint.schema).root) if kind == "json_schema" else ""
-        budget, chance = budget_of(constraint, _SAMPLE_TOKENS), random.Random(seed)
+        chance = random.Random(seed)
         vocabulary = backends.vocabulary
-        short = Completions(vocabulary, vocabulary.text_mask).first(compiled.grammar.matcher(), budget.hint)
+        short = Completions(vocabulary).of(compiled.grammar).first(compiled.grammar.matcher())
         if short is not None:
             report.least_tokens = len(short.tokens) + 1
-            budget = budget._replace(tokens=report.least_tokens + _SAMPLE_TOKENS)
+            budget = report.least_tokens + _SAMPLE_TOKENS
             report.samples = [_sample(budget, compiled, vocabulary, chance) for _ in range(samples)]
     except GuidedError as error:
         report.accepted, report.error, report.pointer = False, error.message, error.pointer
@@ -199,7 +197,7 @@ def _values_of(root: Any) -> str:
     return f"{kinds} with {', '.join(properties)}" if properties else kinds
 
 
-def _sample(budget: Budget, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:
+def _sample(budget: int, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:
     """Generate a random output, of printable characters if possible. It may end early, with `_END_CHANCE`."""
     worker = MaskWorker(vocabulary)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)

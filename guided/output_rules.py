@@ -3,17 +3,24 @@
 `NumberLimit` ends JSON numbers: a model that has begun to repeat a digit could continue until the end of the context.
 `TokenLimit` ends the free text at the beginning of an output, the thinking phase. Once the text has reached its limit
 and ends with a whole character, only the tokens of the literal that ends the text are allowed.
+
+`LineBreaks` is for llguidance. Its whitespace is a lexeme that may stand before every other one, a line break with its
+indentation. The rule forbids it where JSON text does not usually have it: before a comma or a colon, after a colon or a
+blank, in an empty container, after the value, and twice.
 """
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.bitmask import pack
+from guided.bitmask import allows, pack
+from guided.constraint import MAX_INDENT
 from guided.errors import UnsupportedConstraint
 from guided.structural_tag import FreeText, Node, Series, Text, Times, walk
 from guided.vocabulary import Vocabulary, valid_utf8
@@ -26,6 +33,12 @@ _IN_TEXT = b'"' + bytes(set(string.ascii_letters.encode()).difference(b"eE"))
 """Characters that can't follow a digit of a JSON number."""
 _REST_OF_CHARACTER = 3
 """Maximum number of tokens that complete a character. A text can exceed its limit by this many tokens."""
+_UNUSUAL = re.compile(rb'[ :]\n|\n *[,:\n]|[\[{]\n *[\]}]|["\]}\w]\n *\Z')
+"""Matches unusual line breaks, and one after a value at the end, because a comma may have to follow."""
+_TAIL = re.compile(rb"[\[{]?\n(?= *\Z)|[\[{,: ]\Z")
+"""Matches the end of an output that matters, unless a value ends there."""
+_PART = re.compile(rb" *[,:\]}]|[^\n]*\n")
+"""Matches tokens that can be unusual after an output."""
 
 
 class NumberLimit:
@@ -57,6 +70,50 @@ class NumberLimit:
             if count >= MAX_DIGITS or not self._is_number[token]:
                 break
         return count
+
+
+class LineBreaks:
+    """Forbids unusual line breaks in JSON, also within a structural tag.
+
+    JSON strings have no raw line breaks. So where a letter is allowed, the output is in a string if no line break is
+    allowed, and in free text otherwise. A token that ends a value and then the line, such as `"\\n`, is never allowed:
+    it is not known yet whether a bracket can follow. So a model writes `"` and `\\n`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._decode = vocabulary.decode
+        self._width = vocabulary.padded_vocab_size
+        texts = [(vocabulary.token_bytes[token], token) for token in vocabulary.text_token_ids]
+        self._parts = [(text, token) for text, token in texts if _PART.match(text)]
+        first = {text[:1]: token for text, token in reversed(texts)}
+        self._letter, self._line_break, *self._closing = (first.get(start, 0) for start in (b"x", b"\n", b"]", b"}"))
+        self._usual = lru_cache(self._find_usual)
+
+    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+        """See `OutputRule.restrict`. Where only an unusual line break is possible, it is left."""
+        if allows(row, self._letter):
+            if not allows(row, self._line_break):
+                np.bitwise_and(row, self._usual(b""), out=row)
+            return
+        text = self._decode(output[-1:])
+        if text.isspace():
+            text = self._decode(output[-MAX_INDENT - 2 :])
+        tail = _tail(text)
+        if tail == b'"' and any(allows(row, token) for token in self._closing):
+            tail = b""
+        usual = row & self._usual(tail)
+        if accepting or usual.any():
+            row[:] = usual
+
+    def _find_usual(self, tail: bytes) -> NDArray[np.int32]:
+        """Return the mask of the tokens that are usual after `tail`: int32 `[words]`."""
+        return ~pack([token for text, token in self._parts if _UNUSUAL.search(tail + text)], self._width)
+
+
+@lru_cache(maxsize=1 << 14)
+def _tail(text: bytes) -> bytes:
+    """Return the end of an output that matters, a quotation mark for that of any value."""
+    return b"".join(_TAIL.findall(text)) or b'"'
 
 
 def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from guided.completing.budget import Budget
-
 
 @dataclass(slots=True, eq=False)
 class GuidedSequence:
@@ -25,7 +23,7 @@ class GuidedSequence:
     """It has a constraint. Others are for post-processors with `all_rows`."""
     eos_token_id: int | None = None
     """The model's first stop token."""
-    budget: Budget | None = None
+    budget: int | None = None
     """The output tokens within which the constraint must be completed. None: the mask ignores the engine's limit."""
     steered: bool = False
     """Set by the pool: a mask was restricted, so that the output fits in `budget`."""

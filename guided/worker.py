@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar, Matcher, OutputRule, guard
 from guided.bitmask import pack
-from guided.completing.budget import Budget
 from guided.completing.search import BudgetedSequence, Completions
 from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
@@ -72,14 +71,12 @@ class MaskWorker:
         """Slots in use."""
         return len(self._slots)
 
-    def open(
-        self, slot: int, grammar: CompiledGrammar, tokens: Sequence[int] = (), budget: Budget | None = None
-    ) -> None:
+    def open(self, slot: int, grammar: CompiledGrammar, tokens: Sequence[int] = (), budget: int | None = None) -> None:
         """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
 
         Args:
             tokens: the sequence's whole output so far.
-            budget: the constraint is completed within it.
+            budget: the constraint is completed within so many output tokens, with the stop token.
         """
         state = self._slots[slot] = _SlotState(self._permitted, edit=(0, tokens))
         self.steered.discard(slot)
@@ -88,15 +85,15 @@ class MaskWorker:
         except GuidedError as error:
             state.error = error
 
-    def _start(self, state: _SlotState, grammar: CompiledGrammar, budget: Budget | None) -> None:
+    def _start(self, state: _SlotState, grammar: CompiledGrammar, budget: int | None) -> None:
         with _native:
             state.matcher, state.rules = grammar.matcher(), grammar.rules
             if grammar.special_token_ids:
                 special = pack(grammar.special_token_ids, self._vocabulary.padded_vocab_size)
                 state.permitted = self._permitted | special
             if budget is not None:
-                self._completions = self._completions or Completions(self._vocabulary, self._permitted)
-                state.budgeted = BudgetedSequence(self._completions.permitting(state.permitted), budget)
+                self._completions = self._completions or Completions(self._vocabulary)
+                state.budgeted = BudgetedSequence(self._completions.of(grammar), budget)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""

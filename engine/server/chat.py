@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,10 +17,12 @@ from engine.server.generation import Job, sampling_params
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
-from engine.server.tools import MAX_TRIES, fields_to_relax, output_form, requested_calls
+from engine.server.tools import output_form, requested_calls
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 
+MAX_TRIES = 16
+"""Number of times that a job is built again without a part of a schema. After that, no such schema is enforced."""
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
 
@@ -80,19 +81,19 @@ def build_job(
         tools=() if body.tool_choice == "none" else body.tools or (),
     )
     rest = body.model_copy(update={"messages": []})
+    refused: dict[str, list[str]] = {}
 
-    def with_relaxed(relaxed: frozenset[str], tries: int) -> Job:
-        def relax(error: InvalidConstraint) -> Job:
-            found = fields_to_relax(rest, error) - relaxed
-            if not found or tries == MAX_TRIES:
+    def build(error: InvalidConstraint | None = None) -> Job:
+        """Build the job, without what `error` is about and what earlier errors were about."""
+        if error is not None:
+            tries = sum(map(len, refused.values()))
+            if error.param not in refused or tries > MAX_TRIES:
                 raise error
-            return with_relaxed(relaxed | found, tries + 1)
-
-        try:
-            calls, not_enforced = requested_calls(rest, context, wanted.constraint, relaxed)
-            form = output_form(rest, context, wanted, calls, prompt)
-        except InvalidConstraint as error:
-            return relax(error)
+            refused[error.param].append(error.pointer or "")
+            for places in refused.values() if tries == MAX_TRIES else ():
+                places.append("")
+        calls = requested_calls(rest, context, wanted.constraint, refused)
+        form = output_form(rest, context, wanted, calls, prompt)
         params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
         return Job(
             request_id,
@@ -102,12 +103,12 @@ def build_job(
             wanted.param or (None if calls is None else "tools"),
             rest.stream,
             include_usage=rest.wants_usage,
-            form=replace(form, not_enforced=not_enforced),
+            form=form,
             at_admission=at_admission,
-            relax=relax,
+            relax=build,
         ).admitted(context)
 
-    return with_relaxed(frozenset(), 0)
+    return build()
 
 
 class _ChatAnswer(ChoicesAnswer):

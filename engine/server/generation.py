@@ -87,8 +87,6 @@ class OutputForm:
     """The parser reads special tokens."""
     id_length: int = 29
     """Number of characters of a call's id."""
-    not_enforced: Sequence[str] = ()
-    """Fields of the request with schemas that are not enforced at all."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,8 @@ class Job:
     at_admission: bool = False
     """The answer is about the admission. Then the job is aborted."""
     relax: Callable[[InvalidConstraint], Job] | None = None
-    """Builds the job again with any object as the arguments of the function that the error is about. Raises the error
-    if it is about something else, or the function is strict."""
+    """Builds the job again with any value where the error is, if it is in the arguments of a function that is not
+    strict. Raises the error otherwise."""
 
     @property
     def log_ids(self) -> dict[str, str]:
@@ -181,11 +179,10 @@ def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) 
         name, inner = _field_at(pointer, job.form.places) or ("", pointer)
         return (field_names.get(name, name) if "[" in name else "") + inner
 
-    unknown = [field_names.get(field, field) for field in job.form.not_enforced]
     return GuidedInfo(
         kind=job.form.kind or constraint.kind,
         backend=backend,
-        not_enforced=[*unknown, *map(place, constraint.not_enforced)],
+        not_enforced=[*map(place, constraint.not_enforced)],
         checked=[*map(place, first.checked)] or None,
         closed=[*map(place, constraint.closed)] or None,
     )

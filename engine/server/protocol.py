@@ -501,7 +501,7 @@ class GuidedInfo(BaseModel):
     backend: str | None = None
     not_enforced: list[str] = Field(
         default=[],
-        description="JSON pointers of unknown formats and misspelt keywords; functions that are not enforced.",
+        description="JSON pointers of unknown formats, misspelt keywords, and parts of tools that may have any value.",
     )
     checked: list[str] | None = None
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""

@@ -16,29 +16,31 @@ from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.regex_parser import parse
+from guided.schema.document import relaxed
 from guided.schema.keywords import escape
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
 from guided.tools.parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
-MAX_TRIES = 8
-"""Number of times that a job is built again because the arguments of a function can't be enforced."""
+_OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
+"""Spellings of the type of arguments where a schema need not be enforced."""
 
 
 def requested_calls(
-    body: ChatRequest, context: ServerContext, constraint: Constraint | None, relaxed: Collection[str] = ()
-) -> tuple[Calls | None, list[str]]:
-    """Return the calls that the answer may have, or None; and the fields with schemas that are not enforced.
+    body: ChatRequest, context: ServerContext, constraint: Constraint | None, refused: dict[str, list[str]]
+) -> Calls | None:
+    """Return the calls that the answer may have, or None.
 
     Args:
         constraint: on an answer without calls.
-        relaxed: fields of schemas that are not enforced: the arguments are any object.
+        refused: by field of a schema that need not be enforced, JSON pointers of what a library refused. Fields are
+            added to it.
     """
     tools = body.tools or []
     _check_names(tools)
     mode, names = _choice(body.tool_choice, [tool.function.name for tool in tools])
     if not tools or mode == "none":
-        return None, []
+        return None
     tool_format = context.tool_format
     if tool_format is None:
         raise InvalidRequest(
@@ -47,14 +49,14 @@ def requested_calls(
             param="tools",
         )
     is_off = context.settings.tool_strict == "off"
-    functions, not_enforced = [], []
+    functions = []
     for index, tool in enumerate(tools):
         if tool.function.name not in names:
             continue
         field = schema_field(index, tool)
-        if is_relaxed := field in relaxed or (is_off and tool.function.strict is False):
-            not_enforced.append(field)
-        parameters = {"type": "object"} if is_relaxed else _parameters(tool, field)
+        strict = tool.function.strict
+        faults = None if body.strict_schema or strict else refused.setdefault(field, [])
+        parameters = _parameters(tool, field, [""] if is_off and strict is False else faults)
         if (pattern := tool.input_grammar("regex")) is not None:
             parse(pattern, param=field, lookaheads=False)  # one that can't be enforced is an error
         lark = tool.input_grammar("lark")
@@ -62,32 +64,12 @@ def requested_calls(
         functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
     answer = None if constraint is None else as_format(constraint)
-    return Calls(tool_format, functions, mode != "auto", parallel, answer), not_enforced
+    return Calls(tool_format, functions, mode != "auto", parallel, answer)
 
 
 def schema_field(index: int, tool: Tool) -> str:
     """Return the path of the schema of a tool's arguments, or of the format of its input, in a chat."""
     return f"tools[{index}].{'custom.format' if tool.type == 'custom' else 'function.parameters'}"
-
-
-def fields_to_relax(body: ChatRequest, error: InvalidConstraint) -> frozenset[str]:
-    """Return the fields of all schemas of arguments that can't be enforced and need not be, if `error` is about one."""
-    lenient = {
-        schema_field(index, tool): tool
-        for index, tool in enumerate(body.tools or ())
-        if tool.function.strict is not True
-    }
-    if body.strict_schema or error.param not in lenient:
-        return frozenset()
-    return frozenset([error.param, *(field for field, tool in lenient.items() if not _is_valid(tool, field))])
-
-
-def _is_valid(tool: Tool, field: str) -> bool:
-    try:
-        Constraint.json_schema(_parameters(tool, field))
-    except InvalidConstraint:
-        return False
-    return True
 
 
 def _text_format(lark: str, field: str, tool_format: ToolFormat) -> dict[str, Any]:
@@ -135,15 +117,23 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="tool_choice")
 
 
-def _parameters(tool: Tool, field: str) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object."""
+def _parameters(tool: Tool, field: str, refused: Collection[str] | None) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object.
+
+    Args:
+        refused: JSON pointers of what can't be enforced. None: all must be.
+    """
     schema = tool.function.parameters
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    if schema.get("type", "object") != "object":
-        raise InvalidConstraint(
-            "the parameters of a function are an object: their schema has another type", param=field
-        )
+    named = schema.get("type", "object")
+    kinds = named if isinstance(named, list) else [named]
+    if refused is not None:
+        is_object = any(kind in _OBJECT_TYPES for kind in kinds)
+        schema = relaxed({**schema, "type": "object"}, refused if is_object else [""])
+    elif "object" not in kinds:
+        message = "the parameters of a function are an object: their schema has another type"
+        raise InvalidConstraint(message, param=field)
     return {**schema, "type": "object"}
 
 

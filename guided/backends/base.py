@@ -148,6 +148,8 @@ class CompiledGrammar(Protocol):
     checked: tuple[str, ...] = ()
     """JSON pointers of the keywords of a schema that the mask does not enforce: the whole output is validated before
     it may end."""
+    literals: Sequence[str] = ()
+    """Texts that may end a free text, or are a whole output: for searches of a completion."""
     rules: Sequence[OutputRule] = ()
     """The worker applies them to each mask."""
 
@@ -161,6 +163,9 @@ class CompiledGrammar(Protocol):
 
 class Backend(Protocol):
     """Adapter for one library and one vocabulary. It builds the data that depends on the vocabulary only once."""
+
+    breaks_lines_anywhere = False
+    """Whether the library allows a line break between any two tokens of JSON text: `LineBreaks` restricts it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None: ...
 

@@ -13,11 +13,11 @@ import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, Matcher, OutputRule, TextMatcher
+from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
+from guided.completing.literals import literals
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
-from guided.line_breaks import LineBreaks
-from guided.output_rules import NumberLimit, token_limit
+from guided.output_rules import LineBreaks, NumberLimit, token_limit
 from guided.structural_tag import Content, contents
 from guided.vocabulary import Vocabulary
 
@@ -86,10 +86,10 @@ class CheckedBackend(Backend):
         if constraint.kind == "structural_tag":
             kinds = {content.kind for content in contents(constraint.outline)}
             limit = token_limit(constraint.outline, self._vocabulary)
-        rules: list[OutputRule | None] = [limit]
-        if not kinds.isdisjoint(("json_schema", "json_object")):
-            rules += [self._numbers, self._line_breaks if constraint.whitespace is None else None]
-        grammar.rules = [rule for rule in rules if rule is not None]
+        numbers = None if kinds.isdisjoint(("json_schema", "json_object")) else self._numbers
+        grammar.literals = literals(constraint)
+        lines = self._line_breaks if numbers and constraint.whitespace is None else None
+        grammar.rules = [rule for rule in (numbers, limit, lines) if rule is not None]
         return grammar
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Sequence
 from ctypes import addressof, c_char
 from functools import lru_cache
 from importlib import metadata
@@ -167,6 +168,9 @@ class LLGuidanceMatcher(TextMatcher):
         accepting = self.native.is_accepting()
         self._check()
         return bool(accepting)
+
+    def accepts(self, token_ids: Sequence[int]) -> int:
+        return int(self.native.validate_tokens(list(token_ids)))
 
     def forced_tokens(self) -> list[int]:
         if self._terminated:

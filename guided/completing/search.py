@@ -4,34 +4,48 @@ The search follows the bytes that probably end the output soonest, one single-by
 finds is then encoded by the tokenizer, which takes fewer tokens. The grammar library has accepted each token of a
 completion.
 
-After every token, one completion of the sequence is known. While the budget has room for this completion and for what
-one more token can add to it (`budget.py`), the mask stays unchanged. After that, the mask allows a token only if a
-completion after this token is known and fits.
+After every token, one completion of the sequence is known. The tokens that the budget leaves beyond it are the *room*:
+
+- At least `_FAR`: masks stay unchanged.
+- At least `_NEAR`: a token is forbidden if the rest after it would not fit. (`{` may begin an object with twenty
+  required properties.)
+- Less: a token is allowed only if a completion after it is known and fits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice, permutations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import Matcher
+from guided.backends.base import CompiledGrammar, Matcher
 from guided.bitmask import allowed_ids, pack
-from guided.completing.budget import Budget
 from guided.errors import GuidedError, InvalidRequest
 from guided.vocabulary import Vocabulary, valid_utf8
 
+_FAR = 512
+_NEAR = 32
+_TRIED = 64
+"""Maximum number of tokens that are tried for one mask, besides the shortest with each first byte."""
+_SEARCH = 400
+"""Maximum number of tokens that the searches for one mask, or for the completion after one output token, try."""
 _PATIENCE = (64, 2)
 """Number of uses of a byte after which other bytes are preferred: in the first attempt, and in all later ones."""
 _CLOSING = b"}])>\"'"
-_STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
+_STRUCTURE = _CLOSING + b",:;=Z.0123456789-+a"
 """Bytes to try first where structure is expected, in this order."""
+_MARKUP = b'"\\<>[]{}'
+"""Bytes that may end a text: a JSON string, or the text before a tag."""
 _MARK = ord("~")
 """A byte that is hardly ever allowed outside text. Where it is allowed, the position counts as text."""
 
@@ -51,51 +65,107 @@ class Completion(NamedTuple):
 
 
 class Completions:
-    """Searches for completions over one vocabulary.
+    """Searches for completions over one vocabulary."""
 
-    Args:
-        permitted: int32 `[words]`: the text tokens.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, permitted: NDArray[np.int32]) -> None:
-        self._permitted = permitted
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._permitted = permitted = vocabulary.text_mask
+        self._names = vocabulary.special_names
+        self.special = np.zeros_like(permitted)
+        """int32 `[words]`: special tokens that the grammar may allow."""
         self._row = np.empty_like(permitted)
-        self._decode = vocabulary.decode
+        self._literals: Sequence[str] = ()
+        self.spelled = vocabulary.spelled
+        self._stop = vocabulary.stop_token_ids[0]
         self._encode = lru_cache(maxsize=4096)(lambda text: tuple(vocabulary.encode(text)))
-        ids = vocabulary.text_token_ids
-        self.lengths = np.full(len(permitted) * 32, 1 << 30, np.int64)
-        self.lengths[list(ids)] = [len(vocabulary.token_bytes[token]) for token in ids]
-        never = frozenset(b'"\\') | frozenset(range(32)) | {127}
-        plain = (token for token in ids if not never.intersection(vocabulary.token_bytes[token]))
-        texts = [token for token in plain if valid_utf8(each := vocabulary.token_bytes[token]) == len(each)]
-        self.plain = pack(texts, len(permitted) * 32)
-        """int32 `[words]`: tokens that are plain text within a JSON string."""
-        self.samples = sorted(texts, key=lambda token: self.lengths[token])[:: max(1, len(texts) - 1)][:2]
+        ids, contents, width = vocabulary.text_token_ids, vocabulary.token_bytes, len(permitted) * 32
+        self._sorted = sorted(ids, key=contents.__getitem__)
+        """Text tokens by their bytes."""
+        self._bytes_of = contents.__getitem__
+        self._by_length = np.array(sorted(ids, key=lambda token: len(contents[token])), np.int64)
+        self._first_bytes = np.array([int.from_bytes(content[:1]) for content in contents])
+        never = frozenset(_MARKUP) | frozenset(range(32)) | {127}
+        texts = [token for token in ids if not never.intersection(contents[token])]
+        self.text = pack(texts, width)
+        """int32 `[words]`: tokens that do not end a text."""
+        texts = [token for token in texts if valid_utf8(contents[token]) == len(contents[token])]
+        self.plain = pack(texts, width)
+        """int32 `[words]`: those of `text` with whole characters."""
+        self.samples = sorted(texts, key=lambda token: len(contents[token]))[:: max(1, len(texts) - 1)][:2]
         """The shortest and the longest token of `plain`."""
-        self.short = pack([token for token in texts if self.lengths[token] <= 2], len(permitted) * 32)
-        """int32 `[words]`: tokens of `plain` with one or two bytes. All are allowed only in an unrestricted string."""
+        self._short = pack([token for token in texts if len(contents[token]) <= 2], width)
+        """int32 `[words]`: tokens of `plain` with one or two bytes. All are allowed only in unrestricted text."""
         self._singles = _single_bytes(vocabulary)
         self._words, self._bits = self._singles // 32, self._singles % 32
-        spelled = [vocabulary.token_bytes[token][0] for token in self._singles.tolist()]
+        spelled = [contents[token][0] for token in self._singles.tolist()]
         # Bytes to try first within text, in this order.
         self._ranks = tuple(np.array([_rank(order, byte) for byte in spelled]) for order in (_STRUCTURE, b'" -0aA'))
         self._closing = np.array([byte in _CLOSING for byte in spelled], np.bool_)
         self._mark = spelled.index(_MARK) if _MARK in spelled else -1
 
-    def permitting(self, permitted: NDArray[np.int32]) -> Completions:
-        """Return a copy with other permitted tokens, such as special tokens of a structural tag. Shares all tables."""
+    def of(self, grammar: CompiledGrammar) -> Completions:
+        """Return a copy for one grammar, with its special tokens and literals. It shares all tables."""
         shared = copy(self)
-        shared._permitted = permitted
+        shared._literals = grammar.literals
+        special = grammar.special_token_ids
+        names = {name.encode(): token for name, token in self._names.items() if token in special}
+        shared.special = pack(special, len(self._permitted) * 32)
+        shared._permitted = self._permitted | shared.special
+        if names:
+            parts = re.compile(b"(" + b"|".join(map(re.escape, names)) + b")")
+
+            def encode(text: bytes) -> tuple[int, ...]:
+                tokens: list[int] = []
+                for part in parts.split(text):
+                    tokens += (names[part],) if part in names else self._encode(part)
+                return tuple(tokens)
+
+            shared._encode = lru_cache(maxsize=1024)(encode)
         return shared
 
-    def first(self, matcher: Matcher, hint: str) -> Completion | None:
-        """Search for a short output: the completion of the empty output."""
+    def first(self, matcher: Matcher) -> Completion | None:
+        """Search for a short output: the completion of the empty output.
+
+        The search tries each first byte, and each literal and pair of literals at the beginning.
+        """
         if matcher.is_accepting():
             return Completion(b"", ())
-        hinted = self.checked(matcher, hint.encode()) if hint else None
-        # Maximum number of tokens that the search for a sequence's first completion tries.
-        found = hinted or self.find(matcher, Steps(4000))
-        return found and self._shortened(matcher, found)
+        whole = [self._roll_out(matcher, Steps(2000), patience, 1000) for patience in _PATIENCE]
+        shortest = min(filter(None, whole), key=_length, default=None)
+        matcher.fill_bitmask(self._row)
+        texts = [literal.encode() for literal in self._literals]
+        begun = list(texts)
+        if not self.is_free(self._row):
+            begun += [self.spelled([token]) for token in self._singles[self._allowed()].tolist()]
+        begun += islice(map(b"".join, permutations(texts, 2)), 48)
+        steps = Steps(3000)
+        for text in begun:
+            most = 1000 if shortest is None else len(shortest.text)
+            rest = self.find(matcher, steps, most, before=self._encode(text))
+            whole = [shortest, rest and self.checked(matcher, text + rest.text)]
+            shortest = min(filter(None, whole), key=_length, default=None)
+        if shortest is None:
+            return None
+        used = [text.decode() for text in begun if len(text) > 1 and shortest.text.startswith(text)]
+        self._literals = [*sorted(used, key=len, reverse=True), *self._literals]
+        return self._shortened(matcher, shortest)
+
+    def shortest(self, row: NDArray[np.int32]) -> list[int]:
+        """Return text tokens of a mask: the shortest, then the shortest with each first byte."""
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+        ids = self._by_length[bits[self._by_length] != 0]
+        first = np.full(256, -1)
+        first[self._first_bytes[ids[::-1]]] = ids[::-1]  # the last assignment counts
+        return [*ids[:_TRIED].tolist(), *first[first >= 0].tolist()]
+
+    def beginning_with(self, tokens: Sequence[int]) -> NDArray[np.int32]:
+        """Return a mask of the tokens that begin with one of `tokens`: int32 `[words]`."""
+        begun = list(tokens)
+        for token in tokens:
+            prefix = self.spelled([token])
+            start = bisect_left(self._sorted, prefix, key=self._bytes_of)
+            stop = bisect_left(self._sorted, prefix + b"\xff", key=self._bytes_of)
+            begun += self._sorted[start:stop]
+        return pack(begun, len(self._permitted) * 32)
 
     def _shortened(self, matcher: Matcher, found: Completion) -> Completion:
         """Leave out members of JSON objects, one by one, where the matcher accepts the rest."""
@@ -117,77 +187,118 @@ class Completions:
             parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         return found
 
-    def find(self, matcher: Matcher, steps: Steps) -> Completion | None:
-        """Search for a short completion of `matcher`'s state, which does not change."""
+    def is_free(self, row: NDArray[np.int32]) -> bool:
+        """Return whether a mask is that of a text with any characters."""
+        return not (self._short & ~row).any()
+
+    def find(
+        self, matcher: Matcher, steps: Steps, most: int, end: bytes = b"", before: Sequence[int] = ()
+    ) -> Completion | None:
+        """Search for a short completion after the tokens `before`. `matcher` does not change.
+
+        Args:
+            most: maximum number of tokens, which are mostly single bytes.
+            end: a text with which it may end.
+        """
         for patience in _PATIENCE:
-            found = self._roll_out(matcher, steps.left // 2, patience, steps)
+            found = self._roll_out(matcher, steps, patience, most, end, before)
             if found is not None:
                 return found
         return None
 
-    def _roll_out(self, matcher: Matcher, most: int, patience: int, steps: Steps) -> Completion | None:
+    def _roll_out(
+        self, matcher: Matcher, steps: Steps, patience: int, most: int, end: bytes = b"", before: Sequence[int] = ()
+    ) -> Completion | None:
         """Follow the preferred bytes until the constraint is satisfied, for at most `most` tokens."""
         uses = np.zeros(len(self._singles), np.int64)
         tokens: list[int] = []
+        searched = b""  # the mask of a text that no literal ends
         try:
             trial = matcher.fork()
+            trial.accept_tokens(before)
             while not trial.is_accepting():
+                if end and (last := self.checked(trial, end)):
+                    text = self.spelled(tokens) + end
+                    return self.checked(matcher, text, before) or Completion(text, (*tokens, *last.tokens))
                 steps.left -= 1
-                following = trial.forced_tokens() or self._choose(trial, uses, patience)
-                if len(tokens) + len(following) > most or not following:
+                following = trial.forced_tokens()
+                if not following:
+                    trial.fill_bitmask(self._row)
+                    mask = self._row.tobytes()
+                    if mask != searched and self._literals and self._mark in self._allowed():
+                        following = self._end_of_text(trial, mask, steps)
+                        searched = b"" if following else mask
+                    following = following or self._choose(np.frombuffer(mask, np.int32), uses, patience)
+                if len(tokens) + len(following) > most or steps.left < 0 or not following:
                     return None
                 trial.accept_tokens(following)
                 tokens += following
         except GuidedError:
             return None
-        text = self._decode(tokens)
-        return self.checked(matcher, text) or Completion(text, tuple(tokens))
+        text = self.spelled(tokens)
+        return self.checked(matcher, text, before) or Completion(text, tuple(tokens))
 
-    def _choose(self, trial: Matcher, uses: NDArray[np.int64], patience: int) -> list[int]:
+    def _end_of_text(self, trial: Matcher, mask: bytes, steps: Steps) -> list[int]:
+        """Return a literal that ends a text with this mask, without what may be left out before it; or nothing."""
+        ending: str | None = None
+        for literal in self._literals:
+            if ending is None or ending.endswith(literal):
+                steps.left -= 1
+                after = trial.fork()
+                with contextlib.suppress(GuidedError):
+                    after.accept_tokens(self._encode(literal.encode()))
+                    after.fill_bitmask(self._row)
+                    if self._row.tobytes() != mask and (after.is_accepting() or not self.is_free(self._row)):
+                        ending = literal
+        return [] if ending is None else list(self._encode(ending.encode()))
+
+    def _choose(self, mask: NDArray[np.int32], uses: NDArray[np.int64], patience: int) -> list[int]:
         """Return the preferred next token; nothing at a dead end."""
-        row = self._row
-        trial.fill_bitmask(row)
-        np.bitwise_and(row, self._permitted, out=row)
-        allowed = np.flatnonzero((row[self._words] >> self._bits) & 1)
+        np.bitwise_and(mask, self._permitted, out=self._row)
+        allowed = self._allowed()
         if not len(allowed):
-            ids = allowed_ids(row)
-            shortest: list[int] = ids[np.argsort(self.lengths[ids], kind="stable")[:1]].tolist()
-            return shortest
+            return [*self.shortest(self._row)[:1], *allowed_ids(self._row).tolist()][:1]
         ranks = self._ranks[1 if self._mark in allowed else 0]
         worn = np.where(self._closing, 0, uses // patience * 1000)
         best = allowed[np.argmin((ranks + worn)[allowed])]
         uses[best] += 1
         return [int(self._singles[best])]
 
-    def checked(self, matcher: Matcher, text: bytes) -> Completion | None:
-        """Return `text` as a completion if `matcher` accepts it, in as few tokens as the tokenizer spells it."""
+    def _allowed(self) -> NDArray[np.int64]:
+        """Return the places in `_singles` of the bytes that `_row` allows."""
+        return np.flatnonzero((self._row[self._words] >> self._bits) & 1)
+
+    def checked(self, matcher: Matcher, text: bytes, before: Sequence[int] = ()) -> Completion | None:
+        """Return `text` as a completion after the tokens `before` if `matcher` accepts it.
+
+        It has as few tokens as the tokenizer spells it with.
+        """
         try:
-            trial = matcher.fork()
             tokens = self._encode(text)
-            if tokens:
-                trial.accept_tokens(tokens)
-            return Completion(text, tokens) if trial.is_accepting() else None
+            output = [*before, *tokens, self._stop]
+            return Completion(text, tokens) if matcher.accepts(output) == len(output) else None
         except GuidedError:
             return None
 
     def inherited(self, matcher: Matcher, known: Completion, token: int) -> Completion | None:
-        """Derive a completion after `token`, which `matcher` has accepted, from the one before it."""
+        """Derive a completion after `token`, which `matcher` has not yet accepted, from the one before it."""
+        new = self.spelled([token])
         if known.tokens[:1] == (token,):
-            return Completion(known.text[len(self._decode([token])) :], known.tokens[1:])
-        for text in _rests(known.text, self._decode([token])):
-            found = self.checked(matcher, text)
-            if found is not None:
-                return found
-        return None
+            return Completion(known.text[len(new) :], known.tokens[1:])
+        derived = (self.checked(matcher, text, [token]) for text in _rests(known.text, new))
+        return next(filter(None, derived), None)
 
 
 class BudgetedSequence:
     """The completions of one sequence, after each of its output tokens.
 
     The state depends only on the output and the budget, so a replay and a rollback restore the same masks.
+
+    Args:
+        budget: maximum number of output tokens, with the stop token.
     """
 
-    def __init__(self, completions: Completions, budget: Budget) -> None:
+    def __init__(self, completions: Completions, budget: int) -> None:
         self._completions = completions
         self._budget = budget
         self._known: list[Completion | None] = []
@@ -203,15 +314,17 @@ class BudgetedSequence:
         """Have the matcher accept tokens, and find a completion after each. Raises as `Matcher.accept_tokens` does."""
         self._start(matcher)
         for token in tokens:
-            known, left = self._known[-1], self._budget.tokens - len(self._known)
+            known, position = self._known[-1], len(self._known)
+            found = None if known is None else self._completions.inherited(matcher.fork(), known, token)
             matcher.accept_tokens([token])
-            found: Completion | None = Completion(b"", ())
-            if not (matcher.is_terminated() or matcher.is_accepting()):
-                found = None if known is None else self._completions.inherited(matcher, known, token)
-                if found is None or len(found.tokens) >= left:
-                    # Maximum number of tokens that the search for the completion after one output token tries.
-                    searched = self._completions.find(matcher, Steps(160))
-                    found = min(filter(None, (found, searched)), key=lambda each: len(each.tokens), default=None)
+            if matcher.is_terminated() or matcher.is_accepting():
+                found = Completion(b"", ())
+            left = self._budget - position
+            room = 0 if found is None else left - 1 - len(found.tokens)
+            if room < 0 or found is None or (room < _NEAR and position % 16 == 0):
+                end = known.text if known is not None and found is None else b""
+                searched = self._completions.find(matcher, Steps(_SEARCH), 60 + 3 * left, end)
+                found = min(filter(None, (found, searched)), key=_length, default=None)
             self._known.append(found)
 
     def _start(self, matcher: Matcher) -> None:
@@ -222,79 +335,77 @@ class BudgetedSequence:
         """
         if self._known:
             return
-        least = self._completions.first(matcher, self._budget.hint)
+        least = self._completions.first(matcher)
         if least is None:
             raise InvalidRequest("no short answer to this constraint was found: leave out complete", param="complete")
         needed = len(least.tokens) + 1
-        if needed > self._budget.tokens:
+        if needed > self._budget:
             raise InvalidRequest(
-                f"max_tokens is {self._budget.tokens}, and the shortest complete answer that was found takes {needed} "
+                f"max_tokens is {self._budget}, and the shortest complete answer that was found takes {needed} "
                 f"tokens with its stop token: give at least {needed}",
                 param="max_tokens",
             )
         self._known.append(least)
 
     def restrict(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
-        """Clear the bits of tokens after which no known completion fits.
+        """Clear the bits of tokens after which the rest would not fit.
 
         Args:
             row: int32 `[words]`: the allowed text tokens.
         """
         self._start(matcher)
-        budget, known, position = self._budget, self._known[-1], len(self._known) - 1
+        known, position = self._known[-1], len(self._known) - 1
         if known is None:
             return
-        left = budget.tokens - position - 1  # output tokens that may follow the next one
-        spare = left - 1 - len(known.tokens)
-        if spare >= (budget.jump if position else budget.first_jump):
+        left = self._budget - position - 1  # output tokens that may follow the next one
+        room = left - 1 - len(known.tokens)
+        if room >= _FAR:
             return
-        kept = np.zeros_like(row)
-        if spare >= budget.text_jump and not (self._completions.short & ~row).any():
-            samples = self._completions.samples  # they do not fit if the known completion goes on within the string
-            if len(list(self._fitting(matcher, samples, known, left, Steps(0)))) == len(samples):
-                kept |= self._completions.plain & row
-        candidates = self._candidates(row & ~kept, known)
-        # Maximum number of tokens that the searches for one mask try, for all candidates together.
-        fitting = list(self._fitting(matcher, candidates, known, left, Steps(120)))
-        if not (fitting or kept.any() or matcher.is_accepting()):
-            fitting = list(known.tokens[:1])  # no completion fits any more: end as soon as possible
-        kept |= pack(fitting, len(row) * 32) & row
-        if (kept != row).any():
+        completions, trial, near = self._completions, matcher.fork(), room < _NEAR
+        unrestricted = np.zeros_like(row)
+        steps = Steps(_SEARCH)
+        if completions.is_free(row):
+            steps = Steps(_SEARCH // 4)  # most tokens need no search, and a mask of free text takes longest
+            samples = completions.samples  # they do not fit if the known completion goes on within the text
+            if all(fits for _, fits in self._tried(trial, samples, known, left, Steps(0))):
+                unrestricted = row & (completions.plain if near else completions.text)
+        rest = row & ~(completions.text if unrestricted.any() else 0)
+        special = allowed_ids(rest & completions.special).tolist()
+        candidates = list(dict.fromkeys([*known.tokens[:1], *special, *completions.shortest(rest)]))
+        tried = dict(self._tried(trial, candidates, known, left, steps))
+        fitting = pack([token for token, fits in tried.items() if fits], len(row) * 32)
+        if near:
+            kept = row & (unrestricted | fitting)
+            if not (kept.any() or matcher.is_accepting()):  # no completion fits any more: end as soon as possible
+                kept = row & pack(known.tokens[:1], len(row) * 32)
+        else:
+            unfit = [token for token, fits in tried.items() if fits is False]
+            kept = row & (~completions.beginning_with(unfit) | fitting)
+        if (kept != row).any() and (kept.any() or matcher.is_accepting()):
             self.steered = True
             row[:] = kept
 
-    def _candidates(self, row: NDArray[np.int32], known: Completion) -> list[int]:
-        """Return the tokens to try: that of the known completion, then the shortest."""
-        ids = allowed_ids(row)
-        # Maximum number of tokens that are tried as the next one. A restricted mask forbids all others.
-        order = np.argsort(self._completions.lengths[ids], kind="stable")[:40]
-        return list(dict.fromkeys([*known.tokens[:1], *ids[order].tolist()]))
-
-    def _fitting(
+    def _tried(
         self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int, steps: Steps
-    ) -> Iterator[int]:
-        """Yield the candidates with a known completion of fewer than `left` tokens."""
-        if left < 1:
-            return
+    ) -> Iterator[tuple[int, bool | None]]:
+        """Yield each candidate and whether a completion of fewer than `left` tokens is known; None: not searched."""
         texts = list[bytes]()
         completions = self._completions
         for token in candidates:
-            try:
-                trial = matcher.fork()
-                trial.accept_tokens([token])
-                if trial.is_accepting():
-                    yield token
-                    continue
-            except GuidedError:
-                continue
-            found = completions.inherited(trial, known, token)
-            found = found or next(filter(None, (completions.checked(trial, text) for text in texts)), None)
-            if found is None and steps.left > 0:
-                found = completions.find(trial, steps)
+            found = completions.inherited(matcher, known, token)
+            found = found or next(filter(None, (completions.checked(matcher, text, [token]) for text in texts)), None)
+            if found is None:
+                found = completions.find(matcher, steps, 60 + 3 * left, known.text, [token])
                 # A few of the completions found are tried for the following candidates.
                 texts += [] if found is None or len(texts) >= 4 else [found.text]
-            if found is not None and len(found.tokens) < left:
-                yield token
+            if found is not None:
+                yield token, len(found.tokens) < left
+            else:
+                yield token, None if steps.left <= 0 else False
+
+
+def _length(completion: Completion) -> int:
+    return len(completion.tokens)
 
 
 def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:

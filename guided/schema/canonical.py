@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -80,9 +81,13 @@ class CanonicalForm:
 
     def _form(self, document: dict[str, Any]) -> Any:
         """Return the library's form of the document."""
-        form = _canonicalize(document, self._draft)
-        if form.satisfiability() == Satisfiability.NO:
-            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
+        try:
+            form = _canonicalize(document, self._draft)
+            if form.satisfiability() == Satisfiability.NO:
+                raise InvalidConstraint("no value satisfies the schema", param="json_schema")
+        except InvalidConstraint as error:
+            error.pointer = self._place_of_fault()
+            raise
         text = to_string(form.to_json_schema())  # with Python's usual numbers once it is read
         if len(text) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
             raise ConstraintTooLarge("the alternatives of the schema multiply: it has too many", param="json_schema")
@@ -91,6 +96,18 @@ class CanonicalForm:
         if named != text:  # parts of it stand alone too, so what refers to the whole of it needs a definition
             schema["$defs"] = {**schema.get("$defs", {}), _ROOT: _without_frame(schema)}
         return schema
+
+    def _place_of_fault(self) -> str:
+        """Return the pointer of a subschema that the library does not take, or that no value satisfies."""
+        root = self._graph.root.schema
+        anything = {name: dict.fromkeys(root[name], True) for name in ("$defs", "definitions") if name in root}
+        place = ""
+        with suppress(InvalidConstraint):
+            for node in reversed([*self._graph.nodes()]):  # the parts of a subschema before itself
+                place = node.pointer()
+                if _canonicalize({**node.schema, **anything}, self._draft).satisfiability() == Satisfiability.NO:
+                    break
+        return place
 
     def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
         """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache, reduce
 from itertools import islice
+from operator import getitem
 from typing import Any
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
@@ -19,9 +21,11 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
-from guided.schema.keywords import is_number, shortened, types_of
-from guided.schema.validation import draft_of, fault
+from guided.schema.keywords import is_number, listed, shortened, types_of
+from guided.schema.validation import Validator, draft_of, fault
 
+_Check = Callable[[Node, str], None]
+"""Checks a subschema in a draft."""
 _BOUNDS = (
     ("minLength", "maxLength"),
     ("minItems", "maxItems"),
@@ -32,6 +36,13 @@ _BOUNDS = (
 _OPENING = {"additionalProperties", "unevaluatedProperties"}
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
+_MAX_READ = 200_000
+"""Number of characters that `relaxed` reads, which reads a schema once for each fault; a large one eight times."""
+_EXACT = re.compile(r"(?<!/properties)(?<!/\$defs)/(if|not|oneOf|contains)/")
+"""Matches the pointers of subschemas that must not allow more: the whole would allow less then."""
+_NOT_ENFORCED = ("$comment", "not enforced")
+_ANY_VALUE = dict([_NOT_ENFORCED])
+"""What `relaxed` puts in the place of a subschema."""
 _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
 
 
@@ -61,6 +72,53 @@ def parse(
         raise
 
 
+def relaxed(schema: dict[str, Any], refused: Iterable[str] = ()) -> Any:
+    """Return a valid schema with any value in the place of the smallest subschemas at fault, which `parse` notes then.
+
+    Args:
+        refused: JSON pointers of faults that a library found in the schema.
+    """
+    with suppress(InvalidConstraint):
+        document: Any = _read(schema)
+        for fault in refused:
+            _free(document, fault)
+        for _ in range(8 + _MAX_READ // len(str(document))):
+            try:
+                return _parse(document, [], False, _check_values)
+            except InvalidConstraint as error:
+                _free(document, error.pointer or "")
+    return dict(_ANY_VALUE)
+
+
+def _free(document: dict[str, Any], fault: str) -> None:
+    """Put any value in the place of the smallest subschema around a JSON pointer that may allow more.
+
+    Raises:
+        InvalidConstraint: this is the whole document.
+    """
+    nodes: list[Node] = []
+    with suppress(InvalidConstraint):  # a reference leads to nothing
+        SchemaGraph(document, nodes.append)
+    places = {node.pointer(): node for node in nodes}
+    while fault not in places or _EXACT.search(f"{fault}/"):
+        fault = fault.rpartition("/")[0]
+    node = places[fault]
+    if node.parent is None:
+        raise InvalidConstraint("the whole schema is at fault", pointer="")
+    *names, name = node.path
+    reduce(getitem, names, node.parent.schema)[name] = dict(_ANY_VALUE)
+
+
+def _check_values(node: Node, draft: str) -> None:
+    """Check a subschema, and that one of the values that it lists has a type that it names."""
+    _check_subschema(node, draft)
+    values = listed(node.schema)
+    if values and "type" in node.schema:
+        types = Validator({"type": node.schema["type"]})
+        if all(map(types.violation, values)):
+            raise InvalidConstraint("no listed value has the type", pointer=node.pointer())
+
+
 def closed_objects(document: dict[str, Any] | bool) -> tuple[str, ...]:
     """Return the JSON pointers of subschemas that name properties and do not say whether there are others.
 
@@ -72,7 +130,9 @@ def closed_objects(document: dict[str, Any] | bool) -> tuple[str, ...]:
     return tuple(map(shortened, islice(found, MAX_NOTES)))
 
 
-def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool) -> dict[str, Any] | bool:
+def _parse(
+    schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool, check: _Check | None = None
+) -> dict[str, Any] | bool:
     document = _read(schema)
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
@@ -86,7 +146,7 @@ def _parse(schema: Mapping[str, Any] | bool | str, notes: list[str], strict: boo
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
-    graph = SchemaGraph(document, lambda node: _check_subschema(node, draft))
+    graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
     graph.refuse_endless_references()
     _check_alternatives(graph)
     notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)
@@ -201,7 +261,9 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) ->
     unknown_keywords = 0
     for node in closure([graph.root]):  # those that take part in validation
         for keyword, value in node.schema.items():
-            if keyword == "format":
+            if (keyword, value) == _NOT_ENFORCED:
+                yield shortened(node.pointer())
+            elif keyword == "format":
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
                     if strict:
@@ -216,7 +278,7 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) ->
                     yield f"{shortened(node.pointer(keyword))} (did you mean {meant!r}?)"
 
 
-MAX_NOTES = 50
+MAX_NOTES = 500
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
 """Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""

@@ -6,6 +6,7 @@ import json
 import random
 from functools import cache
 from itertools import count
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 from guided.backends import Backends
 from guided.bitmask import allowed_ids, words
 from guided.compilation import compile_constraint
-from guided.completing.estimates import budget_of
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest
 from guided.vocabulary import Vocabulary
@@ -38,6 +38,37 @@ TREE = {
     "properties": {"v": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#"}}},
     "required": ["v", "kids"],
 }
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"additionalProperties": False, **schema}}
+
+
+def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def structural_tag(form: dict[str, Any]) -> Constraint:
+    return Constraint.structural_tag({"type": "structural_tag", "format": form})
+
+
+THINKING = tag("", {"type": "any_text"}, "</think>")
+PERSON_TAG = tag("<person>", json_schema(PERSON), "</person>")
+TOOLS = {"big": HUGE, "get": CITY}
+CALLS = {
+    "type": "triggered_tags",
+    "triggers": ["<tool_call>"],
+    "tags": [
+        tag(f'<tool_call>{{"name": "{name}", "arguments": ', json_schema(schema), "}</tool_call>")
+        for name, schema in TOOLS.items()
+    ],
+    "at_least_one": True,
+}
 CONSTRAINTS = {
     "person": Constraint.json_schema(PERSON),
     "huge": Constraint.json_schema({"anyOf": [{"type": "string", "maxLength": 5}, HUGE]}),
@@ -48,6 +79,11 @@ CONSTRAINTS = {
     "letters": Constraint.regex("(a[0-9]{12}|[b-z]+)!"),
     "choice": Constraint.choice(["no", "yes", "a long explanation of why neither of them is right"]),
     "grammar": Constraint.grammar('start: "(" start ")" | "x" | "a long word"'),
+    "lookahead": Constraint.regex(r"(?=.*[0-9])[a-z0-9 ]+\.(com|org/.{40})"),
+    "text": Constraint.grammar('start: TEXT "END" "[" /[0-9]{9}/ "]"\nTEXT: /[^E]*/'),
+    "tag": structural_tag(PERSON_TAG),
+    "thinking": structural_tag(sequence(THINKING, json_schema(CITY))),
+    "tools": structural_tag(sequence(THINKING, CALLS)),
 }
 _slots = count()
 
@@ -69,7 +105,7 @@ class Generator:
     def generate(self, budget: int, seed: int) -> tuple[str, bool] | GuidedError:
         """The text and whether a mask was restricted."""
         slot, chance = next(_slots), random.Random(seed)
-        self.worker.open(slot, self.grammar, budget=budget_of(self.constraint, budget))
+        self.worker.open(slot, self.grammar, budget=budget)
         output: list[int] = []
         while len(output) < budget:
             mask = self.mask(slot, output[-1:])
@@ -128,6 +164,11 @@ def compile_accepts(one: Generator, text: str) -> bool:
         ("grammar", 12),
         ("person", 20),
         ("date", 28),
+        ("lookahead", 8),
+        ("text", 16),
+        ("tag", 40),
+        ("thinking", 24),
+        ("tools", 76),
     ],
 )
 def test_the_least_budget_is_that_of_a_short_answer(name: str, least: int) -> None:
@@ -142,12 +183,29 @@ def test_other_backends(backend: str) -> None:
     assert len(found[0]) <= one.least() + 5
 
 
-@pytest.mark.parametrize(
-    "constraint",
-    [Constraint.json_schema({"const": "x" * 100_000}), Constraint.regex("a|" + "x{10000}" * 5_000)],
-    ids=["long", "large"],
-)
-def test_what_cannot_be_estimated_is_searched_from_the_start(constraint: Constraint) -> None:
-    budget = budget_of(constraint, 9)
-    assert budget.tokens == 9
-    assert min(budget.first_jump, budget.jump, budget.text_jump) > 10**6
+THOUGHTS = 'They ask: "where?" <b>Lisbon</b>, {sure}.\n\nSo [Lisbon]; (10 > 9) was it. '
+OUTPUTS = {
+    "person": '{"name": "Anna \\"A\\" Weber", "age": 47, "tags": ["a", "b, c"]}',
+    "huge": '"abc"',
+    "tree": '{"v": 1, "kids": [{"v": 22, "kids": []}, {"v": 3, "kids": [{"v": 4, "kids": []}]}]}',
+    "object": '{"a": {"b": [1, 2.5e10, null, "x] y}"]}, "c": "d"}',
+    "regex": "a" + "." * 60 + "!",
+    "choice": "a long explanation of why neither of them is right",
+    "grammar": "((((a long word))))",
+    "lookahead": "lisbon 24 is great.com",
+    "text": "something like text, [with] {brackets}. END[012345678]",
+    "tag": '<person>{"name": "Anna Weber", "age": 47, "tags": ["a"]}</person>',
+    "thinking": THOUGHTS + '</think>{"city": "Lisbon"}',
+    "tools": THOUGHTS + '</think><tool_call>{"name": "get", "arguments": {"city": "Lisbon"}}</tool_call>',
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_with_room_is_not_changed(vocabulary: Vocabulary, name: str) -> None:
+    one, slot = generator(vocabulary, name, "llguidance"), next(_slots)
+    output = [*vocabulary.encode(OUTPUTS[name]), vocabulary.stop_token_ids[0]]
+    one.worker.open(slot, one.grammar, budget=len(output) + 40)
+    for position, token in enumerate(output):
+        mask = one.mask(slot, output[position - 1 : position] if position else [])
+        assert not isinstance(mask, GuidedError), mask
+        assert token in mask, vocabulary.decode(output[: position + 1])

@@ -11,7 +11,6 @@ from byte_vocabulary import BYTES, STOP, WORDS, allowed, tokens
 from driven_pool import copy_masks
 
 from actors import RayPool
-from guided.completing.estimates import budget_of
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
@@ -58,8 +57,7 @@ class Driver:
         return self.pool.compile(constraint, backends).result(WAIT)
 
     def open(self, grammar: Grammar, text: str = "", budget: int | None = None) -> int:
-        limit = None if budget is None else budget_of(grammar.constraint, budget)
-        sequence = GuidedSequence("request", next(_ids), tokens(text), budget=limit)
+        sequence = GuidedSequence("request", next(_ids), tokens(text), budget=budget)
         self.sequences[sequence.sequence_id] = sequence
         self.pool.open(sequence, grammar)
         return sequence.sequence_id

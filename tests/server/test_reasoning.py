@@ -28,6 +28,13 @@ def test_an_answer_within_thoughts(thinking: Callable[[str], TestClient]) -> Non
     assert len(choice["message"]["reasoning_content"]) > 5
 
 
+def test_complete_ends_the_thoughts_and_the_answer(thinking: Callable[[str], TestClient]) -> None:
+    choice = ask(thinking("<think>\n"), json_schema=SCHEMA, complete=True, max_tokens=60)
+    assert choice["finish_reason"] == "stop"
+    assert json.loads(choice["message"]["content"])["a"] in (1, 2)
+    assert len(choice["message"]["reasoning_content"]) > 5
+
+
 ENDED = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 
 

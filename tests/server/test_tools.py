@@ -148,27 +148,77 @@ def test_tool_strict_off_is_vllms_meaning_of_strict(client_with: Callable[..., T
     assert "checked" not in body["guided"]
 
 
+BESIDE = {"b": {"enum": ["x"]}}
+"""A property that stays enforced beside those at fault."""
+
+
+def odd(name: str, part: Any, **fields: Any) -> dict[str, Any]:
+    properties = {"properties": {"a": part, **BESIDE}, "required": ["a", "b"], "additionalProperties": False}
+    return tool(name, {"type": "object", **properties}, **fields)
+
+
 ODD = [
-    tool("remote", {"$ref": "https://example.org/schema"}),
-    tool("draft3", {"type": "object", "properties": {"a": {"type": "any", "required": True}}}, strict=False),
+    odd("remote", {"$ref": "https://example.org/schema"}),
+    odd("draft3", {"type": "any", "required": True}, strict=False),
+    odd("number", {"type": "float"}),
+    odd("bare", "string"),
+    odd("tuple", {"type": "array", "items": [{"type": "string"}]}),
+    odd("item", {"type": "array", "items": {"type": "STRING"}}),
+    odd("values", {"type": "array", "items": {"type": "string"}, "enum": ["u", "v"]}),
+    odd("digits", {"type": "integer", "enum": ["1", "2"]}),
+    odd("pattern", {"type": "string", "pattern": "[a"}),
+    odd("never", {"allOf": [{"type": "string"}, {"type": "integer"}]}),
+    odd("negation", {"not": {"type": "nothing"}}),
     tool("array", {"type": "array"}),
-    tool("pattern", {"type": "object", "properties": {"a": {"type": "string", "pattern": "[a"}}}),
 ]
-"""Functions with schemas that can't be enforced. The last one is found when it is compiled."""
+"""Functions with schemas that can't be enforced. Patterns and `allOf` are found when they are compiled."""
+FREE = ["/properties/a"] * 5 + ["/properties/a/items"] + ["/properties/a"] * 5 + [""]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_odd_schemas_are_not_enforced_and_named(hermes: TestClient, stream: bool) -> None:
+def test_only_the_subschema_at_fault_is_free(hermes: TestClient, stream: bool) -> None:
     tools = [*TOOLS, *ODD, tool("get_time", CITY)]
     answer = hermes.post(CHAT, json={**USER, "tools": tools, "max_tokens": 3, "stream": stream})
     assert answer.status_code == 200, answer.text
     guided = sse(answer.text)[0]["guided"] if stream else answer.json()["guided"]
-    assert guided["not_enforced"] == [f"tools[{index}].function.parameters" for index in range(2, 6)]
+    assert guided["not_enforced"] == [f"tools[{index}].function.parameters{at}" for index, at in enumerate(FREE, 2)]
     checked = hermes.post("/v1/check", json={**USER, "tools": tools}).json()
     assert checked["guided"]["not_enforced"] == guided["not_enforced"]
-    # The others are enforced.
-    [choice] = ask(hermes, tools=tools, tool_choice={"type": "function", "name": "roll_dice"})["choices"]
-    assert len(calls_of(choice["message"])) == 1
+    # The rest of them is enforced, and so are the others.
+    for name in ("roll_dice", "digits", "pattern"):
+        fields = {"tool_choice": {"type": "function", "name": name}}
+        [choice] = ask(hermes, tools=tools, **fields, max_tokens=300)["choices"]
+        [call] = choice["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        jsonschema.validate(arguments, DICE if name == "roll_dice" else {"properties": BESIDE, "required": ["b"]})
+
+
+def test_faults_found_one_by_one_are_bounded(hermes: TestClient) -> None:
+    tools = [odd(f"f{index}", {"type": "string", "pattern": "(" * (index + 1)}) for index in range(20)]
+    guided = ask(hermes, tools=tools, max_tokens=3)["guided"]
+    assert guided["not_enforced"] == [f"tools[{index}].function.parameters" for index in range(20)]
+
+
+def test_elements_drop_only_the_argument_at_fault(client_with: Callable[..., TestClient]) -> None:
+    """In this format an object's properties are elements, which have no counts."""
+    client = client_with(tool_format="cohere")
+    tools = [odd("f", {"type": "object", "minProperties": 1}), tool("get_weather", CITY)]
+    guided = client.post("/v1/check", json={**USER, "tools": tools}).json()["guided"]
+    assert guided["not_enforced"] == ["tools[0].function.parameters/properties/a"]
+    name = odd("f", {"type": "object", "properties": {"<": {"type": "null"}}})
+    guided = client.post("/v1/check", json={**USER, "tools": [name]}).json()["guided"]
+    assert guided["not_enforced"] == ["tools[0].function.parameters/properties/a"]
+
+
+@pytest.mark.parametrize("kind", [["object"], ["object", "null"], "dict", "OBJECT"])
+def test_arguments_are_an_object_however_spelled(hermes: TestClient, kind: Any) -> None:
+    named = tool("roll_dice", {**DICE, "type": kind})
+    body = ask(hermes, tools=[named], **ONE)
+    assert len(calls_of(body["choices"][0]["message"])) == 1
+    assert body["guided"]["not_enforced"] == []
+    named["function"]["strict"] = True
+    status = hermes.post("/v1/check", json={**USER, "tools": [named]}).status_code
+    assert status == (200 if isinstance(kind, list) else 400)
 
 
 @pytest.mark.parametrize("index", range(len(ODD)))

@@ -177,3 +177,20 @@ def test_alternatives_that_multiply_are_refused() -> None:
     product = {"type": "object", "allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for m in "ab"]} for n in range(14)]}
     with pytest.raises(ConstraintTooLarge, match="multiply"):
         canonical(product)
+
+
+@pytest.mark.parametrize(
+    ("part", "place"),
+    [
+        ({"type": "string", "pattern": "[a"}, "/properties/a"),
+        ({"patternProperties": {"(": {}}}, "/properties/a"),
+        ({"type": "object", "properties": {"b": {"enum": [1], "type": "null"}}, "required": ["b"]}, "/b"),
+        ({"allOf": [{"type": "string"}, {"type": "number"}, {"$ref": "#/$defs/text"}]}, "/properties/a"),
+    ],
+)
+def test_faults_are_located(part: Any, place: str) -> None:
+    properties = {"a": part, "c": {"$ref": "#/$defs/text"}}
+    document = {"type": "object", "properties": properties, "required": ["a"], "$defs": {"text": {"type": "string"}}}
+    with pytest.raises(InvalidConstraint) as caught:
+        canonical(Constraint.json_schema(document).schema)
+    assert str(caught.value.pointer).endswith(place)

@@ -11,7 +11,7 @@ import pytest
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.limits import LIMITS
-from guided.schema.document import parse
+from guided.schema.document import parse, relaxed
 
 
 def check(schema: Any) -> dict[str, Any] | bool:
@@ -175,3 +175,56 @@ class TestSizes:
     def test_the_time_is_linear_in_the_size(self, schema: Any) -> None:
         # Each took tens of seconds, or gigabytes: the suite's own timeout is what fails here.
         check(schema)
+
+
+@pytest.mark.parametrize(
+    ("part", "free"),
+    [
+        ({"type": "float"}, "/properties/a"),
+        ({"type": "STRING", "maxLength": 3}, "/properties/a"),
+        ("string", "/properties/a"),
+        ({"type": "array", "items": [{"type": "string"}]}, "/properties/a"),
+        ({"type": "array", "items": {"type": "dict"}}, "/properties/a/items"),
+        ({"anyOf": [{"type": "any"}, {"type": "null"}]}, "/properties/a/anyOf/0"),
+        ({"type": "object", "properties": {"not": {"type": "text"}}}, "/properties/a/properties/not"),
+        ({"oneOf": [{"type": "text"}, {"type": "null"}]}, "/properties/a"),
+        ({"not": {"type": "text"}}, "/properties/a"),
+        ({"type": "integer", "enum": ["1", "2"]}, "/properties/a"),
+        ({"type": "array", "items": {"type": "string"}, "enum": ["x"]}, "/properties/a"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "/properties/a"),
+        ({"$ref": "#/$defs/nothing"}, "/properties/a"),
+        ({"type": ["integer", "string"], "enum": ["1", "2"]}, None),
+    ],
+)
+def test_relaxed_frees_the_smallest_subschema(part: Any, free: str | None) -> None:
+    sent = {"type": "object", "properties": {"a": part, "b": {"type": "boolean"}}, "required": ["b"]}
+    before = json.dumps(sent)
+    notes: list[str] = []
+    document = parse(relaxed(sent), "json_schema", notes)
+    assert isinstance(document, dict)
+    assert notes == ([] if free is None else [free])
+    assert document["properties"]["b"] == {"type": "boolean"}
+    assert document["required"] == ["b"]
+    assert json.dumps(sent) == before
+
+
+def test_relaxed_frees_all_where_no_part_is_at_fault() -> None:
+    sent = {"type": "object", "required": "a", "properties": {"a": {}}}
+    notes: list[str] = []
+    assert parse({**relaxed(sent), "type": "object"}, "json_schema", notes) == {**relaxed({}, [""]), "type": "object"}
+    assert notes == [""]
+
+
+def test_relaxed_frees_what_a_library_refused() -> None:
+    parts = {"a": {"type": "string", "pattern": "["}, "b": {"$ref": "#/$defs/c"}}
+    sent = {"properties": parts, "$defs": {"c": {"type": "array", "uniqueItems": True}}}
+    notes: list[str] = []
+    parse(relaxed(sent, ["/properties/a/pattern", "/$defs/c/uniqueItems"]), "json_schema", notes)
+    assert notes == ["/properties/a", "/$defs/c"]
+
+
+def test_relaxed_frees_many_faults() -> None:
+    sent = {"properties": {f"p{index}": {"type": "float"} for index in range(50)}}
+    notes: list[str] = []
+    parse(relaxed(sent), "json_schema", notes)
+    assert notes == [f"/properties/p{index}" for index in range(50)]
