@@ -26,8 +26,3 @@ def pack(token_ids: Iterable[int], padded_vocab_size: int) -> NDArray[np.int32]:
 def allowed_ids(row: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the token ids that `row` (int32 `[words]`) allows, ascending."""
     return np.flatnonzero(np.unpackbits(np.ascontiguousarray(row).view(np.uint8), bitorder="little"))
-
-
-def allows(row: NDArray[np.int32], token: int) -> bool:
-    """Whether `row` (int32 `[words]`) allows a token."""
-    return bool(row.item(token // 32) >> token % 32 & 1)

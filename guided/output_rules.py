@@ -19,12 +19,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.bitmask import allows, pack
+from guided.bitmask import pack
 from guided.constraint import MAX_INDENT
 from guided.errors import UnsupportedConstraint
 from guided.structural_tag import FreeText, Node, Series, Text, Times, walk
 from guided.vocabulary import Vocabulary, valid_utf8
 
+_Row = NDArray[np.int32]
+"""A mask: int32 `[words]`."""
 MAX_DIGITS = 24
 """Digits in a row after which a number ends. 64-bit integers have at most 20, doubles 17. A token may exceed it."""
 
@@ -33,12 +35,12 @@ _IN_TEXT = b'"' + bytes(set(string.ascii_letters.encode()).difference(b"eE"))
 """Characters that can't follow a digit of a JSON number."""
 _REST_OF_CHARACTER = 3
 """Maximum number of tokens that complete a character. A text can exceed its limit by this many tokens."""
-_UNUSUAL = re.compile(rb'[ :]\n|\n *[,:\n]|[\[{]\n *[\]}]|["\]}\w]\n *\Z')
+_UNUSUAL = re.compile(rb'(?s)(?!\0).*?(?:[ :]\n|\n *[,:\n]|[\[{]\n *[\]}]|["\]}\w]\n *\Z)')
 """Matches unusual line breaks, and one after a value at the end, because a comma may have to follow."""
 _TAIL = re.compile(rb"[\[{]?\n(?= *\Z)|[\[{,: ]\Z")
 """Matches the end of an output that matters, unless a value ends there."""
 _PART = re.compile(rb" *[,:\]}]|[^\n]*\n")
-"""Matches tokens that can be unusual after an output."""
+"""Matches tokens that can make a line break unusual."""
 
 
 class NumberLimit:
@@ -52,7 +54,7 @@ class NumberLimit:
         self._others = ~pack([token for token in vocabulary.text_token_ids if contents[token][0] in _DIGITS], width)
         self._texts = pack([token for token in vocabulary.text_token_ids if contents[token][0] in _IN_TEXT], width)
 
-    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+    def restrict(self, output: Sequence[int], row: _Row, accepting: bool) -> None:
         """Forbid tokens that begin with a digit after `MAX_DIGITS` digits of a number.
 
         Where letters or a quotation mark may follow, the digits are text. Where nothing but digits may, they are left.
@@ -73,7 +75,9 @@ class NumberLimit:
 
 
 class LineBreaks:
-    """Forbids unusual line breaks in JSON, also within a structural tag.
+    """Forbids unusual line breaks in JSON, also within a structural tag, where anything else is possible.
+
+    This is no `OutputRule`: the worker restricts a mask to text tokens anyway, so here it gets the mask for that.
 
     JSON strings have no raw line breaks. So where a letter is allowed, the output is in a string if no line break is
     allowed, and in free text otherwise. A token that ends a value and then the line, such as `"\\n`, is never allowed:
@@ -81,39 +85,48 @@ class LineBreaks:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._decode = vocabulary.decode
-        self._width = vocabulary.padded_vocab_size
-        texts = [(vocabulary.token_bytes[token], token) for token in vocabulary.text_token_ids]
-        self._parts = [(text, token) for text, token in texts if _PART.match(text)]
-        first = {text[:1]: token for text, token in reversed(texts)}
-        self._letter, self._line_break, *self._closing = (first.get(start, 0) for start in (b"x", b"\n", b"]", b"}"))
-        self._usual = lru_cache(self._find_usual)
+        self._vocabulary = vocabulary
+        self._contents = vocabulary.token_bytes
+        self._first = {self._contents[token][0]: divmod(token, 32) for token in reversed(vocabulary.text_token_ids)}
+        """By byte: word and bit of the first token that begins with it. In vocabularies, this is the byte itself."""
+        self._parts = [token for token in vocabulary.text_token_ids if _PART.match(self._contents[token])]
+        self._mask = lru_cache(maxsize=64)(self._find_mask)
 
-    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
-        """See `OutputRule.restrict`. Where only an unusual line break is possible, it is left."""
-        if allows(row, self._letter):
-            if not allows(row, self._line_break):
-                np.bitwise_and(row, self._usual(b""), out=row)
-            return
-        text = self._decode(output[-1:])
+    def permitted(self, output: Sequence[int], row: _Row, special: frozenset[int]) -> _Row:
+        """Return the text tokens, without those that make a line break unusual after `output`, and `special` tokens.
+
+        Args:
+            row: what the library allows: int32 `[words]`.
+        """
+        if self._allows(row, b"x"):
+            return self._mask(b"\0" if self._allows(row, b"\n") else b"", special)
+        text = self._contents[output[-1]] if output else b""
         if text.isspace():
-            text = self._decode(output[-MAX_INDENT - 2 :])
+            text = self._vocabulary.decode(output[-MAX_INDENT - 2 :])
         tail = _tail(text)
-        if tail == b'"' and any(allows(row, token) for token in self._closing):
-            tail = b""
-        usual = row & self._usual(tail)
-        if accepting or usual.any():
-            row[:] = usual
+        if not tail and self._allows(row, b",:") and not self._allows(row, b"]}"):
+            tail = b'"'
+        return self._mask(tail, special)
 
-    def _find_usual(self, tail: bytes) -> NDArray[np.int32]:
-        """Return the mask of the tokens that are usual after `tail`: int32 `[words]`."""
-        return ~pack([token for text, token in self._parts if _UNUSUAL.search(tail + text)], self._width)
+    def _allows(self, row: _Row, marks: bytes) -> bool:
+        """Whether a mask allows one of `marks`."""
+        for mark in marks:
+            word, bit = self._first.get(mark, (0, 0))
+            if row.item(word) >> bit & 1:
+                return True
+        return False
+
+    def _find_mask(self, tail: bytes, special: frozenset[int]) -> _Row:
+        """Return the mask of the tokens that are usual after `tail`, of all after a zero: int32 `[words]`."""
+        tokens = [token for token in self._parts if _UNUSUAL.match(tail + self._contents[token])]
+        unusual, others = (pack(ids, self._vocabulary.padded_vocab_size) for ids in (tokens, special))
+        return self._vocabulary.text_mask & ~unusual | others
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=16384)
 def _tail(text: bytes) -> bytes:
-    """Return the end of an output that matters, a quotation mark for that of any value."""
-    return b"".join(_TAIL.findall(text)) or b'"'
+    """Return the end of an output that matters; nothing for the end of a value."""
+    return b"".join(_TAIL.findall(text))
 
 
 def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
@@ -159,7 +172,7 @@ class TokenLimit:
         self._end_token = vocabulary.special_names.get(end)
         self._limit = limit
 
-    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+    def restrict(self, output: Sequence[int], row: _Row, accepting: bool) -> None:
         """See `OutputRule.restrict`."""
         start = self._start(output)
         text = len(output) - start

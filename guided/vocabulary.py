@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from guided.bitmask import allows, pack
+from guided.bitmask import pack
 from guided.errors import InvalidRequest, bounded
 
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
@@ -82,7 +82,8 @@ class Vocabulary:
 
     def allows_stop(self, row: NDArray[np.int32]) -> bool:
         """Return whether a library's mask allows the first stop token. `row`: int32 `[words]`."""
-        return allows(row, self.stop_token_ids[0])
+        word, bit = divmod(self.stop_token_ids[0], 32)
+        return bool(int(row[word]) >> bit & 1)
 
     @cached_property
     def special_names(self) -> dict[str, int]:

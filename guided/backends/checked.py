@@ -88,8 +88,9 @@ class CheckedBackend(Backend):
             limit = token_limit(constraint.outline, self._vocabulary)
         numbers = None if kinds.isdisjoint(("json_schema", "json_object")) else self._numbers
         grammar.literals = literals(constraint)
-        lines = self._line_breaks if numbers and constraint.whitespace is None else None
-        grammar.rules = [rule for rule in (numbers, limit, lines) if rule is not None]
+        grammar.rules = [rule for rule in (numbers, limit) if rule is not None]
+        if numbers is not None and constraint.whitespace is None:
+            grammar.line_breaks = self._line_breaks
         return grammar
 
 

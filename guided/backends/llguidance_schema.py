@@ -172,8 +172,7 @@ class LLGuidanceLowering(SchemaLowering):
         required = list(dict.fromkeys(schema.get("required", ())))
         if required:
             lowered["required"] = required
-        others = rest is not False or patterns
-        self.names_properties = self.names_properties or bool(others and (properties or patterns or required))
+        self.names_properties |= bool(patterns or (rest is not False and (properties or required)))
         return self._counted(schema, lowered, closed=rest is False and not patterns)
 
     def _named(self, schema: dict[str, Any]) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:

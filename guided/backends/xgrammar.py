@@ -124,7 +124,11 @@ class XGrammarBackend(Backend):
             style |= {"any_whitespace": False, "separators": (",", ":")}
         text = json.dumps(schema.document(), ensure_ascii=False)
         grammar = _corrected(exact(str(xgrammar.Grammar.from_json_schema(text, **style))), schema)
-        return _usually_spaced(grammar) if whitespace is None else grammar
+        if whitespace is None:
+            for rule, right in _USUALLY_SPACED:
+                grammar = re.sub(rule, right, grammar)
+            grammar += _SPACES
+        return grammar
 
 
 def _corrected(grammar: str, schema: XGrammarLowering) -> str:
@@ -186,21 +190,18 @@ def _rules_without_text(grammar: str) -> list[str]:
     return [name for name in bodies if name not in with_text]
 
 
-def _usually_spaced(grammar: str) -> str:
-    """Return a grammar of JSON text with the default whitespace (see `guided.constraint.LINE_BREAK`)."""
+_SPACES = f'\nline_break ::= "" | "\\n" [ ]{{0,{MAX_INDENT}}}\nafter_comma ::= " " | line_break\n'
+_USUALLY_SPACED = (
     # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
-    anything = re.escape(r"[ \n\r\t]*")
-    for rule, right in (
-        (rf'{anything} "([,:])" {anything}', lambda found: '"," after_comma' if found[1] == "," else '":" (" " | "")'),
-        (rf'"([\[{{])" {anything} "([\]}}])"', r'"\1" "\2"'),
-        # The items of an array that may all be missing: the line breaks belong to them.
-        (rf'"\[" {anything} (\w+_suffix_0) {anything} "\]"', r'"[" \1 "]"'),
-        (r'(?m)^(\w+_suffix_0 ::= \("" \| )(\(.*\))\)$', r"\1(line_break \2 line_break))"),
-        (anything, "line_break"),
-    ):
-        grammar = re.sub(rule, right, grammar)
-    line_break = f'"\\n" [ ]{{0,{MAX_INDENT}}}'
-    return f'{grammar}\nafter_comma ::= "" | " " | {line_break}\nline_break ::= "" | {line_break}\n'
+    (re.escape(r"[ \n\r\t]*"), "line_break"),
+    ('line_break "," line_break', '"," after_comma'),
+    ('line_break ":" line_break', '":" (" " | "")'),
+    (r'"([\[{])" line_break "([\]}])"', r'"\1" "\2"'),
+    # The items of an array that may all be missing: the line breaks belong to them.
+    (r'"\[" line_break (\w+_suffix_0) line_break "\]"', r'"[" \1 "]"'),
+    (r'(?m)^(\w+_suffix_0 ::= \("" \| )(\(.*\))\)$', r"\1(line_break \2 line_break))"),
+)
+"""Replacements that make xgrammar's whitespace the default of `guided.constraint.LINE_BREAK`, in this order."""
 
 
 class XGrammarGrammar(CompiledGrammar):
