@@ -4,9 +4,9 @@
 `TokenLimit` ends the free text at the beginning of an output, the thinking phase. Once the text has reached its limit
 and ends with a whole character, only the tokens of the literal that ends the text are allowed.
 
-`LineBreaks` is for llguidance. Its whitespace is a lexeme that may stand before every other one, a line break with its
+`LineBreaks` is for llguidance. The library's whitespace is a lexeme that may stand before every other one, a line break with its
 indentation. The rule forbids it where JSON text does not usually have it: before a comma or a colon, after a colon or a
-blank, in an empty container, after the value, and twice.
+blank, in an empty container, and twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.bitmask import pack
-from guided.constraint import MAX_INDENT
 from guided.errors import UnsupportedConstraint
 from guided.structural_tag import FreeText, Node, Series, Text, Times, walk
 from guided.vocabulary import Vocabulary, valid_utf8
@@ -36,9 +35,11 @@ _IN_TEXT = b'"' + bytes(set(string.ascii_letters.encode()).difference(b"eE"))
 _REST_OF_CHARACTER = 3
 """Maximum number of tokens that complete a character. A text can exceed its limit by this many tokens."""
 _UNUSUAL = re.compile(rb'(?s)(?!\0).*?(?:[ :]\n|\n *[,:\n]|[\[{]\n *[\]}]|["\]}\w]\n *\Z)')
-"""Matches unusual line breaks, and one after a value at the end, because a comma may have to follow."""
+"""Matches texts with unusual line breaks, and those that end with a value and a line break, as a comma may follow.
+
+A text that begins with a zero does not match."""
 _TAIL = re.compile(rb"[\[{]?\n(?= *\Z)|[\[{,: ]\Z")
-"""Matches the end of an output that matters, unless a value ends there."""
+"""Matches the end of an output, except for the end of a value."""
 _PART = re.compile(rb" *[,:\]}]|[^\n]*\n")
 """Matches tokens that can make a line break unusual."""
 
@@ -75,13 +76,14 @@ class NumberLimit:
 
 
 class LineBreaks:
-    """Forbids unusual line breaks in JSON, also within a structural tag, where anything else is possible.
-
-    This is no `OutputRule`: the worker restricts a mask to text tokens anyway, so here it gets the mask for that.
+    """Forbids unusual line breaks in JSON, also within a structural tag, unless nothing else is possible.
 
     JSON strings have no raw line breaks. So where a letter is allowed, the output is in a string if no line break is
-    allowed, and in free text otherwise. A token that ends a value and then the line, such as `"\\n`, is never allowed:
-    it is not known yet whether a bracket can follow. So a model writes `"` and `\\n`.
+    allowed, and in free text otherwise. A token that ends a value and then the line, such as `"\\n`, is never allowed,
+    because it is not known yet whether a bracket can follow: a model writes `"` and `\\n`.
+
+    This is no `OutputRule`, to save time: the worker restricts each mask to the text tokens anyway, and gets the usual
+    ones among them here.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -93,16 +95,16 @@ class LineBreaks:
         self._mask = lru_cache(maxsize=64)(self._find_mask)
 
     def permitted(self, output: Sequence[int], row: _Row, special: frozenset[int]) -> _Row:
-        """Return the text tokens, without those that make a line break unusual after `output`, and `special` tokens.
+        """Return the mask of the usual text tokens after `output`, and of `special` tokens.
 
         Args:
-            row: what the library allows: int32 `[words]`.
+            row: int32 `[words]`: the tokens that the library allows.
         """
         if self._allows(row, b"x"):
             return self._mask(b"\0" if self._allows(row, b"\n") else b"", special)
         text = self._contents[output[-1]] if output else b""
         if text.isspace():
-            text = self._vocabulary.decode(output[-MAX_INDENT - 2 :])
+            text = self._vocabulary.decode(output[-40:])  # more than `MAX_INDENT`
         tail = _tail(text)
         if not tail and self._allows(row, b",:") and not self._allows(row, b"]}"):
             tail = b'"'
@@ -117,7 +119,7 @@ class LineBreaks:
         return False
 
     def _find_mask(self, tail: bytes, special: frozenset[int]) -> _Row:
-        """Return the mask of the tokens that are usual after `tail`, of all after a zero: int32 `[words]`."""
+        """Return the mask of the text tokens that are usual after `tail`, and of `special` tokens."""
         tokens = [token for token in self._parts if _UNUSUAL.match(tail + self._contents[token])]
         unusual, others = (pack(ids, self._vocabulary.padded_vocab_size) for ids in (tokens, special))
         return self._vocabulary.text_mask & ~unusual | others
@@ -125,7 +127,7 @@ class LineBreaks:
 
 @lru_cache(maxsize=16384)
 def _tail(text: bytes) -> bytes:
-    """Return the end of an output that matters; nothing for the end of a value."""
+    """Return what `LineBreaks` has to know of the end of an output."""
     return b"".join(_TAIL.findall(text))
 
 

@@ -154,7 +154,7 @@ class CompiledGrammar(Protocol):
     rules: Sequence[OutputRule] = ()
     """The worker applies them to each mask."""
     line_breaks: LineBreaks | None = None
-    """Restricts line breaks, if the library allows them between any two tokens of JSON text."""
+    """The worker's restriction of line breaks in JSON text, where the library allows them between any two tokens."""
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the start."""

@@ -89,7 +89,7 @@ class CheckedBackend(Backend):
         numbers = None if kinds.isdisjoint(("json_schema", "json_object")) else self._numbers
         grammar.literals = literals(constraint)
         grammar.rules = [rule for rule in (numbers, limit) if rule is not None]
-        if numbers is not None and constraint.whitespace is None:
+        if numbers and constraint.whitespace is None:
             grammar.line_breaks = self._line_breaks
         return grammar
 
