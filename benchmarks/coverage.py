@@ -54,7 +54,8 @@ objects, too.
 ## Valid values that are never generated
 
 - Whitespace between JSON tokens is as `json.dumps` and `JSON.stringify` write it: see
-  [the reference](http-reference.md#json-schemas).
+  [the reference](http-reference.md#json-schemas). outlines and lm-format-enforcer deviate: outlines allows one blank
+  between any two tokens, and no line break; lm-format-enforcer at most 12 blanks, tabs and line breaks.
 - Escapes in strings. llguidance, which is the first of `auto`: no `\\u0041` with `pattern` or `format`, and none where
   an object with named properties may have others: the library allows the same escapes in keys, where `"\\u0061"` would
   evade the schema of `a`. xgrammar: none with `pattern`, `format` or `maxLength` (unless the pattern needs them), and

@@ -4,9 +4,9 @@
 `TokenLimit` ends the free text at the beginning of an output, the thinking phase. Once the text has reached its limit
 and ends with a whole character, only the tokens of the literal that ends the text are allowed.
 
-`LineBreaks` is for llguidance. The library's whitespace is a lexeme that may stand before every other one, a line break with its
-indentation. The rule forbids it where JSON text does not usually have it: before a comma or a colon, after a colon or a
-blank, in an empty container, and twice.
+`LineBreaks` is for llguidance, where whitespace is a lexeme that may stand before every other one: a line break and its
+indentation. It forbids line breaks where JSON text does not usually have them: before a comma or a colon, after a colon
+or a blank, in an empty container, and twice.
 """
 
 from __future__ import annotations
