@@ -49,7 +49,7 @@ class LLGuidanceLowering(SchemaLowering):
     def __init__(self, constraint: Constraint) -> None:
         super().__init__(constraint)
         self.names_properties = False
-        """Some object has properties with schemas of their own."""
+        """Some object has properties with schemas of their own, and may have others."""
         self._merges = '"allOf":' in json.dumps([self.form.root, self.form.definitions])
         """llguidance merges parts of the schema. A common multiple may then have more than 32 bits, unnoticed."""
 
@@ -154,7 +154,7 @@ class LLGuidanceLowering(SchemaLowering):
         required = list(dict.fromkeys(schema.get("required", ())))
         if required:
             lowered["required"] = required
-        self.names_properties = self.names_properties or bool(properties or patterns or required)
+        self.names_properties |= bool(patterns or (rest is not False and (properties or required)))
         return self._counted(schema, lowered, closed=rest is False and not patterns)
 
     def _named(self, schema: dict[str, Any]) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
