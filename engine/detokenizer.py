@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import copy
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from engine.sampling_params import SamplingParams
@@ -44,7 +44,8 @@ class Detokenizer:
     The end of the text is held back while it may be the beginning of a stop string. With a constraint, an incomplete
     character at the end is left out instead: the constraint may not allow U+FFFD.
 
-    With `SamplingParams.parser`, stop strings are searched in the free text that it finds.
+    With `SamplingParams.parser`, stop strings are searched in the free text that it finds. With a structural tag, they
+    are searched in the tokens before which the output could have ended.
     """
 
     def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
@@ -55,6 +56,7 @@ class Detokenizer:
         self._whole_characters = params.constraint is not None
         self._held_back = 0 if self._include_stop else max([0, *(len(text) - 1 for text in self._stop)])
         self._make_parser = params.parser
+        self._in_free_places = params.searches_free_places
         self._begin()
 
     def _begin(self) -> None:
@@ -64,17 +66,24 @@ class Detokenizer:
         """The text so far, including held-back text."""
         self._parser = self._make_parser() if self._make_parser is not None and self._stop else None
         self._free = ""
-        """The free text that the parser has found, with NUL instead of what stands between its parts."""
+        """The free text that the parser has found, with NUL instead of what stands between its parts. In free places:
+        the text, with NUL for each character of other tokens."""
 
-    def feed(self, token_ids: Sequence[int], count: int) -> None:
+    def feed(self, token_ids: Sequence[int], count: int, free_places: Collection[int] = ()) -> None:
         """Add the first `count` of `token_ids`. Those added before are skipped."""
         if count > self._done:
             pieces = [self._pieces[token] for token in token_ids[self._done : count]]
             for place in range(self._done, count) if self._special else ():
                 if place and self._special.issuperset(token_ids[place - 1 : place + 1]):
                     pieces[place - self._done] = b" " + pieces[place - self._done]
+            if self._in_free_places:
+                for place, piece in enumerate(pieces, self._done):
+                    text = self._decoder.decode(piece)
+                    self.text += text
+                    self._free += text if place in free_places else "\0" * len(text)
+            else:
+                self.text += self._decoder.decode(b"".join(pieces))
             self._done = count
-            self.text += self._decoder.decode(b"".join(pieces))
 
     def rewind(self, count: int) -> None:
         """Forget the tokens after the first `count`. All text is decoded again, because a character may be cut."""
@@ -87,12 +96,12 @@ class Detokenizer:
             self._decoder.reset()
         self.text += self._decoder.decode(b"", final=True)
 
-    def find_stop(self, token_ids: Sequence[int], min_tokens: int) -> str | None:
+    def find_stop(self, token_ids: Sequence[int], min_tokens: int, free_places: Collection[int] = ()) -> str | None:
         """Add new tokens, and cut the text at the first stop string that ends in them, after the first `min_tokens`.
-        Returns the string, or None."""
-        self.feed(token_ids, min(min_tokens, len(token_ids)))
+        Returns the string, or None. `free_places`: see `Sequence`."""
+        self.feed(token_ids, min(min_tokens, len(token_ids)), free_places)
         before = len(self._searched())
-        self.feed(token_ids, len(token_ids))
+        self.feed(token_ids, len(token_ids), free_places)
         searched = self._searched()
         begins = ((text, max(0, before - len(text) + 1)) for text in self._stop)
         found = [(at, text) for text, begin in begins if (at := searched.find(text, begin)) >= 0]
@@ -106,7 +115,7 @@ class Detokenizer:
     def _searched(self) -> str:
         """Return the text in which stop strings are searched."""
         if self._parser is None:
-            return self.text
+            return self._free if self._in_free_places else self.text
         self._free = _with_pieces(self._free, self._parser.feed(self.text, finished=False))
         return self._free
 

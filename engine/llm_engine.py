@@ -34,7 +34,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
 from guided.bundle import ProcessorBundle
-from guided.errors import BackendError, GuidedError, InternalError, PostProcessorFailed, bounded
+from guided.errors import BackendError, DeadEnd, GuidedError, InternalError, PostProcessorFailed, bounded
 from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processor import GuidedProcessor
@@ -314,13 +314,19 @@ class LLMEngine:
         skipped: frozenset[int] = frozenset()
         if report.failed or report.late or self.logits_processors.failed or batch.beams:
             skipped = self._skip(batch, report)
+        for row in batch.searched:
+            if row not in skipped and logits[row, self.model.vocabulary.stop_token_ids[0]] > -torch.inf:
+                batch.sequences[row].note_free_place()
         sampled = self.sampler.sample(logits, batch, skipped)
         masked = {row: mass for row, (_, mass) in sampled.measured.items() if batch.sequences[row].guided is not None}
         self.stats.note_kept_mass(masked.values())
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
-            self._fail(batch.sequences[row].group, InternalError("no token of this step has a finite logit"))
+            error: GuidedError = InternalError("no token of this step has a finite logit")
+            if batch.sequences[row].restriction is not None:
+                error = DeadEnd("allowed_token_ids or bad_words forbid every token that could follow")
+            self._fail(batch.sequences[row].group, error)
         return sampled
 
     def _skip(self, batch: Batch, report: ApplyReport) -> frozenset[int]:
@@ -414,6 +420,9 @@ class LLMEngine:
             is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
             if is_last and (sequence.details is not None or (sequence.needs_logprobs and not masked)):
                 break  # sample the last token instead: no later step would score it
+            restriction = sequence.restriction
+            if restriction is not None and not restriction.allows(token, sequence.data.output_token_ids):
+                break  # the next step finds no token, and ends the group
             entries = TokenLogprobs([(token, 0.0, 1)]) if masked and sequence.needs_logprobs else None
             ended = sequence.append(token, entries, (1, None))
             self.stats.forced_tokens += 1

@@ -15,6 +15,7 @@ import torch
 
 from engine.detokenizer import Detokenizer
 from engine.logprobs import TokenLogprobs
+from engine.restriction import Restriction
 from engine.sampling_params import SamplingParams
 from guided.completing.estimates import budget_of
 from guided.errors import GuidedError
@@ -122,6 +123,11 @@ class Sequence:
         self.max_length = max_length
         self.stop_ids = stop_ids
         self.detokenizer = detokenizer
+        self.free_places: set[int] = set()
+        """Places of output tokens that are free text of a structural tag: the output could have ended before them. They
+        are noted if stop strings are searched there."""
+        self.restriction: Restriction | None = None
+        """What the request forbids, beside its constraint."""
         self.uniforms = uniforms(seed)
         self.length = len(prompt_token_ids)
         """Prompt and output tokens, counted."""
@@ -172,6 +178,10 @@ class Sequence:
             return self.end_if_complete()
         return False
 
+    def note_free_place(self) -> None:
+        """Note that the next token is free text: the mask allows the end of the output, too."""
+        self.free_places.add(self.num_output_tokens)
+
     def take_over(self, output: list[int], logprob: float, logprobs: list[TokenLogprobs]) -> None:
         """Replace the output, its cumulative log-probability and, if they are requested, those of its tokens."""
         self.data.output_token_ids[:] = output
@@ -188,6 +198,7 @@ class Sequence:
         self.edits += 1
         self.last_token = self.data.span(self.length - 1, self.length)[0]
         self.detokenizer.rewind(self.num_output_tokens)
+        self.free_places = {place for place in self.free_places if place < self.num_output_tokens}
         if self.details is not None:
             for each in (self.details.allowed, self.details.forced, self.details.kept):
                 del each[self.num_output_tokens :]
@@ -225,9 +236,11 @@ class Sequence:
             self.finish(SequenceStatus.FINISHED_STOPPED)
             self.ended_by_stop_token = True
             self.stop_reason = token if token in params.stop_token_ids else None
-        elif params.stop and (stop := self.detokenizer.find_stop(output, params.min_tokens)) is not None:
+            return True
+        if params.stop:
+            self.stop_reason = self.detokenizer.find_stop(output, params.min_tokens, self.free_places)
+        if self.stop_reason is not None:
             self.finish(SequenceStatus.FINISHED_STOPPED)
-            self.stop_reason = stop
             self.text_complete = True
         elif self.length >= self.max_length:
             self.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
@@ -259,6 +272,8 @@ class SequenceGroup:
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
+    num_cached_tokens: int | None = None
+    """Number of prompt tokens that the prefix cache had when the group started. None: it has not started yet."""
     seed: int = 0
     """For draws from its outputs (`SamplingParams.resample`)."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])

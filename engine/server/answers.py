@@ -127,7 +127,8 @@ class ChoicesAnswer(Answer):
 
     def _of_tokens(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any]:
         """Build what is reported of some tokens: `logprobs`, and `masks` if the request asks for them."""
-        fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, which)}
+        in_text = which.indices(len(output.token_ids) - output.ends_with_stop_token)  # as OpenAI: without the end token
+        fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, slice(*in_text))}
         if (details := output.mask_details) is not None:
             texts = [self.context.texts.of(token) for token in output.token_ids[which]]
             masks = {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
@@ -280,8 +281,10 @@ def to_json(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def usage_of(finished: Sequence[RequestOutput]) -> dict[str, int]:
+def usage_of(finished: Sequence[RequestOutput]) -> dict[str, Any]:
     """Count tokens. A prompt counts once, whatever n is."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
     completion = sum(len(each.token_ids) for output in finished for each in output.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    cached = sum(output.num_cached_tokens or 0 for output in finished)
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}

@@ -14,7 +14,7 @@ from engine.outputs import CompletionOutput
 from engine.server.answers import ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, OutputForm, sampling_params
+from engine.server.generation import Job, OutputForm, ignored_fields, sampling_params
 from engine.server.prompts import encode
 from engine.server.protocol import CompletionRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
@@ -55,7 +55,9 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     form = OutputForm(wanted.constraint)
     params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
-        f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, include_usage=body.wants_usage
+        *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream),
+        include_usage=body.wants_usage,
+        ignored=ignored_fields(body, wanted, form),
     ).admitted(context)
     if body.echo:
         job = replace(job, echoed=[each if isinstance(each, str) else context.decode(each) for each in given])
