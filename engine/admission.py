@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
-from functools import cached_property
 from typing import Any, cast
 
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.keywords import refuse_unknown, without_neutral
 from engine.model_loader import LoadedModel
-from engine.restriction import Restriction, TokenIndex
+from engine.restriction import Restriction
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
 from guided.errors import ContextLengthExceeded, InvalidRequest
@@ -51,8 +50,7 @@ class Admission:
             raise too_long
         sequences = [self._sequence(index, request_id, token_ids, params) for index in range(params.width)]
         if params.allowed_token_ids is not None or params.bad_words:
-            stop_ids = sequences[0].stop_ids
-            restriction = Restriction(params, self._token_index, stop_ids, self._vocab_size, self._device)
+            restriction = Restriction(params, self.texts, sequences[0].stop_ids, self._device)
             for sequence in sequences:
                 sequence.restriction = restriction
         if params.use_beam_search:
@@ -79,10 +77,6 @@ class Admission:
             seed=sequence_seed(self._config.seed, request_id, params.seed, index),
             detokenizer=Detokenizer(self.texts, params),
         )
-
-    @cached_property
-    def _token_index(self) -> TokenIndex:
-        return TokenIndex(self.texts)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -76,7 +76,7 @@ class Batch:
         self.with_min_tokens = rows(lambda one: one.min_tokens)
         self.with_logprobs = [row for row, sequence in enumerate(self.sequences) if sequence.needs_logprobs]
         self.with_masked_logprobs = [row for row in self.with_logprobs if params[row].logprobs_mode == "masked"]
-        self.searched = rows(lambda one: one.searches_free_places and not one.use_beam_search)
+        self.searched = rows(lambda one: one.searches_free_places)
         """Rows of which the free text is noted, for stop strings."""
         self.restricted = [row for row, sequence in enumerate(self.sequences) if sequence.restriction is not None]
         self.measured = [row for row, sequence in enumerate(self.sequences) if sequence.details is not None]

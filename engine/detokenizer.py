@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import codecs
 import copy
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from engine.sampling_params import SamplingParams
 from guided.tools.parser import Piece
 from guided.vocabulary import Vocabulary
 
+_GOES_ON = re.compile(rb"\w\B")
+"""A character after which the word goes on."""
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -29,6 +33,10 @@ class TokenTexts:
             self.without_special[token] = b""
             self.with_special[token] = (text or "").encode("utf-8")
 
+    @cached_property
+    def _sorted(self) -> list[int]:
+        return sorted(range(len(self.with_special)), key=self.bytes_of)
+
     def of(self, token_id: int) -> str:
         """Return the text of a single token, special or not. Incomplete characters are replaced."""
         return self.with_special[token_id].decode("utf-8", "replace")
@@ -36,6 +44,17 @@ class TokenTexts:
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token, special or not."""
         return self.with_special[token_id]
+
+    def completing(self, rest: bytes) -> list[int]:
+        """Return the tokens that begin with `rest`, the end of a word. In longer words, `rest` does not count."""
+        tokens: list[int] = []
+        for place in range(bisect_left(self._sorted, rest, key=self.bytes_of), len(self._sorted)):
+            text = self.bytes_of(self._sorted[place])
+            if not text.startswith(rest):
+                break
+            if not _GOES_ON.match(text, len(rest) - 1):
+                tokens.append(self._sorted[place])
+        return tokens
 
 
 class Detokenizer:
@@ -76,13 +95,11 @@ class Detokenizer:
             for place in range(self._done, count) if self._special else ():
                 if place and self._special.issuperset(token_ids[place - 1 : place + 1]):
                     pieces[place - self._done] = b" " + pieces[place - self._done]
-            if self._in_free_places:
-                for place, piece in enumerate(pieces, self._done):
-                    text = self._decoder.decode(piece)
-                    self.text += text
+            for place, piece in enumerate(pieces, self._done):
+                text = self._decoder.decode(piece)
+                self.text += text
+                if self._in_free_places:
                     self._free += text if place in free_places else "\0" * len(text)
-            else:
-                self.text += self._decoder.decode(b"".join(pieces))
             self._done = count
 
     def rewind(self, count: int) -> None:

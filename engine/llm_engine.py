@@ -316,7 +316,7 @@ class LLMEngine:
             skipped = self._skip(batch, report)
         for row in batch.searched:
             if row not in skipped and logits[row, self.model.vocabulary.stop_token_ids[0]] > -torch.inf:
-                batch.sequences[row].note_free_place()
+                batch.sequences[row].free_places.add(batch.sequences[row].num_output_tokens)
         sampled = self.sampler.sample(logits, batch, skipped)
         masked = {row: mass for row, (_, mass) in sampled.measured.items() if batch.sequences[row].guided is not None}
         self.stats.note_kept_mass(masked.values())
@@ -418,11 +418,10 @@ class LLMEngine:
         masked = sequence.params.logprobs_mode == "masked"
         for token in edit.append:
             is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
+            if sequence.restriction is not None:
+                break  # sample it instead: it may be forbidden
             if is_last and (sequence.details is not None or (sequence.needs_logprobs and not masked)):
                 break  # sample the last token instead: no later step would score it
-            restriction = sequence.restriction
-            if restriction is not None and not restriction.allows(token, sequence.data.output_token_ids):
-                break  # the next step finds no token, and ends the group
             entries = TokenLogprobs([(token, 0.0, 1)]) if masked and sequence.needs_logprobs else None
             ended = sequence.append(token, entries, (1, None))
             self.stats.forced_tokens += 1

@@ -182,7 +182,7 @@ def _read_text(sequence: Sequence, finished: bool, count: int) -> None:
         return
     if sequence.ended_by_stop_token and not sequence.params.include_stop_str_in_output:
         count -= 1
-    sequence.detokenizer.feed(sequence.data.output_token_ids, count, sequence.free_places)
+    sequence.detokenizer.feed(sequence.data.output_token_ids, count)
     if finished:
         sequence.detokenizer.flush()
         sequence.text_complete = True

@@ -146,11 +146,10 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name) or ()
+            object.__setattr__(self, name, (texts,) if isinstance(texts, str) else tuple(texts))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
-        object.__setattr__(self, "bad_words", words)
         self._check_numbers()
         object.__setattr__(self, "top_k", max(0, self.top_k))  # -1 is off too
         self._check_names()
@@ -202,13 +201,12 @@ class SamplingParams:
             values = getattr(self, name) or ()
             if len(values) > limit:
                 raise InvalidRequest(f"{name} has {len(values)} {what}; the limit is {limit}", param=name)
-        _check_texts("stop", self.stop)
-        _check_texts("bad_words", self.bad_words)
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                _check_text(name, text)
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 _check_range(name, token, int, Range(0))
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids is empty: give at least one token", param="allowed_token_ids")
         for token, bias in (self.logit_bias or {}).items():
             _check_range("logit_bias", token, int, Range(0))
             _check_range("logit_bias", bias, float, Range(-100, 100))
@@ -275,8 +273,8 @@ class SamplingParams:
         if self.stop_token_ids:
             why = f"stop_token_ids could cut the {kind} constraint short: leave one of the two out"
             raise InvalidRequest(why, param="stop_token_ids")
-        if self.stop and self.parser is None and kind != "structural_tag":
-            logger.warning("stop is ignored: the whole output is that of a %s constraint", kind)
+        if self.stop and self.parser is None and (kind != "structural_tag" or self.use_beam_search):
+            logger.warning("stop is ignored: it is not searched in the output of a %s constraint", kind)
             object.__setattr__(self, "stop", ())
 
 
@@ -307,25 +305,23 @@ _DISTORTING = (
 """Parameters that change the distribution of samples. With their default values they do not."""
 _MOST = {
     "stop": (64, "strings"),
-    "bad_words": (1024, "strings"),
+    "bad_words": (256, "strings"),
     "stop_token_ids": (1024, "tokens"),
     "logit_bias": (1024, "entries"),
 }
 """Maximum number of entries. Each stop string is searched for in every step."""
 
 
-def _check_texts(name: str, texts: Sequence[str]) -> None:
-    """Check that `texts` are non-empty strings of a limited length that have an encoding."""
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise InvalidRequest(f"{name} has a value that is no non-empty string", param=name)
-        if len(text) > MAX_STOP_LENGTH:
-            why = f"{name} has a string of {len(text)} characters; the limit is {MAX_STOP_LENGTH}"
-            raise InvalidRequest(why, param=name)
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"{name} is not valid Unicode: {bounded(error)}", param=name) from None
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str) or not text:
+        raise InvalidRequest(f"{name} is a non-empty string, or a list of them", param=name)
+    if len(text) > MAX_STOP_LENGTH:
+        why = f"a string of {name} has {len(text)} characters; the limit is {MAX_STOP_LENGTH}"
+        raise InvalidRequest(why, param=name)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is not valid Unicode: {bounded(error)}", param=name) from None
 
 
 def _check_range(name: str, value: object, kind: type, allowed: Range) -> None:

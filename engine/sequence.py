@@ -178,10 +178,6 @@ class Sequence:
             return self.end_if_complete()
         return False
 
-    def note_free_place(self) -> None:
-        """Note that the next token is free text: the mask allows the end of the output, too."""
-        self.free_places.add(self.num_output_tokens)
-
     def take_over(self, output: list[int], logprob: float, logprobs: list[TokenLogprobs]) -> None:
         """Replace the output, its cumulative log-probability and, if they are requested, those of its tokens."""
         self.data.output_token_ids[:] = output
@@ -198,7 +194,7 @@ class Sequence:
         self.edits += 1
         self.last_token = self.data.span(self.length - 1, self.length)[0]
         self.detokenizer.rewind(self.num_output_tokens)
-        self.free_places = {place for place in self.free_places if place < self.num_output_tokens}
+        self.free_places.difference_update(range(self.num_output_tokens, self.num_output_tokens + count))
         if self.details is not None:
             for each in (self.details.allowed, self.details.forced, self.details.kept):
                 del each[self.num_output_tokens :]

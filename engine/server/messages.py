@@ -274,7 +274,7 @@ class _MessageAnswer(PartsAnswer):
     """Its parts are content blocks."""
 
     def first_events(self) -> Iterator[dict[str, Any]]:
-        usage = _usage(len(self.job.prompts[0]), cached=0, output=0)
+        usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
         yield {"type": "message_start", "message": self._message(usage=usage, guided=self.guided_info())}
 
     def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
@@ -312,14 +312,16 @@ class _MessageAnswer(PartsAnswer):
     def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         [completion] = finished[0].outputs
         reason, counted = self._stop_reason(completion), usage_of(finished)
+        cached = counted["prompt_tokens_details"]["cached_tokens"]
         return self._message(
             stop_reason=reason,
             stop_sequence=completion.stop_reason if reason == "stop_sequence" else None,
-            usage=_usage(
-                counted["prompt_tokens"],
-                cached=counted["prompt_tokens_details"]["cached_tokens"],
-                output=counted["completion_tokens"],
-            ),
+            usage={
+                "input_tokens": counted["prompt_tokens"] - cached,  # as Anthropic's: without what was cached
+                "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": counted["completion_tokens"],
+            },
             guided=self.guided_info(finished, [completion]),
         )
 
@@ -338,9 +340,3 @@ class _MessageAnswer(PartsAnswer):
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Build an event about the last block."""
         return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **fields}
-
-
-def _usage(prompt: int, *, cached: int, output: int) -> dict[str, int]:
-    """Count tokens. As in Anthropic's API, the prompt is the sum of the three kinds of input."""
-    cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
-    return {"input_tokens": prompt - cached, **cache, "output_tokens": output}
