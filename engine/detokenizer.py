@@ -16,6 +16,8 @@ from guided.vocabulary import Vocabulary
 
 _GOES_ON = re.compile(rb"\w\B")
 """A character after which the word goes on."""
+_GAP = "\ud800"
+"""Stands for text in which no stop string is searched: no stop string contains it."""
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -84,9 +86,10 @@ class Detokenizer:
         self.text = ""
         """The text so far, including held-back text."""
         self._parser = self._make_parser() if self._make_parser is not None and self._stop else None
+        self._is_free = False
         self._free = ""
-        """The free text that the parser has found, with NUL instead of what stands between its parts. In free places:
-        the text, with NUL for each character of other tokens."""
+        """The free text that the parser has found, with `_GAP` instead of what stands between its parts. In free
+        places: the text, with `_GAP` for each character of other tokens."""
 
     def feed(self, token_ids: Sequence[int], count: int, free_places: Collection[int] = ()) -> None:
         """Add the first `count` of `token_ids`. Those added before are skipped."""
@@ -96,10 +99,12 @@ class Detokenizer:
                 if place and self._special.issuperset(token_ids[place - 1 : place + 1]):
                     pieces[place - self._done] = b" " + pieces[place - self._done]
             for place, piece in enumerate(pieces, self._done):
+                if not self._decoder.getstate()[0]:  # within a character, no output can end
+                    self._is_free = place in free_places
                 text = self._decoder.decode(piece)
                 self.text += text
                 if self._in_free_places:
-                    self._free += text if place in free_places else "\0" * len(text)
+                    self._free += text if self._is_free else _GAP * len(text)
             self._done = count
 
     def rewind(self, count: int) -> None:
@@ -162,10 +167,10 @@ class Detokenizer:
 
 
 def _with_pieces(free: str, pieces: Iterable[Piece]) -> str:
-    """Add the text of `pieces`, and NUL for others: no stop string goes beyond these."""
+    """Add the text of `pieces`, and `_GAP` for others: no stop string goes beyond these."""
     for piece in pieces:
         if piece.kind == "text":
             free += piece.text
-        elif not free.endswith("\0"):
-            free += "\0"
+        elif not free.endswith(_GAP):
+            free += _GAP
     return free

@@ -147,8 +147,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
-            texts = getattr(self, name) or ()
-            object.__setattr__(self, name, (texts,) if isinstance(texts, str) else tuple(texts))
+            texts = getattr(self, name)
+            object.__setattr__(self, name, (texts,) if isinstance(texts, str) else tuple(texts or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._check_numbers()
         object.__setattr__(self, "top_k", max(0, self.top_k))  # -1 is off too
