@@ -76,9 +76,14 @@ class Batch:
         self.with_min_tokens = rows(lambda one: one.min_tokens)
         self.with_logprobs = [row for row, sequence in enumerate(self.sequences) if sequence.needs_logprobs]
         self.with_masked_logprobs = [row for row in self.with_logprobs if params[row].logprobs_mode == "masked"]
-        self.searched = rows(lambda one: one.searches_free_places)
-        """Rows of which the free text is noted, for stop strings."""
-        self.restricted = [row for row, sequence in enumerate(self.sequences) if sequence.restriction is not None]
+        places = [sequence.detokenizer.free_places for sequence in self.sequences]
+        self.searched = [(row, free) for row, free in enumerate(places) if free is not None]
+        """Rows with a structural tag and stop strings: `Detokenizer.free_places` of each."""
+        self.restricted = [
+            (row, sequence.restriction)
+            for row, sequence in enumerate(self.sequences)
+            if sequence.restriction is not None
+        ]
         self.measured = [row for row, sequence in enumerate(self.sequences) if sequence.details is not None]
         self.beams = rows(lambda one: one.use_beam_search)
 

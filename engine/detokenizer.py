@@ -6,7 +6,7 @@ import codecs
 import copy
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -77,7 +77,10 @@ class Detokenizer:
         self._whole_characters = params.constraint is not None
         self._held_back = 0 if self._include_stop else max([0, *(len(text) - 1 for text in self._stop)])
         self._make_parser = params.parser
-        self._in_free_places = params.searches_free_places
+        searches_tag = self._stop and params.constraint is not None and params.parser is None
+        self.free_places: set[int] | None = set() if searches_tag else None
+        """Places of the output tokens that are free text of a structural tag: the output could have ended before them.
+        The engine adds them. None: they are not needed."""
         self._begin()
 
     def _begin(self) -> None:
@@ -88,10 +91,10 @@ class Detokenizer:
         self._parser = self._make_parser() if self._make_parser is not None and self._stop else None
         self._is_free = False
         self._free = ""
-        """The free text that the parser has found, with `_GAP` instead of what stands between its parts. In free
-        places: the text, with `_GAP` for each character of other tokens."""
+        """The free text that the parser has found, with `_GAP` instead of what stands between its parts. Without a
+        parser: the text, with `_GAP` for each character that is not free."""
 
-    def feed(self, token_ids: Sequence[int], count: int, free_places: Collection[int] = ()) -> None:
+    def feed(self, token_ids: Sequence[int], count: int) -> None:
         """Add the first `count` of `token_ids`. Those added before are skipped."""
         if count > self._done:
             pieces = [self._pieces[token] for token in token_ids[self._done : count]]
@@ -100,10 +103,10 @@ class Detokenizer:
                     pieces[place - self._done] = b" " + pieces[place - self._done]
             for place, piece in enumerate(pieces, self._done):
                 if not self._decoder.getstate()[0]:  # within a character, no output can end
-                    self._is_free = place in free_places
+                    self._is_free = self.free_places is None or place in self.free_places
                 text = self._decoder.decode(piece)
                 self.text += text
-                if self._in_free_places:
+                if self._parser is None:
                     self._free += text if self._is_free else _GAP * len(text)
             self._done = count
 
@@ -111,6 +114,8 @@ class Detokenizer:
         """Forget the tokens after the first `count`. All text is decoded again, because a character may be cut."""
         if count < self._done:
             self._begin()
+        if self.free_places:
+            self.free_places.intersection_update(range(count))
 
     def flush(self) -> None:
         """End the text: replace an incomplete character, or leave it out."""
@@ -118,12 +123,12 @@ class Detokenizer:
             self._decoder.reset()
         self.text += self._decoder.decode(b"", final=True)
 
-    def find_stop(self, token_ids: Sequence[int], min_tokens: int, free_places: Collection[int] = ()) -> str | None:
+    def find_stop(self, token_ids: Sequence[int], min_tokens: int) -> str | None:
         """Add new tokens, and cut the text at the first stop string that ends in them, after the first `min_tokens`.
-        Returns the string, or None. `free_places`: see `Sequence`."""
-        self.feed(token_ids, min(min_tokens, len(token_ids)), free_places)
+        Returns the string, or None."""
+        self.feed(token_ids, min(min_tokens, len(token_ids)))
         before = len(self._searched())
-        self.feed(token_ids, len(token_ids), free_places)
+        self.feed(token_ids, len(token_ids))
         searched = self._searched()
         begins = ((text, max(0, before - len(text) + 1)) for text in self._stop)
         found = [(at, text) for text, begin in begins if (at := searched.find(text, begin)) >= 0]
@@ -136,9 +141,8 @@ class Detokenizer:
 
     def _searched(self) -> str:
         """Return the text in which stop strings are searched."""
-        if self._parser is None:
-            return self._free if self._in_free_places else self.text
-        self._free = _with_pieces(self._free, self._parser.feed(self.text, finished=False))
+        if self._parser is not None:
+            self._free = _with_pieces(self._free, self._parser.feed(self.text, finished=False))
         return self._free
 
     def _end_of(self, free: str) -> int:

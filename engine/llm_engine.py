@@ -314,19 +314,19 @@ class LLMEngine:
         skipped: frozenset[int] = frozenset()
         if report.failed or report.late or self.logits_processors.failed or batch.beams:
             skipped = self._skip(batch, report)
-        for row in batch.searched:
+        for row, free_places in batch.searched:
             if row not in skipped and logits[row, self.model.vocabulary.stop_token_ids[0]] > -torch.inf:
-                batch.sequences[row].free_places.add(batch.sequences[row].num_output_tokens)
+                free_places.add(batch.sequences[row].num_output_tokens)
         sampled = self.sampler.sample(logits, batch, skipped)
         masked = {row: mass for row, (_, mass) in sampled.measured.items() if batch.sequences[row].guided is not None}
         self.stats.note_kept_mass(masked.values())
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
-            error: GuidedError = InternalError("no token of this step has a finite logit")
-            if batch.sequences[row].restriction is not None:
-                error = DeadEnd("allowed_token_ids or bad_words forbid every token that could follow")
-            self._fail(batch.sequences[row].group, error)
+            why = (
+                "every token is forbidden (by allowed_token_ids, bad_words or a logits processor), or its logit is NaN"
+            )
+            self._fail(batch.sequences[row].group, DeadEnd(why))
         return sampled
 
     def _skip(self, batch: Batch, report: ApplyReport) -> frozenset[int]:

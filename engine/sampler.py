@@ -97,10 +97,8 @@ class Sampler:
             given = [batch.sequences[row].params.temperature for row in batch.beams]
             heat = logits.new_tensor([one if one >= GREEDY_BELOW else 1.0 for one in given])
             self._beam_logprobs = (logits[batch.beams] / heat[:, None]).log_softmax(-1)
-        for row in batch.restricted:
-            sequence = batch.sequences[row]
-            assert sequence.restriction is not None
-            sequence.restriction.apply(logits[row], sequence.data.output_token_ids)
+        for row, restriction in batch.restricted:
+            restriction.apply(logits[row], batch.sequences[row].data.output_token_ids)
         return logits
 
     def sample(self, logits: torch.Tensor, batch: Batch, skip: frozenset[int] = frozenset()) -> SamplerOutput:

@@ -165,11 +165,6 @@ class SamplingParams:
         return self.use_beam_search or self.temperature < GREEDY_BELOW
 
     @property
-    def searches_free_places(self) -> bool:
-        """Whether stop strings are searched in the free text of a structural tag. (A `parser` finds it otherwise.)"""
-        return bool(self.stop) and self.constraint is not None and self.parser is None
-
-    @property
     def width(self) -> int:
         """Number of outputs that are generated."""
         return self.best_of or self.n

@@ -123,9 +123,6 @@ class Sequence:
         self.max_length = max_length
         self.stop_ids = stop_ids
         self.detokenizer = detokenizer
-        self.free_places: set[int] = set()
-        """Places of output tokens that are free text of a structural tag: the output could have ended before them. They
-        are noted if stop strings are searched there."""
         self.restriction: Restriction | None = None
         """What the request forbids, beside its constraint."""
         self.uniforms = uniforms(seed)
@@ -194,7 +191,6 @@ class Sequence:
         self.edits += 1
         self.last_token = self.data.span(self.length - 1, self.length)[0]
         self.detokenizer.rewind(self.num_output_tokens)
-        self.free_places.difference_update(range(self.num_output_tokens, self.num_output_tokens + count))
         if self.details is not None:
             for each in (self.details.allowed, self.details.forced, self.details.kept):
                 del each[self.num_output_tokens :]
@@ -232,11 +228,9 @@ class Sequence:
             self.finish(SequenceStatus.FINISHED_STOPPED)
             self.ended_by_stop_token = True
             self.stop_reason = token if token in params.stop_token_ids else None
-            return True
-        if params.stop:
-            self.stop_reason = self.detokenizer.find_stop(output, params.min_tokens, self.free_places)
-        if self.stop_reason is not None:
+        elif params.stop and (stop := self.detokenizer.find_stop(output, params.min_tokens)) is not None:
             self.finish(SequenceStatus.FINISHED_STOPPED)
+            self.stop_reason = stop
             self.text_complete = True
         elif self.length >= self.max_length:
             self.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
