@@ -79,11 +79,8 @@ class Batch:
         places = [sequence.detokenizer.free_places for sequence in self.sequences]
         self.searched = [(row, free) for row, free in enumerate(places) if free is not None]
         """Rows with a structural tag and stop strings: `Detokenizer.free_places` of each."""
-        self.restricted = [
-            (row, sequence.restriction)
-            for row, sequence in enumerate(self.sequences)
-            if sequence.restriction is not None
-        ]
+        limits = [sequence.restriction for sequence in self.sequences]
+        self.restricted = [(row, restriction) for row, restriction in enumerate(limits) if restriction is not None]
         self.measured = [row for row, sequence in enumerate(self.sequences) if sequence.details is not None]
         self.beams = rows(lambda one: one.use_beam_search)
 
