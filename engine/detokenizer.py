@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 import copy
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from engine.sampling_params import SamplingParams
@@ -35,10 +36,6 @@ class TokenTexts:
             self.without_special[token] = b""
             self.with_special[token] = (text or "").encode("utf-8")
 
-    @cached_property
-    def _sorted(self) -> list[int]:
-        return sorted(range(len(self.with_special)), key=self.bytes_of)
-
     def of(self, token_id: int) -> str:
         """Return the text of a single token, special or not. Incomplete characters are replaced."""
         return self.with_special[token_id].decode("utf-8", "replace")
@@ -47,16 +44,22 @@ class TokenTexts:
         """Return the bytes of a token, special or not."""
         return self.with_special[token_id]
 
-    def completing(self, rest: bytes) -> list[int]:
-        """Return the tokens that begin with `rest`, the end of a word. In longer words, `rest` does not count."""
+    def containing(self, word: bytes) -> list[int]:
+        """Return the tokens that contain `word` otherwise than as a part of a longer word. A NUL is their beginning."""
+        joined, begins = self._joined
         tokens: list[int] = []
-        for place in range(bisect_left(self._sorted, rest, key=self.bytes_of), len(self._sorted)):
-            text = self.bytes_of(self._sorted[place])
-            if not text.startswith(rest):
-                break
-            if not _GOES_ON.match(text, len(rest) - 1):
-                tokens.append(self._sorted[place])
+        at = joined.find(word)
+        while at >= 0:
+            if not _GOES_ON.match(joined, at + len(word) - 1) and not _GOES_ON.match(joined, at - 1):
+                tokens.append(bisect_right(begins, at) - 1)
+            at = joined.find(word, at + 1)
         return tokens
+
+    @cached_property
+    def _joined(self) -> tuple[bytes, list[int]]:
+        """The texts of all tokens, each after a NUL, and where each begins."""
+        texts = [b"\0" + text for text in self.with_special]
+        return b"".join(texts), list(accumulate(map(len, texts), initial=0))
 
 
 class Detokenizer:

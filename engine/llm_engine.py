@@ -323,9 +323,7 @@ class LLMEngine:
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
-            why = (
-                "every token is forbidden (by allowed_token_ids, bad_words or a logits processor), or its logit is NaN"
-            )
+            why = "allowed_token_ids, bad_words or a logits processor forbid every token (or all logits are NaN)"
             self._fail(batch.sequences[row].group, DeadEnd(why))
         return sampled
 

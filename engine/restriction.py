@@ -6,13 +6,16 @@ Within one token, a word counts only where it is no part of a longer one: `he` f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
+from functools import cache
 
 import torch
 
 from engine.detokenizer import TokenTexts
 from engine.sampling_params import MAX_STOP_LENGTH, SamplingParams
+
+_LONGEST = 32
+"""Bytes of the longest token that is expected to complete a word."""
 
 
 class Restriction:
@@ -25,17 +28,15 @@ class Restriction:
         self._stop_ids = list(stop_ids)
         self._forbidden = torch.full([len(self._texts)], params.allowed_token_ids is not None, device=device)
         self._forbidden[list(params.allowed_token_ids or ())] = False
-        self._begun: list[tuple[bytes, list[int]]] = []
+        self._begun: list[tuple[bytes, torch.Tensor]] = []
         """Beginnings of bad words, and the tokens that complete the word after each."""
+        containing = cache(texts.containing)  # words have endings in common
         for given in params.bad_words:
             word = (given.lstrip() or given).encode()
-            # The two conditions are: this is no place within a word.
-            whole = re.compile(rb"(?!\B\w)%b(?<!\w\B)" % re.escape(word))
-            tokens = [token for token, text in enumerate(self._texts) if word in text and whole.search(text)]
-            self._forbidden[tokens] = True
-            for cut in range(1, len(word)):
-                if tokens := texts.completing(word[cut:]):
-                    self._begun.append((word[:cut], tokens))
+            self._forbidden[containing(word)] = True
+            for cut in range(max(1, len(word) - _LONGEST), len(word)):
+                if tokens := containing(b"\0" + word[cut:]):
+                    self._begun.append((word[:cut], torch.tensor(tokens, device=device)))
 
     def apply(self, logits: torch.Tensor, output: Sequence[int]) -> None:
         """Write -inf over the forbidden logits, float32 `[vocab]`, of the token after `output`."""
@@ -44,5 +45,5 @@ class Restriction:
         text = b"".join([self._texts[token] for token in output[-MAX_STOP_LENGTH:]])
         for beginning, tokens in self._begun:
             if text.endswith(beginning):
-                logits[tokens] = -torch.inf
+                logits.index_fill_(0, tokens, -torch.inf)
         logits[self._stop_ids] = ending
