@@ -87,31 +87,3 @@ def build(
         if whitespace is not None and "whitespace" in error.message and error.param == one.field:
             error.param = whitespace.field  # the pattern is at fault, not the schema
         raise
-
-
-def refuse_stops(
-    constraint: Constraint, stop: Sequence[str] | str | None, stop_token_ids: Sequence[int] | None
-) -> None:
-    """Raise `InvalidRequest` for stop conditions that could end an output before it satisfies its constraint."""
-    strings = [stop] if isinstance(stop, str) else stop or ()
-    choices = constraint.choices if constraint.kind == "choice" else []
-    cutting = next((text for text in strings if _may_contain(constraint, choices, text)), None)
-    for name, value in (("stop", cutting), ("stop_token_ids", stop_token_ids)):
-        if value:
-            message = f"{name} could cut the {constraint.kind} constraint short: leave one of the two out"
-            raise InvalidRequest(message, param=name)
-
-
-_OUTSIDE = frozenset(" \t\r\n{}[],:+-.0123456789eE" + "truefalsenull")
-"""The characters of JSON outside of strings, without the quotation mark."""
-
-
-def _may_contain(constraint: Constraint, choices: Sequence[str], text: str) -> bool:
-    """Whether an output may contain `text`; True if unknown."""
-    if constraint.kind == "choice":
-        return any(text in each for each in choices)
-    if constraint.kind in ("json_schema", "json_object"):
-        # JSON has control characters only outside of strings. The text up to the next quotation mark is outside, too.
-        parts = [part for part in text.split('"') if any(character < " " for character in part)]
-        return all(_OUTSIDE.issuperset(part) for part in parts)
-    return True

@@ -129,7 +129,8 @@ class ChoicesAnswer(Answer):
 
     def _of_tokens(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any]:
         """Build what is reported of some tokens: `logprobs`, and `masks` if the request asks for them."""
-        fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, which)}
+        in_text = which.indices(len(output.token_ids) - output.ends_with_stop_token)  # as OpenAI: without the end token
+        fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, slice(*in_text))}
         if self.job.reported.token_ids:
             fields["token_ids"] = output.token_ids[which]
         if (details := output.mask_details) is not None:
@@ -314,12 +315,13 @@ def to_json(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def usage_of(finished: Sequence[RequestOutput]) -> dict[str, int]:
+def usage_of(finished: Sequence[RequestOutput]) -> dict[str, Any]:
     """Count tokens. A prompt counts once, whatever n is."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
     completion = sum(len(each.token_ids) for output in finished for each in output.outputs)
-    return usage(prompt, completion)
+    cached = sum(output.num_cached_tokens or 0 for output in finished)
+    return {**usage(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
+def usage(prompt: int, completion: int) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

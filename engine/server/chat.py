@@ -13,7 +13,7 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, sampling_params
+from engine.server.generation import Job, ignored_fields, sampling_params
 from engine.server.prompts import encode_body
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
@@ -96,6 +96,7 @@ def build_job(
             rest.stream,
             reported=rest.reported,
             form=form,
+            ignored=ignored_fields(rest, wanted, form),
             at_admission=at_admission,
             relax=build,
         ).admitted(context)

@@ -14,7 +14,7 @@ from engine.outputs import CompletionOutput
 from engine.server.answers import ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, OutputForm, sampling_params
+from engine.server.generation import Job, OutputForm, ignored_fields, sampling_params
 from engine.server.prompts import encode
 from engine.server.protocol import CompletionRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
@@ -54,8 +54,10 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         max_tokens = max(1, min(max_tokens, context.engine.max_model_len - max(map(len, prompts))))
     form = OutputForm(wanted.constraint)
     params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
-    job_id = f"cmpl-{uuid.uuid4().hex}"
-    job = Job(job_id, http_id, prompts, params, wanted.param, body.stream, body.reported).admitted(context)
+    job = Job(
+        *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, body.reported),
+        ignored=ignored_fields(body, wanted, form),
+    ).admitted(context)
     if body.echo:
         job = replace(job, echoed=[each if isinstance(each, str) else context.decode(each) for each in given])
     return job

@@ -27,7 +27,6 @@ from guided.errors import (
     InvalidConstraint,
     InvalidRequest,
 )
-from guided.request import refuse_stops
 from guided.tools.parser import OutputParser
 
 logger = logging.getLogger("guided.server")
@@ -64,8 +63,8 @@ def sampling_params(
         raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
-    if wanted.constraint is not None:
-        refuse_stops(wanted.constraint, request.stop, None)
+    if not _has_free_text(wanted):
+        given.pop("stop", None)
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,
@@ -73,8 +72,18 @@ def sampling_params(
         constraint=form.constraint,
         backend=wanted.backend,
         extra_args=request.vllm_xargs,
-        parser=None if form.parser is OutputParser else form.parser,
+        parser=None if form.parser is OutputParser or wanted.constraint is not None else form.parser,
     )
+
+
+def ignored_fields(request: ChoicesRequest, wanted: RequestedConstraint, form: OutputForm) -> list[str]:
+    """Return the fields that have no effect on constrained text. Beside calls, `stop` still ends free text."""
+    return ["stop"] if request.stop and (form.kind == "tools" or not _has_free_text(wanted)) else []
+
+
+def _has_free_text(wanted: RequestedConstraint) -> bool:
+    """Return whether an answer without calls may have free text."""
+    return wanted.constraint is None or wanted.constraint.kind == "structural_tag"
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,8 @@ class Job:
     groups: Sequence[SequenceGroup] = ()
     """One per prompt. `admitted` sets them."""
     form: OutputForm = field(default_factory=OutputForm)
+    ignored: Sequence[str] = ()
+    """Fields that have no effect: see `ignored_fields`."""
     at_admission: bool = False
     """The answer is about the admission. Then the job is aborted."""
     relax: Callable[[InvalidConstraint], Job] | None = None

@@ -311,10 +311,16 @@ class _MessageAnswer(PartsAnswer):
     def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         [completion] = finished[0].outputs
         reason, counted = self._stop_reason(completion), usage_of(finished)
+        cached = counted["prompt_tokens_details"]["cached_tokens"]
         return self._message(
             stop_reason=reason,
             stop_sequence=completion.stop_reason if reason == "stop_sequence" else None,
-            usage={"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"]},
+            usage={
+                "input_tokens": counted["prompt_tokens"] - cached,  # as Anthropic's: without what was cached
+                "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": counted["completion_tokens"],
+            },
             guided=self.guided_info(finished, [completion]),
         )
 

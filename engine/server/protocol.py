@@ -84,6 +84,8 @@ class GenerationRequest(ConstraintFields):
     min_tokens: int | None = None
     stop: str | Many[str] | None = None
     stop_token_ids: Many[int] | None = None
+    allowed_token_ids: Many[int] | None = Field(default=None, description="The only tokens, besides the end.")
+    bad_words: str | Many[str] | None = Field(default=None, description="Texts that no token may complete.")
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None

@@ -311,7 +311,7 @@ class _ResponseAnswer(PartsAnswer):
         status, counted = _status(completion), usage_of(finished)
         usage = {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
             "total_tokens": counted["total_tokens"],

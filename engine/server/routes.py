@@ -121,6 +121,8 @@ class JobResponse(Response):
         super().__init__()
         self._make_answer, self._job, self._request, self._context = make_answer, job, request, context
         self._is_sent = False
+        names = request.state.field_names
+        request.state.ignored += [names.get(name, name) for name in job.ignored]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises the error of a job that was refused, or failed before the first byte of the answer."""

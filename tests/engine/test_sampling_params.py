@@ -102,15 +102,16 @@ def test_top_k_is_off_with_minus_one_too() -> None:
         ({"constraint": Constraint.regex("b")}, "regex"),
     ],
 )
-def test_the_constraint_is_there(fields: dict[str, Any], kind: str) -> None:
+def test_the_constraint_is_there(fields: dict[str, Any], kind: str, caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(**fields)
     assert params.constraint is not None
     assert (params.constraint.kind, params.constraint.whitespace) == (kind, fields.get("whitespace_pattern"))
     assert dataclasses.replace(params, n=2).constraint == params.constraint
-    for param, value in (("stop", "a"), ("stop_token_ids", [1])):
-        with pytest.raises(InvalidRequest, match=r"cut the .* constraint short") as refusal:
-            dataclasses.replace(params, **{param: value})
-        assert refusal.value.param == param
+    assert dataclasses.replace(params, stop="a").stop == ()
+    assert f"stop is ignored: it is not searched in the output of a {kind} constraint" in caplog.text
+    with pytest.raises(InvalidRequest, match=r"cut the .* constraint short") as refusal:
+        dataclasses.replace(params, stop_token_ids=[1])
+    assert refusal.value.param == "stop_token_ids"
 
 
 def test_they_are_frozen_and_stop_is_a_tuple() -> None:
