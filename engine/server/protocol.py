@@ -26,6 +26,7 @@ REFUSED = {
     "function_call": "this former name of tool_choice is known in /v1/chat/completions only",
     "modalities": "the only modality is text",
     "audio": "audio is not supported",
+    "images": "images are not supported: the models served here read text",
     "suffix": "the models served here don't fill in the middle",
     "web_search_options": "web search is not supported",
     "chat_template": "a request can't bring its own chat template",
@@ -307,13 +308,15 @@ class ToolCall(Body):
 
 
 class Message(Body):
+    """A message. `tool_name` and `thinking` are Ollama's names."""
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[TextPart] | None = None
-    name: str | None = None
+    name: str | None = Field(default=None, validation_alias=AliasChoices("name", "tool_name"))
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = Field(default=None, description="The former form of a tool call.")
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "thinking"))
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
@@ -386,6 +389,11 @@ class Tool(Body):
         """Convert to the form of chat templates."""
         described = self.function.model_dump(exclude_none=True, exclude={"strict", "format", "type"})
         return {"type": "function", "function": described}
+
+
+def thinking_variables(on: bool) -> dict[str, Any]:
+    """Return the variables that turn thinking on or off in the chat templates of Qwen and of DeepSeek."""
+    return {"enable_thinking": on, "thinking": on}
 
 
 class TurnRequest(GenerationRequest):
