@@ -53,9 +53,11 @@ objects, too.
 
 ## Valid values that are never generated
 
-- Numbers with bounds or `multipleOf` have no exponent, zero has no sign, and there are at most nine decimals, fewer
-  next to a bound with many digits, and no more than `multipleOf` has. Together these are at most 15 significant digits
-  near a bound: with more, readers that round to a double could round to an excluded number.
+- Numbers with bounds have no exponent. An exclusive bound, and a bound with more than six decimals, becomes the next
+  number inside it with six decimals, or the next integer beyond a billion: with more digits, readers that round to a
+  double could round to an excluded number.
+- Numbers with `multipleOf` have no exponent and at most six decimals. Those with decimals have at most 15 digits, and
+  xgrammar's integers at most 19.
 
 ## Keywords
 

@@ -27,9 +27,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type`
-    constrains the output. It is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a
-    constraint: they could end the output before it satisfies the constraint.
+    One of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type` constrains the
+    output; several are accepted if they mean the same. It is checked here and becomes `constraint`. `stop` and
+    `stop_token_ids` are rejected with a constraint: they could end the output before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.
@@ -50,7 +50,7 @@ class SamplingParams:
         n: number of outputs.
         temperature: 0 is greedy.
         top_p, top_k, min_p: truncation of the distribution, applied after temperature in the order min_p, top_k,
-            top_p. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
+            top_p. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `top_p` 0 leaves the most likely token.
         seed: makes the request repeatable. None: derived from the engine's seed and the request id.
         max_tokens: None: the rest of the context.
         min_tokens: suppress stop tokens before this many tokens (unless nothing else is legal).
@@ -174,8 +174,6 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or type(self).__dataclass_fields__[name].default is not None:
                 _check_range(name, value, *bounds)
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p is greater than 0 and at most 1 (temperature 0 is greedy)", param="top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", param="min_tokens"
@@ -235,8 +233,8 @@ class SamplingParams:
         fields = {kind: getattr(self, kind) for kind in KINDS} | {"json_object": self.json_object or None}
         given = [GivenConstraint(kind, kind, value) for kind, value in fields.items() if value is not None]
         if self.output_type is not None:
-            typed = constraint_for(self.output_type)
-            given.append(GivenConstraint(typed.kind, "output_type", typed.source))
+            typed = constraint_for(self.output_type, open_objects=False)
+            given.append(GivenConstraint(typed.kind, "output_type", typed))
         one = take_one(given)
         pattern = self.whitespace_pattern
         spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
@@ -249,8 +247,8 @@ class SamplingParams:
             built = None if one is None else build(one, spaces, **options)
         if self.constraint is None or one is None:
             return built or self.constraint
-        if self.constraint != built:
-            take_one([GivenConstraint(self.constraint.kind, "constraint", self.constraint), one])
+        ready = GivenConstraint(self.constraint.kind, "constraint", self.constraint)
+        take_one([ready, GivenConstraint(one.kind, one.field, built)])
         return built
 
     def _check_constraint(self) -> None:

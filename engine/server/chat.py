@@ -15,7 +15,7 @@ from engine.server.answers import ChoicesAnswer
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
 from engine.server.generation import Job, sampling_params
-from engine.server.prompts import encode_chat
+from engine.server.prompts import encode_body
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.tools import output_form, requested_calls
@@ -82,15 +82,7 @@ def build_job(
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     context.check_size(body, 1, limit, logprobs)
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    prompt = encode_chat(
-        context,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables={**effort, **(body.chat_template_kwargs or {})},
-        tools=() if body.tool_choice == "none" else body.tools or (),
-    )
+    prompt = encode_body(context, body, body.messages)
     rest = body.model_copy(update={"messages": []})
     refused: dict[str, list[str]] = {}
 
@@ -113,7 +105,7 @@ def build_job(
             params,
             wanted.param or (None if calls is None else "tools"),
             rest.stream,
-            include_usage=rest.wants_usage,
+            reported=rest.reported,
             form=form,
             at_admission=at_admission,
             relax=build,

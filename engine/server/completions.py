@@ -54,9 +54,8 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         max_tokens = max(1, min(max_tokens, context.engine.max_model_len - max(map(len, prompts))))
     form = OutputForm(wanted.constraint)
     params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
-    job = Job(
-        f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, include_usage=body.wants_usage
-    ).admitted(context)
+    job_id = f"cmpl-{uuid.uuid4().hex}"
+    job = Job(job_id, http_id, prompts, params, wanted.param, body.stream, body.reported).admitted(context)
     if body.echo:
         job = replace(job, echoed=[each if isinstance(each, str) else context.decode(each) for each in given])
     return job
@@ -65,6 +64,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
 class _TextAnswer(ChoicesAnswer):
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    prompts_in_choices = True
 
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
@@ -90,7 +90,7 @@ class _TextAnswer(ChoicesAnswer):
         if output.logprobs is None:
             return None
         texts, found = self.context.texts, [each for each in output.logprobs[which] if each is not None]
-        pieces = texts.written(self.job.params.skip_special_tokens)
+        pieces = texts.pieces(self.job.params.skip_special_tokens)
         offsets: list[int] = []
         for token in output.token_ids[which]:
             # Stop strings and incomplete characters are not in the text.
@@ -98,9 +98,9 @@ class _TextAnswer(ChoicesAnswer):
             offsets.append(min(self._lengths[index], end))
             self._lengths[index] += len(self._decoders[index].decode(pieces[token]))
         return {
-            "tokens": [texts.of(token) for token in output.token_ids[which]],
+            "tokens": [self.written(token) for token in output.token_ids[which]],
             "token_logprobs": [finite(each.own) for each in found],
-            "top_logprobs": [{texts.of(token): logprob for token, logprob in ranked(each)} for each in found],
+            "top_logprobs": [{self.written(token): logprob for token, logprob in ranked(each)} for each in found],
             "text_offset": offsets,
         }
 

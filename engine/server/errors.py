@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from engine.server.protocol import REFUSED, constraint_meant
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded, error_body, error_headers
 
 if TYPE_CHECKING:
@@ -154,18 +153,18 @@ async def _on_unexpected_error(request: Request, error: Exception) -> JSONRespon
 
 def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     """Return the error for a body of the wrong shape: of an unknown field or type, else of the innermost value."""
-    telling = {"extra_forbidden": 2, "literal_error": 1}
+    telling = {"unsupported_parameter": 2, "unknown_parameter": 2, "literal_error": 1}
     first = max(errors, key=lambda each: (telling.get(each["type"], 0), len(each["loc"])))
-    param = bounded(_path(first["loc"]))
-    name = first["loc"][-1] if first["type"] == "extra_forbidden" else ""
-    if name in REFUSED:
-        code, message = "unsupported_parameter", f"{param}: {REFUSED[name]}"
-    elif name:
-        meant = constraint_meant(name) if name == param else None
-        hint = "" if meant is None else f"; did you mean {meant}?"
-        code, message = "unknown_parameter", f"Unknown parameter: '{param}'{hint}"
+    code, why, place = first["type"], first["msg"], first["loc"]
+    if telling.get(code) == 2:
+        place = (*place, first["ctx"]["name"])
+    param = bounded(_path(place))
+    if code == "unsupported_parameter":
+        message = f"{param}: {why}"
+    elif code == "unknown_parameter":
+        message = f"Unknown parameter: '{param}'" + (f"; did you mean {why}?" if why else "")
     elif param:
-        code, message = "invalid_type", f"Invalid '{param}': {bounded(first['msg'])}"
+        code, message = "invalid_type", f"Invalid '{param}': {bounded(why)}"
     else:
         code, message = "", "the body must be a JSON object (content-type: application/json)"
     return InvalidRequest(message, param=param or None, code=code)

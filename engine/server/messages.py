@@ -20,18 +20,16 @@ from engine.server.answers import PartsAnswer, usage_of
 from engine.server.chat import build_job_that_fits
 from engine.server.context import Context, ServerContext
 from engine.server.errors import MESSAGES_PATH, message_error
+from engine.server.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.generation import Job
 from engine.server.options import DEFAULT_MODEL
 from engine.server.protocol import (
     CHAT_EXAMPLE,
-    Body,
     CalledFunction,
     ChatRequest,
     FunctionDefinition,
     GenerationRequest,
-    Many,
     Message,
-    ResponseFormat,
     TextPart,
     Tool,
     ToolCall,
@@ -140,7 +138,8 @@ class OutputFormat(ResponseFormat):
     schema_path: ClassVar[str] = "output_config.format.schema"
 
 
-class OutputConfig(Body):
+class OutputConfig(FormatHolder):
+    path = "output_config"
     format: OutputFormat | None = None
     effort: str | None = Field(default=None, description="Passed to the chat template as `reasoning_effort`.")
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -26,8 +26,9 @@ from engine.server.answers import PartsAnswer, to_json
 from engine.server.chat import build_job_that_fits
 from engine.server.context import Context, ServerContext
 from engine.server.errors import OLLAMA_PATH, ollama_error
+from engine.server.fields import Body, Many, ResponseFormat
 from engine.server.generation import Job
-from engine.server.protocol import Body, ChatRequest, GuidedInfo, Many, Message, ResponseFormat, thinking_variables
+from engine.server.protocol import ChatRequest, GuidedInfo, Message, thinking_variables
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from guided.errors import GuidedError
 from guided.tools.parser import Piece
@@ -51,16 +52,18 @@ class OllamaRequest(ChatRequest):
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _take_options(cls, data: Any) -> Any:
-        """Put the options beside the other fields. `num_predict` below 1 is no limit."""
-        if not isinstance(data, dict) or not isinstance(options := data.get("options"), dict):
-            return data
-        named = {_OPTIONS.get(name, name): value for name, value in options.items()}
-        if named.get("max_tokens") in (0, -1, -2):
-            del named["max_tokens"]
-        return {**named, **data}
+    def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
+        """Put the options beside the other fields, which have priority."""
+        data = super().gathered(data, names)
+        options = data.get("options")
+        for name, value in options.items() if isinstance(options, dict) else ():
+            own: str = _OPTIONS.get(name, name)
+            is_unlimited = own == "max_tokens" and value in (0, -1, -2)
+            if data.get(own) is None and not is_unlimited:
+                data[own] = value
+                names[own] = f"options.{name}"
+        return data
 
     def prepare(self, thinks: bool) -> None:
         """Set the fields of a chat. `thinks`: the model has a thinking phase."""
@@ -132,8 +135,6 @@ def answer_chat(body: OllamaRequest, request: Request, context: Context) -> Resp
         return JSONResponse(loaded)
     names = request.state.field_names
     names |= {"messages": body.place, "prompt": body.place, "logprobs": "top_logprobs", "response_format": "format"}
-    for name in body.options or ():
-        names[_OPTIONS.get(name, name)] = f"options.{name}"
     thinks = context.reasoning_format is not None
     if body.think and not thinks:
         request.state.ignored.append("think")

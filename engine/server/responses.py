@@ -12,23 +12,23 @@ from itertools import count, groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import PartsAnswer, usage_of
 from engine.server.chat import build_job
 from engine.server.context import Context, ServerContext
+from engine.server.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.generation import Job
 from engine.server.protocol import (
     CHAT_EXAMPLE,
-    Body,
     CalledFunction,
     ChatRequest,
     FunctionDefinition,
     GuidedInfo,
-    Many,
     Message,
-    ResponseFormat,
+    ReasoningConfig,
+    TokenLimit,
     Tool,
     ToolCall,
     TurnRequest,
@@ -93,17 +93,11 @@ class TextFormat(ResponseFormat):
 
     path: ClassVar[str] = "text.format"
     schema_path: ClassVar[str] = "text.format.schema"
-    name: str | None = None
-    description: str | None = None
-    strict: bool | str | None = None
 
 
-class TextConfig(Body):
+class TextConfig(FormatHolder):
+    path = "text"
     format: TextFormat | None = None
-
-
-class ReasoningConfig(Body):
-    effort: str | None = Field(default=None, description="Passed to the chat template.")
 
 
 class FunctionTool(FunctionDefinition):
@@ -119,7 +113,7 @@ class ResponsesRequest(TurnRequest):
 
     input: Annotated[Many[InputItem], Field(min_length=1, description="A text, or a list of items.")]
     instructions: str | None = Field(default=None, description="A system message before the input.")
-    max_output_tokens: int | None = Field(default=None, description="Default: what remains of the context.")
+    max_output_tokens: TokenLimit = Field(default=None, description="Default: what remains of the context.")
     text: TextConfig | None = None
     tools: Many[FunctionTool] | None = None
     reasoning: ReasoningConfig | None = None
@@ -192,13 +186,28 @@ router = APIRouter(tags=["generation"], route_class=BodyRoute)
 @router.post("/v1/responses", responses=RESPONSES)
 def create_response(body: ResponsesRequest, request: Request, context: Context) -> JobResponse:
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
+    job = _job(body, request, context)
+    return JobResponse(partial(_ResponseAnswer, _settings(body, job)), job, request, context)
+
+
+class InputTokenCount(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@router.post("/v1/responses/input_tokens")
+def count_input_tokens(body: ResponsesRequest, request: Request, context: Context) -> InputTokenCount:
+    """Count the tokens of a response's prompt."""
+    return InputTokenCount(input_tokens=len(_job(body, request, context).prompts[0]))
+
+
+def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Job:
     names = request.state.field_names
     names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
     for index, tool in enumerate(body.tools or ()):
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{index}].{field}"
-    job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
-    return JobResponse(partial(_ResponseAnswer, _settings(body, job)), job, request, context)
+    return build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
 
 
 def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, nullcontext
 from typing import Any, get_type_hints
 
@@ -58,7 +58,7 @@ class BodyRoute(APIRoute):
 
             def work(raw: bytes) -> Response:
                 request.state.ignored = []
-                body = parse(raw, request.headers, body_type, context, request.state.ignored)
+                body = parse(raw, request, body_type, context)
                 context.check_model(body.model)
                 answer = self.endpoint(body, request, context)
                 return answer if isinstance(answer, Response) else JSONResponse(answer.model_dump())
@@ -86,11 +86,9 @@ async def _raw_body(request: Request, seconds: float) -> bytes:
         raise RequestTimeout(f"the body of the request did not arrive within {seconds:g} s") from None
 
 
-def parse(
-    raw: bytes, headers: Mapping[str, str], body_type: type[BaseModel], context: ServerContext, ignored: list[str]
-) -> Any:
-    """Take a body through the stages 2 and 3. `ignored` takes the names of fields that have no effect."""
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: ServerContext) -> Any:
+    """Take a body through the stages 2 and 3. `state.ignored` takes the names of fields that have no effect."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
     try:
         data = loads(raw, **_BODY_LIMITS, constants=True)
@@ -99,7 +97,8 @@ def parse(
     except JsonError as error:
         raise InvalidRequest(f"the body is not JSON: {error}", code="invalid_json") from None
     try:
-        return body_type.model_validate(data, context={"ignored": None if context.settings.strict_fields else ignored})
+        ignored = None if context.settings.strict_fields else request.state.ignored
+        return body_type.model_validate(data, context={"ignored": ignored, "names": request.state.field_names})
     except ValidationError as error:
         raise shape_error(error.errors(include_url=False, include_input=False)) from None
 

@@ -144,11 +144,9 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
         if not re.search(rule, grammar):
             raise UnsupportedConstraint("xgrammar writes this schema in a form that is not known", param="json_schema")
         grammar = right.join(re.split(rule, grammar))
-    for number, node in enumerate(schema.patterns):
-        grammar += f"\npattern_{number} ::= {ebnf(node)}"
-    for number, node in enumerate(schema.numbers_written):
-        grammar += f"\nnumber_{number} ::= {ebnf(node)}"
-    grammar = re.sub(r'Regex\("\^(pattern|number)(\d+)\$", json_string=true\)', r"(\1_\2)", grammar)
+    for name, node in schema.rules.items():
+        grammar += f"\n{name} ::= {ebnf(node)}"
+    grammar = re.sub(r'Regex\("\^(\w+)\$", json_string=true\)', r"(\1)", grammar)
     for rule in re.findall(r"(?m)^(\S+) ::= \(number_\d+\)$", grammar):
         grammar = grammar.replace(f'"\\"" {rule} "\\""', rule)  # a number has no quotes
     return grammar
