@@ -36,6 +36,10 @@ class TokenTexts:
             self.without_special[token] = b""
             self.with_special[token] = (text or "").encode("utf-8")
 
+    def pieces(self, skip_special_tokens: bool) -> list[bytes]:
+        """Return the bytes of all tokens, as outputs have them."""
+        return self.without_special if skip_special_tokens else self.with_special
+
     def of(self, token_id: int) -> str:
         """Return the text of a single token, special or not. Incomplete characters are replaced."""
         return self.with_special[token_id].decode("utf-8", "replace")
@@ -74,7 +78,7 @@ class Detokenizer:
 
     def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
         spaces = params.spaces_between_special_tokens and not params.skip_special_tokens and params.constraint is None
-        self._pieces = texts.without_special if params.skip_special_tokens else texts.with_special
+        self._pieces = texts.pieces(params.skip_special_tokens)
         self._special = texts.special if spaces else frozenset[int]()
         self._stop, self._include_stop = tuple(params.stop), params.include_stop_str_in_output
         self._whole_characters = params.constraint is not None

@@ -6,10 +6,11 @@ responses and messages have in common: parts of one output, and events about the
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -28,6 +29,8 @@ class Answer(ABC):
     `guided` describes how the output is constrained. It is a part of a whole answer, and of a stream's first events.
     """
 
+    stream_type: ClassVar[str] = "text/event-stream"
+    """The media type of a stream."""
     end: ClassVar[bytes] = b"data: [DONE]\n\n"
     """What is sent after the last event of a stream."""
 
@@ -60,6 +63,25 @@ class Answer(ABC):
     def event(self, data: dict[str, Any]) -> bytes:
         """Write an event."""
         return b"data: " + to_json(data) + b"\n\n"
+
+    def token_logprobs(self, output: CompletionOutput, places: Iterable[int]) -> list[dict[str, Any]]:
+        """Describe the tokens at `places` of an output with log-probabilities, and their most likely alternatives."""
+        top, described = self.job.params.logprobs or 0, []
+        for place in places:
+            row = (output.logprobs or ())[place]
+            if row is not None:
+                others = [self._token(*alternative) for alternative in ranked(row)[:top]]
+                described.append({**self._token(output.token_ids[place], row.own), "top_logprobs": others})
+        return described
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        """Describe a token. Its `bytes` may be only a part of a character."""
+        code = list(self.context.texts.bytes_of(token))
+        return {"token": self.written(token), "logprob": finite(logprob), "bytes": code}
+
+    def written(self, token: int) -> str:
+        """Return a token as log-probabilities have it."""
+        return f"token_id:{token}" if self.job.reported.tokens_as_ids else self.context.texts.of(token)
 
     def guided_info(
         self, requests: Sequence[RequestOutput] = (), outputs: Sequence[CompletionOutput] = ()
@@ -155,10 +177,6 @@ class ChoicesAnswer(Answer):
             for token, logprob, rank in found.rows()
         }
 
-    def written(self, token: int) -> str:
-        """Return a token as log-probabilities have it."""
-        return f"token_id:{token}" if self.job.reported.tokens_as_ids else self.context.texts.of(token)
-
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
         of_prompts = [self._of_prompt(*numbered) for numbered in enumerate(finished)]
         choices = [
@@ -248,14 +266,16 @@ class PartsAnswer(Answer):
         """Kind of the piece that began the open part."""
         self.text = ""
         """Of the open part."""
+        self._text_tokens = _TextTokens(context.texts.pieces(job.params.skip_special_tokens))
 
     @abstractmethod
     def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Append the part that `piece` begins, and yield the events. The text of a call's piece is its name."""
 
     @abstractmethod
-    def grow(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the events about new text of the open part."""
+    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the events about new text of the open part. `logprobs`: of its tokens, if it is text and the request
+        asks for them."""
 
     @abstractmethod
     def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
@@ -285,9 +305,15 @@ class PartsAnswer(Answer):
                 yield from self.begin(piece)
             if not is_call:
                 self.text += piece.text
-                yield from self.grow(piece.text)
+                yield from self.grow(piece.text, self._logprobs_of(piece, completion))
         if has_ended:
             yield from self._close(completion)
+
+    def _logprobs_of(self, piece: Piece, completion: CompletionOutput) -> list[dict[str, Any]]:
+        if completion.logprobs is None or piece.kind != "text":
+            return []
+        places = self._text_tokens.between(piece.end - len(piece.text), piece.end, completion.token_ids)
+        return self.token_logprobs(completion, places)
 
     def event(self, data: dict[str, Any]) -> bytes:
         kind: str = data["type"]
@@ -297,6 +323,33 @@ class PartsAnswer(Answer):
         if self.open is not None:
             yield from self.close(completion)
             self.open = None
+
+
+class _TextTokens:
+    """Finds the tokens that spell a part of an output. The parts are asked for in order.
+
+    Args:
+        pieces: the bytes that each token id adds to the output.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._next = 0
+        """Index of the first token that was not read."""
+        self._characters = 0
+        """Number of characters before this token."""
+
+    def between(self, begin: int, end: int, token_ids: Sequence[int]) -> Iterator[int]:
+        """Yield the places of the tokens that spell the characters from `begin` to `end`, and were not in an earlier
+        part."""
+        while self._next < len(token_ids) and self._characters < end:
+            before, piece = self._characters, self._pieces[token_ids[self._next]]
+            self._characters += len(self._decoder.decode(piece))
+            # A token may have the first bytes of a character only, and a special one may have none.
+            if piece and (before >= begin or self._characters > begin):
+                yield self._next
+            self._next += 1
 
 
 def finite(logprob: float) -> float:

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from engine.async_llm import AsyncLLM
-from engine.server import chat, completions, health, messages, metrics, models, responses
+from engine.server import chat, completions, health, messages, metrics, models, ollama, responses
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.metrics import Metrics
@@ -26,9 +26,10 @@ from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
 
 DESCRIPTION = """
-A server with guided decoding, for clients of OpenAI and Anthropic. Add one of `json_schema`, `json_object`, `regex`,
-`choice`, `grammar` and `structural_tag` to a request (or OpenAI's `response_format`, vLLM's `structured_outputs`, the
-older `guided_*` names), and the output satisfies it. Chats may offer `tools`. `guided` in the answer names the backend.
+A server with guided decoding, for clients of OpenAI, Anthropic and Ollama. Add one of `json_schema`, `json_object`,
+`regex`, `choice`, `grammar` and `structural_tag` to a request (or OpenAI's `response_format`, vLLM's
+`structured_outputs`, the older `guided_*` names), and the output satisfies it. Chats may offer `tools`. `guided` in the
+answer names the backend.
 """
 
 
@@ -85,8 +86,9 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     # A page in a browser can give its own name the address of this server (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts or ["*"], www_redirect=False)
     install_handlers(app)
-    for routes in (chat, responses, messages, completions, models, health, metrics):
+    for routes in (chat, responses, messages, ollama, completions, models, health, metrics):
         app.include_router(routes.router)
+    app.include_router(ollama.models)
     app.get("/", include_in_schema=False)(playground)
     app.include_router(models.tokenization)
     return app

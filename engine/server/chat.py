@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import ChoicesAnswer, finite, ranked
+from engine.server.answers import ChoicesAnswer
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
 from engine.server.generation import Job, ignored_fields, sampling_params
@@ -18,7 +19,7 @@ from engine.server.prompts import encode_body
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.tools import output_form, requested_calls
-from guided.errors import InvalidConstraint, InvalidRequest
+from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 
 MAX_TRIES = 16
@@ -59,6 +60,16 @@ def _chat_job(body: ChatRequest, request: Request, context: ServerContext, at_ad
         for field in ("name", "parameters"):
             names[f"tools[{index}].function.{field}"] = f"functions[{index}].{field}"
     return build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, at_admission)
+
+
+def build_job_that_fits(body: ChatRequest, context: ServerContext, request_id: str, http_id: str) -> Job:
+    """Build the work of a chat, where `max_tokens` may be more than what remains of the context."""
+    build = partial(build_job, body, context, request_id, http_id)
+    try:
+        return build()
+    except ContextLengthExceeded:
+        body.max_tokens = None
+        return build()
 
 
 def build_job(
@@ -160,18 +171,8 @@ class _ChatAnswer(ChoicesAnswer):
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         if output.logprobs is None:
             return None
-        top = self.job.params.logprobs or 0
-        content = [
-            {**self._token(token, found.own), "top_logprobs": [self._token(*each) for each in ranked(found)[:top]]}
-            for token, found in zip(output.token_ids[which], output.logprobs[which], strict=True)
-            if found is not None
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        """Describe a token. Its `bytes` may be only a part of a character."""
-        code = list(self.context.texts.bytes_of(token))
-        return {"token": self.written(token), "logprob": finite(logprob), "bytes": code}
+        places = range(len(output.token_ids))[which]
+        return {"content": self.token_logprobs(output, places), "refusal": None}
 
 
 _CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}

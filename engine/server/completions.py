@@ -92,7 +92,7 @@ class _TextAnswer(ChoicesAnswer):
         if output.logprobs is None:
             return None
         texts, found = self.context.texts, [each for each in output.logprobs[which] if each is not None]
-        pieces = texts.without_special if self.job.params.skip_special_tokens else texts.with_special
+        pieces = texts.pieces(self.job.params.skip_special_tokens)
         offsets: list[int] = []
         for token in output.token_ids[which]:
             # Stop strings and incomplete characters are not in the text.

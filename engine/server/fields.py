@@ -27,6 +27,7 @@ REFUSED = {
     "function_call": "this former name of tool_choice is known in /v1/chat/completions only",
     "modalities": "the only modality is text",
     "audio": "audio is not supported",
+    "images": "images are not supported: the models served here read text",
     "suffix": "the models served here don't fill in the middle",
     "web_search_options": "web search is not supported",
     "chat_template": "a request can't bring its own chat template",

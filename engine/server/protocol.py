@@ -211,13 +211,15 @@ class ToolCall(Body):
 
 
 class Message(Body):
+    """A message. `tool_name` and `thinking` are Ollama's names."""
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[TextPart] | None = None
-    name: str | None = None
+    name: str | None = Field(default=None, validation_alias=AliasChoices("name", "tool_name"))
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = Field(default=None, description="The former form of a tool call.")
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "thinking"))
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
@@ -290,6 +292,11 @@ class Tool(Body):
         """Convert to the form of chat templates."""
         described = self.function.model_dump(exclude_none=True, exclude={"strict", "format", "type"})
         return {"type": "function", "function": described}
+
+
+def thinking_variables(on: bool) -> dict[str, Any]:
+    """Return the variables that turn thinking on or off in the chat templates of Qwen and of DeepSeek."""
+    return {"enable_thinking": on, "thinking": on}
 
 
 class ReasoningConfig(Body):

@@ -36,7 +36,7 @@ from engine.server.protocol import (
     joined,
 )
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
-from guided.errors import GuidedError, InvalidRequest, error_body
+from guided.errors import GuidedError, error_body
 from guided.tools.parser import Piece
 
 EXAMPLE = {
@@ -117,25 +117,17 @@ class ResponsesRequest(TurnRequest):
     text: TextConfig | None = None
     tools: Many[FunctionTool] | None = None
     reasoning: ReasoningConfig | None = None
-    # One output, without log-probabilities: a chat can have more.
+    include: Many[str] | None = Field(default=None, description="Log-probabilities; others are without effect.")
+    top_logprobs: int | None = Field(default=None, description="Log-probabilities too of the most likely tokens.")
+    # One output: a chat can have more.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
     resample: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    include: Many[str] | None = Field(default=None, description="Without effect.")
 
     @field_validator("input", mode="before")
     @classmethod
     def _as_items(cls, given: Any) -> Any:
         return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-    @field_validator("include")
-    @classmethod
-    def _without_logprobs(cls, include: list[str] | None) -> list[str] | None:
-        if "message.output_text.logprobs" in (include or ()):
-            text = "log-probabilities are not available here: use /v1/chat/completions"
-            raise InvalidRequest(text, param="include")
-        return include
 
     def as_chat(self) -> ChatRequest:
         """Return the chat with the same meaning."""
@@ -146,6 +138,8 @@ class ResponsesRequest(TurnRequest):
             **same,
             messages=list(self._messages()),
             max_tokens=self.max_output_tokens,
+            logprobs="message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs),
+            top_logprobs=self.top_logprobs,
             tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in self.tools or ()],
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
@@ -209,7 +203,7 @@ def count_input_tokens(body: ResponsesRequest, request: Request, context: Contex
 
 def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Job:
     names = request.state.field_names
-    names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+    names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
     for index, tool in enumerate(body.tools or ()):
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{index}].{field}"
@@ -230,6 +224,7 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
         else body.text.model_dump(by_alias=True, exclude_unset=True),
         "tool_choice": body.tool_choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": job.params.top_p,
     }
 
@@ -265,6 +260,8 @@ class _ResponseAnswer(PartsAnswer):
     def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self._settings = settings
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the open part."""
         self._numbers = count()
 
     def first_events(self) -> Iterator[dict[str, Any]]:
@@ -290,20 +287,27 @@ class _ResponseAnswer(PartsAnswer):
         else:
             item |= {"content": []}
         self.parts.append(item)
+        self._logprobs = []
         yield self._about_item("response.output_item.added", item=item)
         if kind.part is not None:
             yield self._about_text("response.content_part.added", part={**kind.part, kind.field: ""})
 
-    def grow(self, text: str) -> Iterator[dict[str, Any]]:
-        yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=[])
+    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        self._logprobs += logprobs
+        yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=logprobs)
 
     def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
         kind, item = self._kind, self.parts[-1]
         text = {kind.field: self.text}
-        item |= {"status": _status(completion), **(text if kind.part is None else {"content": [{**kind.part, **text}]})}
-        yield self._about_text(f"{kind.events}.done", **text, logprobs=[])
-        if kind.part is not None:
-            yield self._about_text("response.content_part.done", part={**kind.part, **text})
+        item["status"] = _status(completion)
+        yield self._about_text(f"{kind.events}.done", **text, logprobs=self._logprobs)
+        if kind.part is None:
+            item |= text
+        else:
+            logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
+            part = {**kind.part, **text, **logprobs}
+            item["content"] = [part]
+            yield self._about_text("response.content_part.done", part=part)
         yield self._about_item("response.output_item.done", item=item)
 
     def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:

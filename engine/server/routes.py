@@ -103,7 +103,7 @@ def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: Ser
         raise shape_error(error.errors(include_url=False, include_input=False)) from None
 
 
-_ANSWER = "An answer as OpenAI or Anthropic describe it, or its events (`stream`), plus `guided`: how it was made."
+_ANSWER = "An answer as the API's own documentation says, or its events (`stream`), plus `guided`: how it was made."
 RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
 """The routes' `responses`, for the documentation page."""
 
@@ -159,7 +159,7 @@ class JobResponse(Response):
                         if job.stream:
                             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
                             events = self._events(_chained(first, outputs), answer)
-                            await StreamingResponse(events, 200, headers, "text/event-stream").stream_response(send)
+                            await StreamingResponse(events, 200, headers, answer.stream_type).stream_response(send)
                         else:
                             whole = await self._whole(_chained(first, outputs), answer)
                             await Response(whole, media_type="application/json")(scope, receive, send)
