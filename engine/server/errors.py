@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from engine.server.protocol import REFUSED, constraint_meant
+from engine.server.protocol import NESTED, REFUSED, constraint_meant
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded, error_body, error_headers
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     param = bounded(_path(first["loc"]))
     name = first["loc"][-1] if first["type"] == "extra_forbidden" else ""
     if name in REFUSED:
-        code, message = "unsupported_parameter", f"{param}: {REFUSED[name]}"
+        reason = REFUSED[name] if param == name else NESTED.get(name, REFUSED[name])
+        code, message = "unsupported_parameter", f"{param}: {reason}"
     elif name:
         meant = constraint_meant(name) if name == param else None
         hint = "" if meant is None else f"; did you mean {meant}?"

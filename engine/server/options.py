@@ -237,7 +237,8 @@ OPTIONS = (
     *_panel(
         "Mask pool",
         Option(
-            "pool", "Where masks are computed: Ray actors, or this process (no isolation). Default: ray if it is installed."
+            "pool",
+            "Where masks are computed: Ray actors, or this process (no isolation). Default: ray if it is installed.",
         ),
         Option("server.open_objects", "Objects may have properties that their schema does not name."),
         Option("server.backend", "Grammar library of requests that name none, or auto."),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from itertools import chain
@@ -38,6 +39,11 @@ REFUSED = {
     "mcp_servers": "the server calls no MCP servers: list their tools, and run the calls",
 }
 """Known fields that would change the answer, and why they are rejected."""
+
+NESTED = dict.fromkeys(
+    ("tools", "functions"), "functions stand side by side in the request's own tools, not within something else"
+)
+"""Why such a field is rejected elsewhere than in the request itself, if the reason is another one."""
 
 _NEUTRAL: tuple[Any, ...] = (None, [], "", False, "none", "auto", ["text"])
 """Values with which such a field, and an unknown one, has no effect."""
@@ -362,6 +368,53 @@ class FunctionDefinition(Body):
     format: InputFormat | None = Field(default=None, description="Of a custom tool's input. Default: any text.")
 
 
+_HOSTED = re.compile(
+    "(web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|mcp|mcp_toolset|tool_search)"
+    r"(_(preview|tool|regex|bm25|\d+))*"
+)
+
+
+def is_hosted(kind: Any) -> bool:
+    """Whether tools of this type are run by OpenAI's or Anthropic's servers, not by the client."""
+    return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
+
+
+class OfferedTool(FunctionDefinition):
+    """A tool in a list that may have hosted ones too. These are only named in the answer."""
+
+    type: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_form(cls, data: Any, info: ValidationInfo) -> Any:
+        """Note a hosted tool, and say where the fields of a function are that has the form of chats."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind in ("function", "custom") and kind in data:
+            message = (
+                f"this is the form of /v1/chat/completions: here 'name' and the others of '{kind}' stand beside 'type'"
+            )
+            raise PydanticCustomError("missing", message)
+        if not is_hosted(kind):
+            return data
+        ignored = (info.context or {}).get("ignored")
+        if ignored is None:
+            raise InvalidRequest(f"{kind}: {_RUNS_NONE}", param="tools", code="unsupported_parameter")
+        ignored.append(kind)
+        return {"type": kind, "name": kind}
+
+
+_RUNS_NONE = "this server runs no tools itself: offer functions, which the client runs"
+
+
+def offered(tools: Sequence[OfferedTool] | None) -> dict[int, Any]:
+    """Return the tools that the client runs, by their places in the list. Raises `InvalidRequest` if there are only
+    hosted ones."""
+    functions = {place: tool for place, tool in enumerate(tools or ()) if not is_hosted(tool.type)}
+    if tools and not functions:
+        raise InvalidRequest(f"there is no function beside {tools[0].type}: {_RUNS_NONE}", param="tools")
+    return functions
+
+
 class Tool(Body):
     """A function or a custom tool that the model may call."""
 
@@ -395,6 +448,7 @@ class TurnRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     max_reasoning_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
+    include_reasoning: bool | None = Field(default=None, description="false: the answer has no thoughts.")
 
 
 class ChatRequest(TurnRequest):

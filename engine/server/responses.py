@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import PartsAnswer, usage_of
@@ -24,16 +25,18 @@ from engine.server.protocol import (
     Body,
     CalledFunction,
     ChatRequest,
-    FunctionDefinition,
     GuidedInfo,
     Many,
     Message,
+    OfferedTool,
     ResponseFormat,
     Tool,
     ToolCall,
     TurnRequest,
     TypedBody,
+    is_hosted,
     joined,
+    offered,
 )
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from guided.errors import GuidedError, InvalidRequest, error_body
@@ -106,10 +109,17 @@ class ReasoningConfig(Body):
     effort: str | None = Field(default=None, description="Passed to the chat template.")
 
 
-class FunctionTool(FunctionDefinition):
-    """A function or a custom tool that the model may call."""
+class FunctionTool(OfferedTool):
+    """A function or a custom tool that the model may call, or a hosted tool."""
 
-    type: Literal["function", "custom"]
+    type: str
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, kind: str) -> str:
+        if kind not in ("function", "custom") and not is_hosted(kind):
+            raise PydanticCustomError("literal_error", "it is 'function' or 'custom', or that of a hosted tool")
+        return kind
 
 
 class ResponsesRequest(TurnRequest):
@@ -152,7 +162,7 @@ class ResponsesRequest(TurnRequest):
             **same,
             messages=list(self._messages()),
             max_tokens=self.max_output_tokens,
-            tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in self.tools or ()],
+            tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in offered(self.tools).values()],
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
 
@@ -200,9 +210,9 @@ def create_response(body: ResponsesRequest, request: Request, context: Context) 
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
     names = request.state.field_names
     names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
-    for index, tool in enumerate(body.tools or ()):
+    for index, (place, tool) in enumerate(offered(body.tools).items()):
         for field in ("name", "format", "parameters"):
-            names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{index}].{field}"
+            names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{place}].{field}"
     job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
     return JobResponse(partial(_ResponseAnswer, _settings(body, job)), job, request, context)
 
@@ -220,7 +230,7 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
         if body.text is None or body.text.format is None
         else body.text.model_dump(by_alias=True, exclude_unset=True),
         "tool_choice": body.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [tool.model_dump() for tool in offered(body.tools).values()],
         "top_p": job.params.top_p,
     }
 
@@ -322,7 +332,7 @@ class _ResponseAnswer(PartsAnswer):
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
         """Count the tokens up to the end of the thoughts."""
-        thoughts = "".join(item["content"][0]["text"] for item in self.parts if item["type"] == "reasoning")
+        thoughts = self.parser.thoughts
         rest = len(thoughts.encode()) + completion.text.find(thoughts)
         for number, token in enumerate(completion.token_ids):
             if rest <= 0 or not thoughts:
