@@ -68,7 +68,7 @@ class RequestChecks:
             if name == host or (host.startswith("*.") and name.endswith(host[1:])):
                 return
         message = (
-            f"{bounded(given, 100)!r} in the header Host is not a name of this server: add it with --allowed-hosts"
+            f"{bounded(given, 100)!r} in the header Host is not a name of this server: allow it with --allowed-hosts"
         )
         raise InvalidRequest(message, code="host_not_allowed")
 

@@ -139,7 +139,7 @@ def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> 
         if done.returncode == 0:
             return Finding("ok", subject, good)
         last_line = done.stderr.strip().rpartition("\n")[2]
-        if last_line.startswith("ModuleNotFoundError"):
+        if "No module named" in last_line:
             advice = install_advice(last_line)
         problem = last_line or f"the process ended with status {done.returncode}"
     return Finding("error", subject, f"{problem}: {advice}" if advice else problem)
