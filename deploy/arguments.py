@@ -34,7 +34,7 @@ def placement_group(resources: Mapping[str, float], options: ServeOptions) -> di
     Otherwise the pools of two replicas could each take some of the CPUs that both need, and none would start. The
     bundles are in the order of `actors.driver_process`: replica, mask actors.
     """
-    if options.pool != "ray":
+    if options.pool == "inline":
         return {}
     where = NodePlacement.parse(options.ray.placement)
     replica = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}

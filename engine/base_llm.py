@@ -104,15 +104,23 @@ class AsyncEngineArgs:
         self.model, self.options = model, options
 
 
+def default_pool() -> PoolChoice:
+    """Return the pool of a caller that names none: Ray actors, if Ray is installed."""
+    if find_spec("ray") is not None:
+        return "ray"
+    advice = "pip install '.[ray]' in a checkout of guided"
+    logger.warning("Ray is not installed: masks are computed in this process, without isolation (%s)", advice)
+    return "inline"
+
+
 def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOptions) -> MaskPool:
     """Open a mask pool. The caller shuts it down."""
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
-    if choice is None and find_spec("ray") is not None:
-        return cast(MaskPool, LazyPool(vocabulary, partial(open_pool, "ray", vocabulary, options)))
     if choice is None:
-        logger.warning("Ray is not installed: masks are computed in this process, without isolation (pip install ray)")
-        choice = "inline"
+        choice = default_pool()
+        if choice == "ray":
+            return cast(MaskPool, LazyPool(vocabulary, partial(open_pool, "ray", vocabulary, options)))
     if choice == "inline":
         return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=True)
     if choice == "ray":

@@ -59,6 +59,9 @@ class LLM(BaseLLM):
             self.engine.admit(f"llm-{next(self._ids)}", cast(Prompt, prompt), one, stream=False)
             for prompt, one in zip(prompts, many, strict=True)
         ]
+        for group in groups:
+            if (too_long := group.sequences[0].error) is not None:
+                raise too_long
         try:
             for group in groups:
                 self.engine.submit(group)

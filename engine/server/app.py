@@ -14,7 +14,6 @@ from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from engine.async_llm import AsyncLLM
 from engine.server import chat, completions, health, messages, metrics, models, ollama, responses
@@ -83,8 +82,6 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-should-retry", "retry-after"],
         )
-    # A page in a browser can give its own name the address of this server (DNS rebinding).
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts or ["*"], www_redirect=False)
     install_handlers(app)
     for routes in (chat, responses, messages, ollama, completions, models, health, metrics):
         app.include_router(routes.router)

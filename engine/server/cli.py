@@ -19,6 +19,10 @@ from engine.server.commands.top import top
 class _Command(TyperCommand):
     """A command with plain help: in rich's tables, narrow terminals cut the names of options."""
 
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """Return the whole first sentence. The list of commands wraps it."""
+        return super().get_short_help_str(200)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options under the titles of their panels."""
         panels: dict[str, list[Any]] = {}

@@ -27,14 +27,16 @@ from engine.server.protocol import (
     CHAT_EXAMPLE,
     CalledFunction,
     ChatRequest,
-    FunctionDefinition,
     GenerationRequest,
     Message,
+    OfferedTool,
     TextPart,
     Tool,
     ToolCall,
     TypedBody,
+    is_hosted,
     joined,
+    offered,
     thinking_variables,
 )
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
@@ -55,17 +57,18 @@ class Block(TypedBody):
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "text": ("text",),
         "thinking": ("thinking",),
-        "redacted_thinking": (),
+        "redacted_thinking": ("data",),
         "tool_use": ("id", "name", "input"),
         "tool_result": ("tool_use_id",),
     }
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
+    data: str | None = Field(default=None, description="Of thoughts that are not shown. Without effect.")
+    id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
     input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
+    tool_use_id: str | None = Field(default=None, min_length=1)
     content: str | Many[TextPart] | None = Field(default=None, description="Of a tool's result.")
 
 
@@ -100,15 +103,14 @@ class InputMessage(Body):
             )
 
 
-class InputTool(FunctionDefinition):
-    """A tool that the client runs."""
+class InputTool(OfferedTool):
+    """A tool that the client runs, or a hosted one."""
 
-    type: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, alias="input_schema")
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        if self.parameters is None:
+        if self.parameters is None and not is_hosted(self.type):
             message = f"{self.name} has no input_schema, and this server has none of Anthropic's own tools"
             raise InvalidRequest(message, param="tools")
         return self
@@ -186,7 +188,7 @@ class CountTokensRequest(GenerationRequest):
             max_tokens=self.max_tokens,
             chat_template_kwargs={**variables, **(self.chat_template_kwargs or {})},
             reasoning_effort=config.effort,
-            tools=[Tool.model_construct(type="function", function=tool) for tool in self.tools or ()],
+            tools=[Tool.model_construct(type="function", function=tool) for tool in offered(self.tools).values()],
             tool_choice=choice.for_chat(),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
         )
@@ -239,9 +241,9 @@ def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> 
         raise InvalidRequest(message, param="thread", code="thread_unsupported_request")  # the client then does so
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
-    for index, _ in enumerate(body.tools or ()):
-        names[f"tools[{index}].function.name"] = f"tools[{index}].name"
-        names[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
+    for index, place in enumerate(offered(body.tools)):
+        names[f"tools[{index}].function.name"] = f"tools[{place}].name"
+        names[f"tools[{index}].function.parameters"] = f"tools[{place}].input_schema"
     thinks = context.reasoning_format is not None
     if body.thinking is not None and not thinks:
         request.state.ignored.append("thinking")

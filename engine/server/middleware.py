@@ -1,4 +1,4 @@
-"""RequestChecks: gives every request an id; checks the API key and the size of the body."""
+"""RequestChecks: gives every request an id; checks the header Host, the API key and the size of the body."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.context import ServerContext
 from engine.server.errors import refuse
-from guided.errors import GuidedError, InvalidRequest
+from guided.errors import GuidedError, InvalidRequest, bounded
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
 """Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic. Nor
 does the page at `/`."""
 
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:/@\[\]]+)(:\d*)?")
 _PLAIN = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 
 
@@ -27,6 +28,7 @@ class RequestChecks:
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self.app = app
         self.context = context
+        self._hosts = [host.lower() for host in context.settings.allowed_hosts or ("*",)]
         self._keys = [key.encode() for key in context.settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,11 +48,29 @@ class RequestChecks:
             await send(message)
 
         try:
+            self._check_host(headers.get("host", ""))
             self._check_key(scope, headers)
         except GuidedError as error:
             await refuse(self.context, scope, error)(scope, receive, send_with_id)
             return
         await self.app(scope, self._limited(receive), send_with_id)
+
+    def _check_host(self, given: str) -> None:
+        """Refuse other hosts than the allowed ones.
+
+        A page in a browser can give its own name the address of this server (DNS rebinding).
+        """
+        if "*" in self._hosts:
+            return
+        parsed = _HOST.fullmatch(given)
+        name = parsed[1].lower() if parsed else ""
+        for host in self._hosts:
+            if name == host or (host.startswith("*.") and name.endswith(host[1:])):
+                return
+        message = (
+            f"{bounded(given, 100)!r} in the header Host is not a name of this server: allow it with --allowed-hosts"
+        )
+        raise InvalidRequest(message, code="host_not_allowed")
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         if not self._keys or scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS):

@@ -58,7 +58,7 @@ class OllamaRequest(ChatRequest):
         data = super().gathered(data, names)
         options = data.get("options")
         for name, value in options.items() if isinstance(options, dict) else ():
-            own: str = _OPTIONS.get(name, name)
+            own = str(_OPTIONS.get(name, name))
             is_unlimited = own == "max_tokens" and value in (0, -1, -2)
             if data.get(own) is None and not is_unlimited:
                 data[own] = value

@@ -75,7 +75,7 @@ class ServeOptions:
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
-    pool: Literal["ray", "inline"] = "ray"
+    pool: Literal["ray", "inline"] | None = None
     post_processor: str | None = None
     grace_seconds: float = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -236,7 +236,10 @@ OPTIONS = (
     ),
     *_panel(
         "Mask pool",
-        Option("pool", "Where masks are computed: Ray actors, or this process (no isolation)."),
+        Option(
+            "pool",
+            "Where masks are computed: Ray actors, or this process (no isolation). Default: ray if it is installed.",
+        ),
         Option("server.open_objects", "Objects may have properties that their schema does not name."),
         Option("server.backend", "Grammar library of requests that name none, or auto."),
         Option("ray.address", "Ray cluster to join. Default: start one.", "ray_address", process_only=True),

@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from uvicorn.config import LOGGING_CONFIG
 
 from engine.async_llm import AsyncLLM
+from engine.base_llm import default_pool
 from engine.model_files import pretrained
 from engine.server.app import create_app
 from engine.server.connections import ConnectionLimits, LimitedProtocol
@@ -54,7 +55,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         disable_progress_bar()
     engine = AsyncLLM(
         options.model_path,
-        options.pool,
+        options.pool or ("ray" if options.ray.address is not None else default_pool()),
         options.engine,
         pool_options=options.ray,
         processor=options.post_processor,

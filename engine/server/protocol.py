@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, MutableMapping
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.server.fields import Body, ConstraintFields, Many, NvextFields, SglangFields, name_here, names_of
@@ -268,6 +269,56 @@ class FunctionDefinition(Body):
     format: InputFormat | None = Field(default=None, description="Of a custom tool's input. Default: any text.")
 
 
+_HOSTED = re.compile(
+    "(web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|mcp|mcp_toolset|tool_search)"
+    r"(_(preview|tool|regex|bm25|\d+))*"
+)
+
+
+def is_hosted(kind: Any) -> bool:
+    """Whether tools of this type are run by OpenAI's or Anthropic's servers, not by the client."""
+    return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
+
+
+class OfferedTool(FunctionDefinition):
+    """A tool in a list that may have hosted ones too. These are only named in the answer."""
+
+    type: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_form(cls, data: Any, info: ValidationInfo) -> Any:
+        """Note a hosted tool, and say where the fields of a function are that has the form of chats."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind in ("function", "custom") and kind in data:
+            message = (
+                f"this is the form of /v1/chat/completions: here 'name' and the others of '{kind}' stand beside 'type'"
+            )
+            raise PydanticCustomError("missing", message)
+        if not is_hosted(kind):
+            for name in {"tools", "functions"}.intersection(data if isinstance(data, dict) else ()):
+                why = "functions stand side by side in the request's own tools, not within something else"
+                raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": why})
+            return data
+        ignored = (info.context or {}).get("ignored")
+        if ignored is None:
+            raise InvalidRequest(f"{kind}: {_RUNS_NONE}", param="tools", code="unsupported_parameter")
+        ignored.append(kind)
+        return {"type": kind, "name": kind}
+
+
+_RUNS_NONE = "this server runs no tools itself: offer functions, which the client runs"
+
+
+def offered(tools: Sequence[OfferedTool] | None) -> dict[int, Any]:
+    """Return the tools that the client runs, by their places in the list. Raises `InvalidRequest` if there are only
+    hosted ones."""
+    functions = {place: tool for place, tool in enumerate(tools or ()) if not is_hosted(tool.type)}
+    if tools and not functions:
+        raise InvalidRequest(f"there is no function beside {tools[0].type}: {_RUNS_NONE}", param="tools")
+    return functions
+
+
 class Tool(Body):
     """A function or a custom tool that the model may call."""
 
@@ -313,6 +364,7 @@ class TurnRequest(GenerationRequest, TurnFields):
     """Fields of both chats and responses."""
 
     max_reasoning_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
+    include_reasoning: bool | None = Field(default=None, description="false: the answer has no thoughts.")
 
 
 class PromptFields(TurnFields):

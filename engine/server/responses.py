@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import PartsAnswer, usage_of
@@ -24,16 +25,18 @@ from engine.server.protocol import (
     CHAT_EXAMPLE,
     CalledFunction,
     ChatRequest,
-    FunctionDefinition,
     GuidedInfo,
     Message,
+    OfferedTool,
     ReasoningConfig,
     TokenLimit,
     Tool,
     ToolCall,
     TurnRequest,
     TypedBody,
+    is_hosted,
     joined,
+    offered,
 )
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from guided.errors import GuidedError, error_body
@@ -100,10 +103,17 @@ class TextConfig(FormatHolder):
     format: TextFormat | None = None
 
 
-class FunctionTool(FunctionDefinition):
-    """A function or a custom tool that the model may call."""
+class FunctionTool(OfferedTool):
+    """A function or a custom tool that the model may call, or a hosted tool."""
 
-    type: Literal["function", "custom"]
+    type: str
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, kind: str) -> str:
+        if kind not in ("function", "custom") and not is_hosted(kind):
+            raise PydanticCustomError("literal_error", "it is 'function' or 'custom', or that of a hosted tool")
+        return kind
 
 
 class ResponsesRequest(TurnRequest):
@@ -140,7 +150,7 @@ class ResponsesRequest(TurnRequest):
             max_tokens=self.max_output_tokens,
             logprobs="message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs),
             top_logprobs=self.top_logprobs,
-            tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in self.tools or ()],
+            tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in offered(self.tools).values()],
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
 
@@ -204,9 +214,9 @@ def count_input_tokens(body: ResponsesRequest, request: Request, context: Contex
 def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Job:
     names = request.state.field_names
     names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-    for index, tool in enumerate(body.tools or ()):
+    for index, (place, tool) in enumerate(offered(body.tools).items()):
         for field in ("name", "format", "parameters"):
-            names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{index}].{field}"
+            names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{place}].{field}"
     return build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
 
 
@@ -223,7 +233,7 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
         if body.text is None or body.text.format is None
         else body.text.model_dump(by_alias=True, exclude_unset=True),
         "tool_choice": body.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [tool.model_dump() for tool in offered(body.tools).values()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": job.params.top_p,
     }
@@ -335,7 +345,7 @@ class _ResponseAnswer(PartsAnswer):
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
         """Count the tokens up to the end of the thoughts."""
-        thoughts = "".join(item["content"][0]["text"] for item in self.parts if item["type"] == "reasoning")
+        thoughts = self.parser.thoughts
         rest = len(thoughts.encode()) + completion.text.find(thoughts)
         for number, token in enumerate(completion.token_ids):
             if rest <= 0 or not thoughts:

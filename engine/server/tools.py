@@ -11,7 +11,7 @@ from engine.server.constraints import RequestedConstraint, opens_objects
 from engine.server.context import ServerContext
 from engine.server.custom_calls import CustomCallParser
 from engine.server.generation import OutputForm, locate
-from engine.server.protocol import ChatRequest, Tool
+from engine.server.protocol import ChatRequest, Tool, is_hosted
 from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
@@ -101,7 +101,8 @@ def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[
     try:
         mode = "named" if allowed is None else allowed["mode"]
         tools: Any = [choice] if allowed is None else allowed["tools"]
-        names = [each.get(each.get("type"), each)["name"] for each in tools]
+        functions = [tool for tool in tools if not is_hosted(tool.get("type"))]
+        names = [tool.get(tool.get("type"), tool)["name"] for tool in functions]
     except (AttributeError, KeyError, TypeError):
         names = []
     if not names or mode not in ("named", "auto", "required"):
@@ -154,7 +155,8 @@ def output_form(
         tool.function.name: tool.input_grammar("lark") is not None for tool in body.tools or () if tool.type == "custom"
     }
     parser = partial(CustomCallParser, custom) if custom else partial(OutputParser)
-    parser = partial(parser, reasoning=reasoning, thinking=thinking == "open")
+    shown = body.include_reasoning is not False
+    parser = partial(parser, reasoning=reasoning, thinking=thinking == "open", shows_thoughts=shown)
     if calls is not None:
         anywhere = calls.anywhere(reasoning)
         parser = partial(parser, tools=calls.format, functions=calls.functions, anywhere=anywhere)

@@ -252,7 +252,8 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
 
 def _refusal(message: str, constraint: Constraint) -> Exception:
     """Return the error for a message of llguidance."""
-    reason = bounded(" ".join(message.partition("<state>")[0].split()))
+    said = message.partition("<state>")[0].rstrip()
+    reason = bounded(said if constraint.kind == "grammar" else " ".join(said.split()))  # lines with a caret
     if "nsatisfiable" in reason and constraint.kind != "json_schema":
         return InvalidConstraint(f"no output satisfies this {constraint.kind}: {reason}", param=constraint.kind)
     if constraint.kind == "grammar":

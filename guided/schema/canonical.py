@@ -28,7 +28,7 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import COMPOUND, Schema, listed, unescape
+from guided.schema.keywords import COMPOUND, Schema, listed, shortened, unescape
 from guided.schema.origin import Origin
 from guided.schema.validation import PATTERNS, draft_of
 
@@ -86,7 +86,7 @@ class CanonicalForm:
             if form.satisfiability() == Satisfiability.NO:
                 raise InvalidConstraint("no value satisfies the schema", param="json_schema")
         except InvalidConstraint as error:
-            error.pointer = self._place_of_fault()
+            error.pointer = shortened(self._place_of_fault())
             raise
         text = to_string(form.to_json_schema())  # with Python's usual numbers once it is read
         if len(text) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
@@ -98,12 +98,14 @@ class CanonicalForm:
         return schema
 
     def _place_of_fault(self) -> str:
-        """Return the pointer of a subschema that the library does not take, or that no value satisfies."""
+        """Return the pointer of a pattern or a subschema that the library does not take, or that no value satisfies."""
         root = self._graph.root.schema
         anything = {name: dict.fromkeys(root[name], True) for name in ("$defs", "definitions") if name in root}
         place = ""
         with suppress(InvalidConstraint):
             for node in reversed([*self._graph.nodes()]):  # the parts of a subschema before itself
+                for place, pattern in node.patterns():  # noqa: B007  it is returned
+                    _canonicalize({"pattern": pattern}, self._draft)
                 place = node.pointer()
                 if _canonicalize({**node.schema, **anything}, self._draft).satisfiability() == Satisfiability.NO:
                     break

@@ -21,7 +21,7 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
-from guided.schema.keywords import is_number, listed, shortened, types_of
+from guided.schema.keywords import escape, is_number, listed, shortened, types_of
 from guided.schema.validation import Validator, draft_of, fault
 
 _Check = Callable[[Node, str], None]
@@ -100,7 +100,8 @@ def _free(document: dict[str, Any], fault: str) -> None:
     with suppress(InvalidConstraint):  # a reference leads to nothing
         SchemaGraph(document, nodes.append)
     places = {node.pointer(): node for node in nodes}
-    while fault not in places or _EXACT.search(f"{fault}/"):
+    # The name of a pattern property may be at fault, whatever its schema allows.
+    while fault not in places or places[fault].schema == _ANY_VALUE or _EXACT.search(f"{fault}/"):
         fault = fault.rpartition("/")[0]
     node = places[fault]
     if node.parent is None:
@@ -217,16 +218,11 @@ def _check_sizes(schema: dict[str, Any], node: Node) -> None:
         if isinstance(value, int | float) and value > limit:
             message = f"{keyword!r} is {value}; the limit is {limit}"
             raise ConstraintTooLarge(message, pointer=node.pointer(keyword))
-    patterns: dict[tuple[str, ...], str] = (
-        {("pattern",): schema["pattern"]} if isinstance(schema.get("pattern"), str) else {}
-    )
-    named = schema.get("patternProperties")
-    patterns |= {("patternProperties", name): name for name in named} if isinstance(named, dict) else {}
-    for place, pattern in patterns.items():
+    for place, pattern in node.patterns():
         try:
             LIMITS.check_regex(pattern, "json_schema")
         except ConstraintTooLarge as error:
-            error.pointer = node.pointer(*place)
+            error.pointer = place
             raise
 
 
@@ -254,9 +250,8 @@ def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
 
 def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) -> Iterator[str]:
     """Yield unknown formats of strings, probably misspelt keywords, and a root without any keyword of JSON Schema."""
-    if document and document.keys().isdisjoint((*_MEANT, *_OTHERS)):
-        named = json.dumps(bounded(next(iter(document)), 60), ensure_ascii=False)
-        yield f' (no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?)'
+    if document.keys().isdisjoint((*_MEANT, *_OTHERS)) and (doubt := _doubt(document)):
+        yield f" (no keyword of JSON Schema restricts this document{doubt})"
         return
     unknown_keywords = 0
     for node in closure([graph.root]):  # those that take part in validation
@@ -278,6 +273,22 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) ->
                     yield f"{shortened(node.pointer(keyword))} (did you mean {meant!r}?)"
 
 
+def _doubt(document: dict[str, Any]) -> str:
+    """Return what a document without restrictions may be instead of a schema. Empty: probably a schema of any value."""
+    components = document.get("components")
+    places = {"$defs": document, "definitions": document, "components/schemas": components}
+    for place, owner in places.items():
+        named = owner.get(place.rpartition("/")[2]) if isinstance(owner, dict) else None
+        if isinstance(named, dict) and named:
+            reference = json.dumps(f"#/{place}/{bounded(escape(next(iter(named))), 60)}", ensure_ascii=False)
+            return f': choose one of its schemas, as with "$ref": {reference} at its root'
+    unknown = [name for name in document if name not in _ANNOTATIONS]
+    if not unknown:
+        return ""
+    name = json.dumps(bounded(unknown[0], 60), ensure_ascii=False)
+    return f': it looks like an instance, not like a schema; did you mean {{"properties": {{{name}: ...}}}}?'
+
+
 MAX_NOTES = 500
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
@@ -290,17 +301,23 @@ _MEANT = (
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
 )
 """Keywords of which a misspelling is noted."""
-_OTHERS = (
-    "$schema",
-    "$defs",
-    "definitions",
-    "not",
-    "if",
-    "dependencies",
-    "title",
-    "description",
-    "default",
-    "examples",
+_OTHERS = ("not", "if", "dependencies", "$dynamicRef", "$recursiveRef")
+"""Other keywords that restrict values."""
+_ANNOTATIONS = frozenset(
+    (
+        "$schema",
+        "$id",
+        "$comment",
+        "$defs",
+        "definitions",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    )
 )
 
 

@@ -57,6 +57,14 @@ class Node:
             node = node.parent
         return "".join(reversed([*parts, pointer(node.path)]))
 
+    def patterns(self) -> Iterator[tuple[str, str]]:
+        """Yield the patterns of this subschema, each after its JSON pointer."""
+        pattern, named = self.schema.get("pattern"), self.schema.get("patternProperties")
+        if isinstance(pattern, str):
+            yield self.pointer("pattern"), pattern
+        for name in named if isinstance(named, dict) else ():
+            yield self.pointer("patternProperties", name), name
+
 
 class SchemaGraph:
     """All subschemas of a document.

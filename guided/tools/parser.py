@@ -43,6 +43,7 @@ class OutputParser:
         thinking: the prompt ends within a thinking phase.
         functions: the functions that may be called.
         anywhere: calls may stand anywhere in free text. False: only at the beginning of the answer.
+        shows_thoughts: thoughts are pieces. False: they are only in `thoughts`.
     """
 
     def __init__(
@@ -53,7 +54,10 @@ class OutputParser:
         tools: ToolFormat | None = None,
         functions: Sequence[Function] = (),
         anywhere: bool = True,
+        shows_thoughts: bool = True,
     ) -> None:
+        self.thoughts = ""
+        self._shows_thoughts = shows_thoughts
         self._output = ""
         self._position = 0
         self._finished = False
@@ -76,7 +80,9 @@ class OutputParser:
                 may be the beginning of a marker at its end belongs to no piece.
         """
         self._output, self._finished = text, finished
-        return list(iter(self._steps.__next__, None))
+        pieces = list(iter(self._steps.__next__, None))
+        self.thoughts += "".join(piece.text for piece in pieces if piece.kind == "reasoning")
+        return [piece for piece in pieces if self._shows_thoughts or piece.kind != "reasoning"]
 
     # Each of these generators yields its pieces, and None where it needs more text.
 

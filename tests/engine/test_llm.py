@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
-from guided.errors import InvalidConstraint, InvalidRequest
+from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
 from guided.pools.inline import InlinePool
 
 PROMPTS = ["The quick", "brown fox", "jumps"]
@@ -129,3 +129,10 @@ def test_answers_are_parsed_back(llm: LLM) -> None:
     assert cut.outputs[0].parsed is None
     with pytest.raises(InvalidConstraint, match="regex and output_type are given"):
         SamplingParams(regex="a", output_type=Color)
+
+
+def test_a_prompt_that_is_too_long_is_an_error(llm: LLM) -> None:
+    with pytest.raises(ContextLengthExceeded, match=f"resulted in {llm.max_model_len} tokens"):
+        llm.generate(["a", [5] * llm.max_model_len], SamplingParams(max_tokens=None), use_tqdm=False)
+    [one] = llm.generate([[5] * (llm.max_model_len - 1)], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(one.outputs[0].token_ids) == 1

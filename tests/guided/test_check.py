@@ -62,6 +62,12 @@ def test_the_notation_of_a_grammar_is_named(backends: Backends) -> None:
     assert check("-", 'start: "a" start | "b"', backends).kind == "Lark grammar"
 
 
+def test_a_caret_points_at_the_fault_in_a_grammar(backends: Backends) -> None:
+    lines = check("-", 'start: digit+\ndigit: "1" ] "2"\n', backends).error.splitlines()
+    assert "line 2, column 12" in lines[0]
+    assert lines[-1].index("^") == lines[-2].index("]")
+
+
 def test_a_constraint_that_takes_too_long_is_refused() -> None:
     [late] = check_all([("slow.json", json.dumps(SCHEMA))], BYTES, seconds=1e-4)
     assert not late.accepted

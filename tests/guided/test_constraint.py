@@ -75,16 +75,34 @@ class TestRefusals:
         assert len(caught.value.message) < 1000
 
 
+_DOUBT = "no keyword of JSON Schema restricts this document"
+_INSTANCE = f" ({_DOUBT}: it looks like an instance, not like a schema; did you mean"
+
+
 @pytest.mark.parametrize(
     ("schema", "notes"),
     [
         ({"format": "semver"}, ("/format",)),
         ({"properties": {"a/b": {"type": ["string", "null"], "format": "topic"}}}, ("/properties/a~1b/format",)),
-        ({"$defs": {"unused": {"format": "semver"}}}, ()),
+        ({"type": "string", "$defs": {"unused": {"format": "semver"}}}, ()),
         ({"type": "string", "maxLenght": 3}, ("/maxLenght (did you mean 'maxLength'?)",)),
         ({"type": "string", "x-own": 1, "nullable": True, "_format": "date", "contentEncoding": "base64"}, ()),
         ({"properties": {"maxLenght": {}}}, ()),
-        ({"name": "string"}, (' (no keyword of JSON Schema; did you mean {"properties": {"name": ...}}?)',)),
+        ({"sku": 7}, (f'{_INSTANCE} {{"properties": {{"sku": ...}}}}?)',)),
+        ({"title": "Invoice", "sum": 3}, (f'{_INSTANCE} {{"properties": {{"sum": ...}}}}?)',)),
+        (
+            {"openapi": "3.1.0", "components": {"schemas": {"A/b": {"type": "string"}}}},
+            (f' ({_DOUBT}: choose one of its schemas, as with "$ref": "#/components/schemas/A~1b" at its root)',),
+        ),
+        (
+            {"swagger": "2.0", "definitions": {"Pet": {}}},
+            (f' ({_DOUBT}: choose one of its schemas, as with "$ref": "#/definitions/Pet" at its root)',),
+        ),
+        (
+            {"components": {"schemas": {"A": {"format": "semver"}}}, "$ref": "#/components/schemas/A"},
+            ("/components/schemas/A/format",),
+        ),
+        ({"title": "anything", "description": "goes"}, ()),
     ],
 )
 def test_what_is_not_enforced_is_noted(schema: dict[str, Any], notes: tuple[str, ...]) -> None:

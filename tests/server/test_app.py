@@ -280,7 +280,19 @@ class TestRefusals:
         client = client_with(allowed_hosts=("localhost", "127.0.0.1"))
         assert client.get("/version", headers={"host": "127.0.0.1:8000"}).status_code == 200
         for path in ("/", "/version", "/health", "/metrics", "/docs"):
-            assert client.get(path, headers={"host": "evil.example"}).status_code == 400
+            refused = client.get(path, headers={"host": "evil.example:8300"})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (400, "host_not_allowed")
+            assert "'evil.example:8300'" in error["message"]
+            assert "--allowed-hosts" in error["message"]
+
+    @pytest.mark.parametrize(
+        ("host", "status"),
+        [("[::1]:80", 200), ("LOCALHOST", 200), ("a.ex.org", 200), ("ex.org", 400), ("x@localhost", 400), ("", 400)],
+    )
+    def test_names_of_hosts(self, client_with: Make, host: str, status: int) -> None:
+        client = client_with(allowed_hosts=("localhost", "[::1]", "*.ex.org"))
+        assert client.get("/version", headers={"host": host}).status_code == status
 
     def test_n_and_prompts_are_multiplied(self, client_with: Make) -> None:
         client = client_with(max_requests=5)

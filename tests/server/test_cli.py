@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from engine import base_llm
 from engine.config import EngineConfig, LoadOptions
 from engine.server import process
 from engine.server.cli import app
@@ -19,8 +20,8 @@ from guided.limits import CompileLimits
 from guided.pools.options import RayPoolOptions
 
 
-def run(*arguments: str, given: str | None = None) -> tuple[int, str]:
-    environment = {"TERMINAL_WIDTH": "120", "COLUMNS": "120"}
+def run(*arguments: str, given: str | None = None, columns: str = "120") -> tuple[int, str]:
+    environment = {"TERMINAL_WIDTH": columns, "COLUMNS": columns}
     result = CliRunner().invoke(app, list(arguments), input=given, env=environment)
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result.exit_code, result.output
@@ -43,6 +44,7 @@ def test_help_names_every_option_with_its_default() -> None:
         (["serve", "--port=0", "--backend=nosuch"], 1, ["transformers", "ray"]),
         (["serve", "--port=0", "--logits-processors=json:loads"], 1, ["transformers", "ray"]),
         (["check", "nosuch.json"], 2, ["llguidance", "torch"]),
+        (["top", "--help"], 0, ["httpx", "prometheus_client"]),
     ],
 )
 def test_wrong_calls_are_noticed_before_anything_slow(arguments: list[str], status: int, unused: list[str]) -> None:
@@ -72,6 +74,44 @@ def test_what_cant_be_served(arguments: tuple[str, ...], says: str, monkeypatch:
     assert code == 1
     (line,) = [line for line in text.splitlines() if line.startswith("guided serve:")]
     assert says in line
+
+
+def test_short_help_is_not_cut() -> None:
+    commands = run("--help", columns="80")[1].partition("Commands:")[2]
+    assert "..." not in commands
+    assert "say what to do." in " ".join(commands.split())
+    assert max(map(len, commands.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("missing", "command", "says"),
+    [
+        ("uvicorn", "serve --port 0", "pip install '.[server]' in a checkout"),
+        ("ray", "serve --port 0 --pool ray", "pip install '.[server,ray]' in a checkout"),
+        ("prometheus_client", "top --once", "pip install '.[server]' in a checkout"),
+    ],
+)
+def test_what_is_not_installed_is_named(missing: str, command: str, says: str) -> None:
+    code = (
+        f"import sys; sys.argv = ['guided', *{command.split()!r}]; sys.modules[{missing!r}] = None\n"
+        "from engine.server.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(f"guided {command.split()[0]}:")]
+    assert missing in line
+    assert says in line
+
+
+def test_serve_without_ray_has_an_inline_pool(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(base_llm, "find_spec", lambda name: None)
+    with caplog.at_level("WARNING"):
+        engine = process.start_engine(ServeOptions(load=LoadOptions(device="cpu")))
+    engine.shutdown()
+    assert engine.pool.status().name == "inline"
+    assert "Ray is not installed" in caplog.text
 
 
 def test_a_taken_port() -> None:
@@ -134,12 +174,25 @@ def test_check_has_a_status_and_reports(tmp_path: Path) -> None:
     code, text = run("check", good, loose, api, schema, "--samples", "2")
     assert (code, text.count("sample: ")) == (0, 8)
     assert f"{good}: accepted (JSON schema), llguidance" in text
-    assert text.count("WARNING: not enforced: (no keyword of JSON Schema") == 1, "hardly meant"
+    assert (
+        text.count(
+            "WARNING: not enforced: (no keyword of JSON Schema restricts this document: choose one of its schemas"
+        )
+        == 1
+    )
+    assert '"$ref": "#/components/schemas/A"' in text
     assert "allows: object with a, b" in text
     assert [run("check", file, "--strict")[0] for file in (loose, good)] == [1, 0]
     code, text = run("check", good, bad, "--json")
     reports = [json.loads(line) for line in text.splitlines()]
     assert (code, [report["accepted"] for report in reports]) == (1, [True, False])
     assert "lookaround" in reports[1]["error"]
+    unread = [str(tmp_path / name) for name in ("bytes.json", "nosuch.json", "date.yaml")]
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe{}")
+    (tmp_path / "date.yaml").write_text("a: 2031-01-01")
+    code, text = run("check", unread[0], good, *unread[1:], schema)
+    assert (code, text.count(": accepted")) == (2, 2)
+    assert [f"{file}: can't be read: " in text for file in unread] == [True] * 3
+    assert [json.loads(line)["name"] for line in run("check", *unread, "--json")[1].splitlines()] == unread
     code, text = run("check", "-", given='root ::= "a"\n')
     assert (code, "accepted (GBNF grammar)" in text) == (0, True)

@@ -24,6 +24,7 @@ LIGHT: dict[str, Any] = {
 TOOL = {"name": "light", "description": "Set it.", "input_schema": LIGHT}
 CHAT_TOOL = {"type": "function", "function": {"name": "light", "description": "Set it.", "parameters": LIGHT}}
 ONE_CALL = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+SEARCH = {"type": "web_search_20260318", "name": "web_search", "max_uses": 3}
 FORMAT = {"type": "json_schema", "schema": LIGHT}
 HEADERS = {"anthropic-version": "2023-06-01", "anthropic-beta": "some-beta-2025-01-01"}
 
@@ -225,6 +226,19 @@ class TestThinking:
         assert message["guided"]["ignored"] == ["thinking"]
 
 
+def test_hosted_tools_beside_others_are_named(hermes: TestClient) -> None:
+    fetch = {"type": "web_fetch_20260209", "name": "web_fetch", "allowed_domains": ["a.org"]}
+    message = create(hermes, **{**ONE_CALL, "tools": [SEARCH, TOOL, fetch]})
+    [call] = message["content"]
+    assert (call["name"], message["guided"]["ignored"]) == ("light", ["web_search_20260318", "web_fetch_20260209"])
+    assert call["input"]["color"] in ("red", "green")
+
+
+def past(block: dict[str, Any]) -> dict[str, Any]:
+    """Return the messages of a conversation that begins with a block."""
+    return {"messages": [{"role": "assistant", "content": [block]}, *ASK["messages"]]}
+
+
 def test_what_has_no_effect(client_with: Make) -> None:
     """Fields of blocks and tools that clients always send are no error in strict servers."""
     cached = {"cache_control": {"type": "ephemeral"}}
@@ -249,7 +263,17 @@ def test_what_has_no_effect(client_with: Make) -> None:
         ({"max_tokens": None}, "max_tokens", ""),
         ({"model": None}, "model", ""),
         ({"n": 2}, "n", "should be 1"),
-        ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools", "web_search has no input_schema"),
+        ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools", "offer functions"),
+        ({"tools": [TOOL, {"type": "bash_20250124", "name": "bash"}]}, "tools", "bash has no input_schema"),
+        (
+            {"tools": [TOOL, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice",
+            "no tool 'web_search'",
+        ),
+        (past({"type": "tool_use", "id": "", "name": "f", "input": {}}), "messages[0].content[0].id", "at least 1"),
+        (past({"type": "tool_use", "id": "a", "name": "", "input": {}}), "messages[0].content[0].name", "at least 1"),
+        (past({"type": "tool_result", "tool_use_id": ""}), "messages[0].content[0].tool_use_id", "at least 1"),
+        (past({"type": "redacted_thinking"}), "messages[0].content[0]", "redacted_thinking needs data"),
         (
             {"tools": [{**TOOL, "strict": True, "input_schema": {"type": "strin"}}]},
             "tools[0].input_schema",

@@ -116,6 +116,25 @@ class TestInABrowser:
         assert "checked: /properties/tags/uniqueItems" in wait_for(page, "#status", "Accepted")
         assert page.locator("#send").is_enabled()
 
+    def test_it_asks_which_schema_is_meant(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        page.fill("#constraint", '{"invoice": 17, "customer": {"name": "Ann"}}')
+        wait_for(page, "#status.warn", "This looks like an instance")
+        assert not page.locator("#schemas").is_visible()
+        schemas = {"Order": {"items": {"$ref": "#/components/schemas/a~1b"}}, "a/b": {"type": "boolean"}}
+        page.fill("#constraint", json.dumps({"openapi": "3.1.0", "components": {"schemas": schemas}}))
+        wait_for(page, "#status.warn", "Which schema?")
+        page.select_option("#schemas", "#/components/schemas/a~1b")
+        wait_for(page, "#status.good", "Accepted")
+        assert json.loads(send(page)) in (True, False)
+
+    def test_an_error_says_its_place_once(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        page.fill("#constraint", '{"properties": {"it\'s": {"pattern": "("}}}')
+        text = wait_for(page, "#status.bad", "invalid_constraint")
+        assert text.endswith("at /properties/it's/pattern in json_schema (invalid_constraint)")
+        assert text.count(" at ") == 1
+
     def test_the_first_example_of_each_kind(self, page: Page, inline_server: ServerProcess) -> None:
         page.goto(inline_server.url)
         for kind in ("None", "Regex", "Choice", "Lark", "Structural tag", "Tools"):

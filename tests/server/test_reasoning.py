@@ -28,6 +28,22 @@ def test_an_answer_within_thoughts(thinking: Callable[[str], TestClient]) -> Non
     assert len(choice["message"]["reasoning_content"]) > 5
 
 
+def test_thoughts_may_be_left_out(thinking: Callable[[str], TestClient]) -> None:
+    client = thinking("<think>\n")
+    asked = {"json_schema": SCHEMA, "max_reasoning_tokens": 6, "include_reasoning": False}
+    shown, hidden = ask(client, **{**asked, "include_reasoning": True}), ask(client, **asked)
+    assert shown["message"].pop("reasoning_content")
+    assert hidden["message"] == shown["message"]
+    stream = client.post(CHAT, json={**USER, **asked, "stream": True}).text
+    assert ("reasoning_content" in stream, '"content"' in stream) == (False, True)
+    items = [
+        client.post("/v1/responses", json={"input": "hi", "seed": 3, **asked, "include_reasoning": choice}).json()
+        for choice in (True, False)
+    ]
+    assert [[item["type"] for item in each["output"]] for each in items] == [["reasoning", "message"], ["message"]]
+    assert items[0]["usage"] == items[1]["usage"]
+
+
 def test_complete_ends_the_thoughts_and_the_answer(thinking: Callable[[str], TestClient]) -> None:
     choice = ask(thinking("<think>\n"), json_schema=SCHEMA, complete=True, max_tokens=60)
     assert choice["finish_reason"] == "stop"

@@ -209,6 +209,22 @@ def test_thoughts(thinking: Callable[[str], TestClient]) -> None:
     assert told == thoughts["content"][0]["text"]
 
 
+@pytest.mark.parametrize("kind", ["web_search", "web_search_preview_2025_03_11", "code_interpreter", "mcp"])
+def test_hosted_tools_beside_functions_are_named(hermes: TestClient, kind: str) -> None:
+    hosted = {"type": kind, "server_label": "x", "container": {"type": "auto"}}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": kind}, {"type": "function", "name": "Light"}],
+    }
+    for choice in ("required", allowed):
+        response = create(hermes, tools=[hosted, TOOL], tool_choice=choice, parallel_tool_calls=False)
+        [call] = response["output"]
+        assert (call["name"], response["guided"]["ignored"]) == ("Light", [kind])
+        Light.model_validate_json(call["arguments"])
+        assert [tool["name"] for tool in response["tools"]] == ["Light"]
+
+
 def test_nothing_is_stored(hermes: TestClient) -> None:
     response = create(hermes, store=True, metadata={"a": "b"}, truncation="disabled", max_output_tokens=2)
     assert response["store"] is False
@@ -286,7 +302,12 @@ def test_logprobs_leave_out_thoughts_and_calls(
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]", "arguments, call_id"),
         ({"text": {"format": {**FORMAT["format"], "schema": None}}}, "text.format.schema", "text.format.schema"),
         ({"text": {"format": {**FORMAT["format"], "schema": {"type": "strin"}}}}, "text.format", "(at '/type')"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "offer functions"),
+        ({"tools": [{"type": "local_shell"}, TOOL]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "file_search"}, TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice", ""),
+        ({"tools": [{"type": "mcp"}, {**TOOL, "parameters": {"type": "array"}}]}, "tools[1].parameters", "an object"),
+        ({"tools": [TOOL, {"type": "function", "function": TOOL}]}, "tools[1]", "stand beside 'type'"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL]}]}, "tools[0].tools", "side by side"),
         ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters", "are an object"),
         ({"tools": [{"type": "custom", "name": "f", "format": {**CODE, "definition": "["}}]}, "tools[0].format", ""),
         ({"tools": [{"type": "custom", "name": "f", "format": {**SUM, "definition": "x"}}]}, "tools[0].format", ""),

@@ -46,12 +46,19 @@ def check(
 ) -> None:
     """Check JSON schemas, regexes and grammars without a model: accepted or refused, by which backend, and why.
 
-    The exit status is 1 if a file is refused, 2 for a wrong call.
+    The exit status is 1 if a file is refused, 2 if one can't be read or for a wrong call.
     """
-    missing = next((file for file in files if str(file) != "-" and not file.is_file()), None)
-    if missing is not None:
-        raise typer.BadParameter(f"there is no file {missing}")
-    texts = ((str(file), _text_of(file)) for file in files)
+    texts: list[tuple[str, str]] = []
+    for file in files:
+        try:
+            texts.append((str(file), _text_of(file)))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            unread = {"name": str(file), "accepted": False, "error": f"can't be read: {reason}"}
+            print(json.dumps(unread, ensure_ascii=False) if as_json else f"{file}: {unread['error']}", flush=True)
+    all_read = len(texts) == len(files)
+    if not texts:
+        raise typer.Exit(2)
     good = True
     with reported("check", 2):
         backend = resolve(backend)
@@ -69,7 +76,7 @@ def check(
         ):
             good = good and report.accepted and not (strict and report.not_enforced)
             print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _lines(report), flush=True)
-    raise typer.Exit(not good)
+    raise typer.Exit(not good if all_read else 2)
 
 
 def _text_of(file: Path) -> str:
@@ -80,7 +87,7 @@ def _text_of(file: Path) -> str:
     try:
         return json.dumps(yaml.safe_load(text))
     except (yaml.YAMLError, TypeError) as error:  # a TypeError: a date, for example
-        raise ValueError(f"{file} is not JSON as YAML: {error}") from None
+        raise ValueError(f"it is not JSON as YAML: {error}") from None
 
 
 def _lines(report: Report) -> str:

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import typer
 
-from engine.server.commands.parameters import SERVER_OPTIONS, options_of
+from engine.server.commands.parameters import SERVER_OPTIONS, install_advice, options_of
+from engine.server.commands.serve import listener_on
 from engine.server.options import ServeOptions
 from guided.backends import BACKENDS
 from guided.process_resources import available_cpus
@@ -30,10 +32,7 @@ pool.compile(Constraint.choice(["a"]), (sys.argv[1],)).result()
 """
 _TRY_RAY = """
 import json, sys
-try:
-    import ray
-except ImportError as error:
-    sys.exit(f"{error}: pip install 'guided[server,ray]'")
+import ray
 from actors.cluster import Cluster
 from guided.errors import PoolUnavailable
 from guided.pools.options import RayPoolOptions
@@ -43,6 +42,9 @@ try:
         Cluster.join(options.address).check_room(options)
 except PoolUnavailable as error:
     sys.exit(str(error))
+"""
+_TRY_SERVER = """
+import engine.server.process
 """
 _TRY_MODEL = """
 import sys
@@ -94,7 +96,13 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
         yield Finding("warning", "system", f"{here}: the engine and the mask actors compete for it; use two or more")
     else:
         yield Finding("ok", "system", here)
-    if options.pool == "ray":
+    yield _tried("server", "its packages are installed", "", _TRY_SERVER)
+    yield _listening(options)
+    if options.pool is None and options.ray.address is None and find_spec("ray") is None:
+        text = "not installed: masks are computed in the server's process, without isolation"
+        advice = install_advice("No module named 'ray'")
+        yield Finding("warning", "Ray", f"{text}: {advice}")
+    elif options.pool != "inline":
         given = json.dumps(asdict(options.ray))
         good = "a local one is started" if options.ray.address is None else "the cluster has room for the pool"
         yield _tried("Ray", good, "", _TRY_RAY, given)
@@ -111,6 +119,15 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
         yield Finding("ok", "GPU", "no CUDA device; the CPU is used") if no_gpu else found
 
 
+def _listening(options: ServeOptions) -> Finding:
+    """Try to bind the port of the server."""
+    try:
+        with listener_on(options.host, options.port):
+            return Finding("ok", "port", f"{options.port} is free")
+    except OSError as error:
+        return Finding("error", "port", str(error))
+
+
 def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> Finding:
     """Run code in a process of its own, because a broken library may crash. `advice`: what to do if it fails."""
     command = [sys.executable, "-c", code, *arguments]
@@ -122,5 +139,7 @@ def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> 
         if done.returncode == 0:
             return Finding("ok", subject, good)
         last_line = done.stderr.strip().rpartition("\n")[2]
+        if "No module named" in last_line:
+            advice = install_advice(last_line)
         problem = last_line or f"the process ended with status {done.returncode}"
     return Finding("error", subject, f"{problem}: {advice}" if advice else problem)

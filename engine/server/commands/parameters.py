@@ -71,6 +71,13 @@ def reported(command: str, status: int) -> Iterator[None]:
     """Print an error that the user can correct as one line, without a traceback, and exit with `status`."""
     try:
         yield
-    except (OSError, ValueError, GuidedError) as error:
-        typer.secho(f"guided {command}: {' '.join(str(error).split())}", fg=typer.colors.RED, err=True)
+    except (OSError, ValueError, GuidedError, ModuleNotFoundError) as error:
+        advice = f": {install_advice(str(error))}" if isinstance(error, ModuleNotFoundError) else ""
+        typer.secho(f"guided {command}: {' '.join(str(error).split())}{advice}", fg=typer.colors.RED, err=True)
         raise typer.Exit(status) from None
+
+
+def install_advice(error: str) -> str:
+    """Return the command that installs what a `ModuleNotFoundError` is about."""
+    extras = "server,ray" if "'ray" in error else "server"
+    return f"pip install '.[{extras}]' in a checkout of guided"  # on package indexes, `guided` is another project

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import httpx
 import typer
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from engine.server.commands.parameters import reported
 
 _SECONDS = 5.0
 """Time limit of a reading."""
@@ -26,7 +26,9 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
 ) -> None:
     """Show a running server: engine, mask actors by node, queues, exposed mask time, failures."""
-    before, console = Reading.of(url), Console()
+    console = Console()
+    with reported("top", 1):
+        before = Reading.of(url)
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, screen=console.is_terminal and not once, auto_refresh=False) as live,
@@ -54,6 +56,9 @@ class Reading:
     @classmethod
     def of(cls, url: str) -> Reading:
         """Ask the server."""
+        import httpx  # these two come with the extra `server`
+        from prometheus_client.parser import text_string_to_metric_families
+
         now = time.monotonic()
         samples: dict[tuple[str, str], float] = {}
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ CPU = LoadOptions(device="cpu")
 
 def test_a_machine_that_is_fine_but_for_one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "BACKENDS", {"llguidance": None, "nonesuch": None})
-    findings = {finding.subject: finding for finding in examine(ServeOptions(load=CPU))}
+    findings = {finding.subject: finding for finding in examine(ServeOptions(load=CPU, port=0))}
     assert "system" in findings
     assert findings["Ray"].level == "ok"
     assert (findings["backend llguidance"].level, findings["backend llguidance"].text) == ("ok", "compiles")
@@ -31,8 +32,29 @@ def test_a_missing_device_and_ray_are_named(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(doctor, "BACKENDS", {})
     ray, gpu = (
-        finding for finding in examine(ServeOptions(load=LoadOptions(device="cuda"))) if finding.level == "error"
+        finding
+        for finding in examine(ServeOptions(load=LoadOptions(device="cuda"), pool="ray", port=0))
+        if finding.level == "error"
     )
     assert (ray.subject, gpu.subject) == ("Ray", "GPU")
-    assert "pip install" in ray.text
+    assert "pip install '.[server,ray]' in a checkout" in ray.text
     assert "no CUDA device" in gpu.text
+
+
+def test_a_port_in_use_and_a_model_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "BACKENDS", {})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ServeOptions(model=str(tmp_path / "nothing.gguf"), load=CPU, pool="inline", port=port)
+        errors = {finding.subject: finding.text for finding in examine(options) if finding.level == "error"}
+    assert errors.keys() == {"port", "model"}
+    assert f"port {port}: Address already in use" in errors["port"]
+    assert "nothing.gguf" in errors["model"]
+
+
+def test_without_ray_masks_are_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "BACKENDS", {})
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    findings = {finding.subject: finding for finding in examine(ServeOptions(load=CPU, port=0))}
+    assert findings["Ray"].level == "warning"
+    assert "in the server's process" in findings["Ray"].text

@@ -182,8 +182,9 @@ def test_alternatives_that_multiply_are_refused() -> None:
 @pytest.mark.parametrize(
     ("part", "place"),
     [
-        ({"type": "string", "pattern": "[a"}, "/properties/a"),
-        ({"patternProperties": {"(": {}}}, "/properties/a"),
+        ({"type": "string", "pattern": "[a"}, "/properties/a/pattern"),
+        ({"patternProperties": {"(": {}}}, "/properties/a/patternProperties/("),
+        ({"items": {"not": {"pattern": "a{3,2}"}}}, "/properties/a/items/not/pattern"),
         ({"type": "object", "properties": {"b": {"enum": [1], "type": "null"}}, "required": ["b"]}, "/b"),
         ({"allOf": [{"type": "string"}, {"type": "number"}, {"$ref": "#/$defs/text"}]}, "/properties/a"),
     ],

@@ -223,6 +223,13 @@ def test_relaxed_frees_what_a_library_refused() -> None:
     assert notes == ["/properties/a", "/$defs/c"]
 
 
+def test_relaxed_frees_the_owner_of_a_pattern_property() -> None:
+    sent = {"properties": {"a": {"patternProperties": {"(": {"type": "string"}}}, "b": {"type": "null"}}}
+    notes: list[str] = []
+    parse(relaxed(sent, ["/properties/a/patternProperties/("] * 2), "json_schema", notes)
+    assert notes == ["/properties/a"]
+
+
 def test_relaxed_frees_many_faults() -> None:
     sent = {"properties": {f"p{index}": {"type": "float"} for index in range(50)}}
     notes: list[str] = []
