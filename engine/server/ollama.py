@@ -57,8 +57,10 @@ class OllamaRequest(ChatRequest):
         """Put the options beside the other fields, which have priority."""
         data = super().gathered(data, names)
         options = data.get("options")
-        for name, value in options.items() if isinstance(options, dict) else ():
-            own: str = _OPTIONS.get(name, name)
+        if not isinstance(options, dict):
+            return data
+        for name, value in options.items():
+            own = _OPTIONS.get(name) or name
             is_unlimited = own == "max_tokens" and value in (0, -1, -2)
             if data.get(own) is None and not is_unlimited:
                 data[own] = value

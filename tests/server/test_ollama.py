@@ -19,7 +19,7 @@ LIGHT: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "light", "description": "Set it.", "parameters": LIGHT}}
-ONE_CALL = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+ONE_CALL: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 TIMES = {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration"}
 
 
@@ -167,7 +167,7 @@ def test_stop_strings_in_options(client: TestClient) -> None:
 class TestThinking:
     def test_thoughts_have_their_field(self, thinking: Callable[[str], TestClient]) -> None:
         thinker = thinking("<think>\n")
-        asked = {"format": LIGHT, "max_reasoning_tokens": 6, "think": "low", "seed": 3}
+        asked: dict[str, Any] = {"format": LIGHT, "max_reasoning_tokens": 6, "think": "low", "seed": 3}
         message = whole(thinker, **asked)["message"]
         assert message["thinking"]
         assert json.loads(message["content"]).keys() == {"color", "on"}
