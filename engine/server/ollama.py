@@ -26,7 +26,7 @@ from engine.server.answers import PartsAnswer, to_json
 from engine.server.chat import build_job_that_fits
 from engine.server.context import Context, ServerContext
 from engine.server.errors import OLLAMA_PATH, ollama_error
-from engine.server.fields import Body, Many, ResponseFormat
+from engine.server.fields import Body, Many, Schema
 from engine.server.generation import Job
 from engine.server.protocol import ChatRequest, GuidedInfo, Message, thinking_variables
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
@@ -44,7 +44,7 @@ class OllamaRequest(ChatRequest):
     """The field of the prompt."""
     messages: Many[Message] = Field(default=[])
     stream: bool = Field(default=True, description="Answer in lines of JSON.")
-    format: dict[str, Any] | Literal["json", ""] | None = Field(default=None, description='A schema, or "json".')
+    format: Schema = Field(default=None, description='A schema, or "json": the output is a JSON object.')
     options: dict[str, Any] | None = Field(default=None, description="Sampling; num_predict is max_tokens.")
     think: bool | str | None = Field(default=None, description="Whether to think, or an effort.")
     keep_alive: str | float | None = Field(default=None, description="Without effect: the model stays loaded.")
@@ -54,11 +54,14 @@ class OllamaRequest(ChatRequest):
 
     @classmethod
     def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
-        """Put the options beside the other fields, which have priority."""
+        """Put the options beside the other fields, which have priority. Write `format` "json" as a chat does."""
         data = super().gathered(data, names)
+        if data.get("format") in ("json", ""):
+            data["json_object"] = data.pop("format") == "json" or data.get("json_object")
+            names["json_object"] = "format"
         options = data.get("options")
-        for name, value in options.items() if isinstance(options, dict) else ():
-            own = str(_OPTIONS.get(name, name))
+        for name, value in (options if isinstance(options, dict) else {}).items():
+            own = _OPTIONS.get(name) or name
             is_unlimited = own == "max_tokens" and value in (0, -1, -2)
             if data.get(own) is None and not is_unlimited:
                 data[own] = value
@@ -67,11 +70,6 @@ class OllamaRequest(ChatRequest):
 
     def prepare(self, thinks: bool) -> None:
         """Set the fields of a chat. `thinks`: the model has a thinking phase."""
-        if self.format:
-            chosen = {"type": "json_schema", "schema": self.format}
-            self.response_format = ResponseFormat.model_validate(
-                {"type": "json_object"} if self.format == "json" else chosen
-            )
         if self.think is not None:
             on = self.think is not False
             self.chat_template_kwargs = {**thinking_variables(on), **(self.chat_template_kwargs or {})}
@@ -134,7 +132,7 @@ def answer_chat(body: OllamaRequest, request: Request, context: Context) -> Resp
         loaded = _record(context, _shaped(body.place), done=True, done_reason="load")
         return JSONResponse(loaded)
     names = request.state.field_names
-    names |= {"messages": body.place, "prompt": body.place, "logprobs": "top_logprobs", "response_format": "format"}
+    names |= {"messages": body.place, "prompt": body.place, "logprobs": "top_logprobs"}
     thinks = context.reasoning_format is not None
     if body.think and not thinks:
         request.state.ignored.append("think")

@@ -19,7 +19,7 @@ LIGHT: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "light", "description": "Set it.", "parameters": LIGHT}}
-ONE_CALL = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+ONE_CALL: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 TIMES = {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration"}
 
 
@@ -156,6 +156,17 @@ def test_num_predict_below_one_is_no_limit(client: TestClient) -> None:
         assert answer["done_reason"] == "length"
 
 
+@pytest.mark.parametrize("given", ["json", {"type": "object"}, {}, json.dumps(LIGHT)])
+def test_formats(client: TestClient, given: Any) -> None:
+    """An empty schema is one too: any JSON value."""
+    answer = whole(client, format=given, seed=4, complete=True, options={"num_predict": 60})
+    assert answer["guided"]["kind"] == ("json_object" if given == "json" else "json_schema")
+    value = json.loads(answer["message"]["content"])
+    assert given == {} or isinstance(value, dict)
+    for none in ("", None):
+        assert whole(client, format=none, options={"num_predict": 3})["guided"] is None
+
+
 def test_stop_strings_in_options(client: TestClient) -> None:
     options: dict[str, Any] = {"temperature": 0, "num_predict": 12}
     text = whole(client, options=options)["message"]["content"]
@@ -167,7 +178,7 @@ def test_stop_strings_in_options(client: TestClient) -> None:
 class TestThinking:
     def test_thoughts_have_their_field(self, thinking: Callable[[str], TestClient]) -> None:
         thinker = thinking("<think>\n")
-        asked = {"format": LIGHT, "max_reasoning_tokens": 6, "think": "low", "seed": 3}
+        asked: dict[str, Any] = {"format": LIGHT, "max_reasoning_tokens": 6, "think": "low", "seed": 3}
         message = whole(thinker, **asked)["message"]
         assert message["thinking"]
         assert json.loads(message["content"]).keys() == {"color", "on"}
@@ -215,8 +226,10 @@ def test_a_request_to_load_the_model(client: TestClient, path: str, fields: dict
         ("/api/generate", {"raw": True}, "Invalid 'raw'"),
         ("/api/generate", {"prompt": "word " * 700}, "prompt: This model's maximum context length is 512 tokens"),
         ("/api/chat", {"format": {"type": "strin"}}, "format: 'strin' is not valid as 'type'"),
-        ("/api/chat", {"format": "yaml"}, "Invalid 'format'"),
-        ("/api/chat", {"format": LIGHT, "regex": "a"}, "format"),
+        ("/api/chat", {"format": "yaml"}, "format: "),
+        ("/api/chat", {"format": LIGHT, "regex": "a"}, "regex and format"),
+        ("/api/chat", {"format": "json", "response_format": {"type": "json_schema", "schema": LIGHT}}, "format"),
+        ("/api/chat", {"format": {}, "choice": ["a"]}, "choice and format"),
         ("/api/chat", {"options": {"temperature": -1}}, "options.temperature: temperature is -1"),
         ("/api/chat", {"options": {"num_predict": -3}}, "options.num_predict: max_tokens is -3"),
         ("/api/chat", {"top_logprobs": 3}, "top_logprobs requires logprobs: true"),
