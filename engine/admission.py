@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.keywords import refuse_unknown, without_neutral
 from engine.model_loader import LoadedModel
+from engine.restriction import Restriction
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
 from guided.errors import ContextLengthExceeded, InvalidRequest
@@ -32,6 +33,7 @@ class Admission:
         self._config, self._max_model_len, self._validate = config, max_model_len, validate
         self._num_tokens = num_blocks * config.block_size
         self._tokenizer = model.tokenizer
+        self._device = model.device
         self._vocab_size = model.vocabulary.padded_vocab_size
         self._eos = frozenset(model.vocabulary.stop_token_ids)
         self.texts = TokenTexts(model.vocabulary, model.tokenizer)
@@ -47,6 +49,10 @@ class Admission:
         if too_long is not None and params.max_tokens is not None and len(token_ids) < self._max_model_len:
             raise too_long
         sequences = [self._sequence(index, request_id, token_ids, params) for index in range(params.width)]
+        if params.allowed_token_ids is not None or params.bad_words:
+            restriction = Restriction(params, self.texts, sequences[0].stop_ids, self._device)
+            for sequence in sequences:
+                sequence.restriction = restriction
         if params.use_beam_search:
             tokens, most = params.width * sequences[0].max_length, self._num_tokens
             if tokens > most:
@@ -100,8 +106,8 @@ class Admission:
         if params.width > most:
             name = "n" if params.best_of is None else "best_of"
             raise InvalidRequest(f"{name} is {params.width}; the limit is {most}", param=name)
-        for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
-            beyond = [token for token in tokens if token >= self._vocab_size]
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            beyond = [token for token in getattr(params, name) or () if token >= self._vocab_size]
             if beyond:
                 raise InvalidRequest(f"{name} has token {beyond[0]}; the model has {self._vocab_size}", param=name)
         self._validate(params)

@@ -76,6 +76,11 @@ class Batch:
         self.with_min_tokens = rows(lambda one: one.min_tokens)
         self.with_logprobs = [row for row, sequence in enumerate(self.sequences) if sequence.needs_logprobs]
         self.with_masked_logprobs = [row for row in self.with_logprobs if params[row].logprobs_mode == "masked"]
+        places = [sequence.detokenizer.free_places for sequence in self.sequences]
+        self.searched = [(row, free) for row, free in enumerate(places) if free is not None]
+        """Rows with a structural tag and stop strings: `Detokenizer.free_places` of each."""
+        limits = [sequence.restriction for sequence in self.sequences]
+        self.restricted = [(row, restriction) for row, restriction in enumerate(limits) if restriction is not None]
         self.measured = [row for row, sequence in enumerate(self.sequences) if sequence.details is not None]
         self.beams = rows(lambda one: one.use_beam_search)
 

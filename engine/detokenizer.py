@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import codecs
 import copy
-from bisect import bisect_left
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from engine.sampling_params import SamplingParams
 from guided.tools.parser import Piece
 from guided.vocabulary import Vocabulary
 
+_GOES_ON = re.compile(rb"\w\B")
+"""A character after which the word goes on."""
+_GAP = "\ud800"
+"""Stands for text in which no stop string is searched: no stop string contains it."""
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -29,6 +36,10 @@ class TokenTexts:
             self.without_special[token] = b""
             self.with_special[token] = (text or "").encode("utf-8")
 
+    def pieces(self, skip_special_tokens: bool) -> list[bytes]:
+        """Return the bytes of all tokens, as outputs have them."""
+        return self.without_special if skip_special_tokens else self.with_special
+
     def of(self, token_id: int) -> str:
         """Return the text of a single token, special or not. Incomplete characters are replaced."""
         return self.with_special[token_id].decode("utf-8", "replace")
@@ -37,6 +48,23 @@ class TokenTexts:
         """Return the bytes of a token, special or not."""
         return self.with_special[token_id]
 
+    def containing(self, word: bytes) -> list[int]:
+        """Return the tokens that contain `word` otherwise than as a part of a longer word. A NUL is their beginning."""
+        joined, begins = self._joined
+        tokens: list[int] = []
+        at = joined.find(word)
+        while at >= 0:
+            if not _GOES_ON.match(joined, at + len(word) - 1) and not _GOES_ON.match(joined, at - 1):
+                tokens.append(bisect_right(begins, at) - 1)
+            at = joined.find(word, at + 1)
+        return tokens
+
+    @cached_property
+    def _joined(self) -> tuple[bytes, list[int]]:
+        """The texts of all tokens, each after a NUL, and where each begins."""
+        texts = [b"\0" + text for text in self.with_special]
+        return b"".join(texts), list(accumulate(map(len, texts), initial=0))
+
 
 class Detokenizer:
     """The text of one sequence. A character appears once all its bytes are there. Invalid UTF-8 becomes U+FFFD.
@@ -44,17 +72,22 @@ class Detokenizer:
     The end of the text is held back while it may be the beginning of a stop string. With a constraint, an incomplete
     character at the end is left out instead: the constraint may not allow U+FFFD.
 
-    With `SamplingParams.parser`, stop strings are searched in the free text that it finds.
+    With `SamplingParams.parser`, stop strings are searched in the free text that it finds. With a structural tag, they
+    are searched in the tokens before which the output could have ended.
     """
 
     def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
         spaces = params.spaces_between_special_tokens and not params.skip_special_tokens and params.constraint is None
-        self._pieces = texts.without_special if params.skip_special_tokens else texts.with_special
+        self._pieces = texts.pieces(params.skip_special_tokens)
         self._special = texts.special if spaces else frozenset[int]()
         self._stop, self._include_stop = tuple(params.stop), params.include_stop_str_in_output
         self._whole_characters = params.constraint is not None
         self._held_back = 0 if self._include_stop else max([0, *(len(text) - 1 for text in self._stop)])
         self._make_parser = params.parser
+        searches_tag = self._stop and params.constraint is not None and params.parser is None
+        self.free_places: set[int] | None = set() if searches_tag else None
+        """Places of the output tokens that are free text of a structural tag: the output could have ended before them.
+        The engine adds them. None: they are not needed."""
         self._begin()
 
     def _begin(self) -> None:
@@ -63,8 +96,10 @@ class Detokenizer:
         self.text = ""
         """The text so far, including held-back text."""
         self._parser = self._make_parser() if self._make_parser is not None and self._stop else None
+        self._is_free = False
         self._free = ""
-        """The free text that the parser has found, with NUL instead of what stands between its parts."""
+        """The free text that the parser has found, with `_GAP` instead of what stands between its parts. Without a
+        parser: the text, with `_GAP` for each character that is not free."""
 
     def feed(self, token_ids: Sequence[int], count: int) -> None:
         """Add the first `count` of `token_ids`. Those added before are skipped."""
@@ -73,13 +108,21 @@ class Detokenizer:
             for place in range(self._done, count) if self._special else ():
                 if place and self._special.issuperset(token_ids[place - 1 : place + 1]):
                     pieces[place - self._done] = b" " + pieces[place - self._done]
+            for place, piece in enumerate(pieces, self._done):
+                if not self._decoder.getstate()[0]:  # within a character, no output can end
+                    self._is_free = self.free_places is None or place in self.free_places
+                text = self._decoder.decode(piece)
+                self.text += text
+                if self._parser is None:
+                    self._free += text if self._is_free else _GAP * len(text)
             self._done = count
-            self.text += self._decoder.decode(b"".join(pieces))
 
     def rewind(self, count: int) -> None:
         """Forget the tokens after the first `count`. All text is decoded again, because a character may be cut."""
         if count < self._done:
             self._begin()
+        if self.free_places:
+            self.free_places.intersection_update(range(count))
 
     def flush(self) -> None:
         """End the text: replace an incomplete character, or leave it out."""
@@ -105,9 +148,8 @@ class Detokenizer:
 
     def _searched(self) -> str:
         """Return the text in which stop strings are searched."""
-        if self._parser is None:
-            return self.text
-        self._free = _with_pieces(self._free, self._parser.feed(self.text, finished=False))
+        if self._parser is not None:
+            self._free = _with_pieces(self._free, self._parser.feed(self.text, finished=False))
         return self._free
 
     def _end_of(self, free: str) -> int:
@@ -136,10 +178,10 @@ class Detokenizer:
 
 
 def _with_pieces(free: str, pieces: Iterable[Piece]) -> str:
-    """Add the text of `pieces`, and NUL for others: no stop string goes beyond these."""
+    """Add the text of `pieces`, and `_GAP` for others: no stop string goes beyond these."""
     for piece in pieces:
         if piece.kind == "text":
             free += piece.text
-        elif not free.endswith("\0"):
-            free += "\0"
+        elif not free.endswith(_GAP):
+            free += _GAP
     return free

@@ -18,8 +18,6 @@ _NOT_SUPPORTED: dict[str, str] = {
     "guided_grammar": "give grammar",
     "logits_processors": "give them to LLM(logits_processors=...), and their arguments as extra_args",
     "beam_width": "give use_beam_search=True and best_of",
-    "bad_words": "give logit_bias, or a logits processor",
-    "allowed_token_ids": "give logit_bias, or a logits processor",
     "detokenize": "text is always there",
     "enforce_eager": "there are no CUDA graphs: every step is eager",
     "gpu_memory_utilization": "give kv_cache_bytes",

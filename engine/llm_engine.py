@@ -34,7 +34,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
 from guided.bundle import ProcessorBundle
-from guided.errors import BackendError, GuidedError, InternalError, PostProcessorFailed, bounded
+from guided.errors import BackendError, DeadEnd, GuidedError, InternalError, PostProcessorFailed, bounded
 from guided.pools.protocol import Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processor import GuidedProcessor
@@ -314,13 +314,17 @@ class LLMEngine:
         skipped: frozenset[int] = frozenset()
         if report.failed or report.late or self.logits_processors.failed or batch.beams:
             skipped = self._skip(batch, report)
+        for row, free_places in batch.searched:
+            if row not in skipped and logits[row, self.model.vocabulary.stop_token_ids[0]] > -torch.inf:
+                free_places.add(batch.sequences[row].num_output_tokens)
         sampled = self.sampler.sample(logits, batch, skipped)
         masked = {row: mass for row, (_, mass) in sampled.measured.items() if batch.sequences[row].guided is not None}
         self.stats.note_kept_mass(masked.values())
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
-            self._fail(batch.sequences[row].group, InternalError("no token of this step has a finite logit"))
+            why = "allowed_token_ids, bad_words or a logits processor forbid every token (or all logits are NaN)"
+            self._fail(batch.sequences[row].group, DeadEnd(why))
         return sampled
 
     def _skip(self, batch: Batch, report: ApplyReport) -> frozenset[int]:
@@ -412,6 +416,8 @@ class LLMEngine:
         masked = sequence.params.logprobs_mode == "masked"
         for token in edit.append:
             is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
+            if sequence.restriction is not None:
+                break  # sample it instead: it may be forbidden
             if is_last and (sequence.details is not None or (sequence.needs_logprobs and not masked)):
                 break  # sample the last token instead: no later step would score it
             entries = TokenLogprobs([(token, 0.0, 1)]) if masked and sequence.needs_logprobs else None

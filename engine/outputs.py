@@ -40,6 +40,8 @@ class CompletionOutput:
     """For each token: its log-probability and those of the most likely alternatives, by token id."""
     finish_reason: str | None = None
     """`stop`, `length` (also if the prompt was too long: see `error`), `abort` or `error`. None: it is not finished."""
+    ends_with_stop_token: bool = False
+    """The last of `token_ids` is a stop token, which is not in the text."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it; None for the model's own stop tokens."""
     error: GuidedError | None = None
@@ -91,6 +93,7 @@ class CompletionOutput:
             sequence.data.cumulative_logprob if has_sum else None,
             [*sequence.output_logprobs[:count]] if wants_logprobs else None,
             SequenceStatus.get_finished_reason(sequence.status),
+            sequence.ended_by_stop_token and not params.include_stop_str_in_output,
             sequence.stop_reason,
             sequence.error,
             params.output_type,
@@ -124,6 +127,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     prompt_logprobs: Logprobs | None = None
     """For each prompt token, if they were requested; None for the first. Complete once there is an output token."""
+    num_cached_tokens: int | None = None
+    """Number of prompt tokens that were found in the prefix cache. None: the prompt is not computed yet."""
     effective_samples: float | None = None
     """With `resample`: the effective number of the `best_of` outputs. 1: a single one has all the weight."""
 
@@ -152,6 +157,7 @@ class RequestOutput:
             next((one.error for one in group.sequences if one.error is not None), None),
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),
             group.prompt_logprobs[:] if params.prompt_logprobs is not None else None,
+            group.num_cached_tokens,
             effective,
         )
 

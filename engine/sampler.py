@@ -1,8 +1,9 @@
 """Sampler: samples tokens from logits, for a whole batch at once.
 
-`adjust` applies bias, custom logits processors, penalties and suppressed tokens (`min_tokens`). Then the engine applies
-the mask. `sample` applies temperature, min_p, argmax-invariant custom processors, top_k and top_p, and draws.
-Suppressed tokens get a very small but finite logit, and the mask sets -inf: where only these are legal, the mask wins.
+`adjust` applies bias, custom logits processors, penalties, suppressed tokens (`min_tokens`) and the restriction of the
+request (`allowed_token_ids`, `bad_words`). Then the engine applies the mask. `sample` applies temperature, min_p,
+argmax-invariant custom processors, top_k and top_p, and draws. Suppressed tokens get a very small but finite logit, and
+the mask sets -inf: where only these are legal, the mask wins.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Sampler:
         """A copy of the model's logits of these rows, float32 `[measured, vocab]`."""
 
     def adjust(self, compute: Callable[[], torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the logits of `compute`, float32 `[rows, vocab]`, with bias, custom processors, penalties and
-        suppression. It is called again if a custom processor raises after it has changed some."""
+        """Return the logits of `compute`, float32 `[rows, vocab]`, with bias, custom processors, penalties,
+        suppression and restrictions. It is called again if a custom processor raises after it has changed some."""
         logits = compute()
         self._copy_measured(logits, batch)
         if batch.with_logprobs:
@@ -96,6 +97,8 @@ class Sampler:
             given = [batch.sequences[row].params.temperature for row in batch.beams]
             heat = logits.new_tensor([one if one >= GREEDY_BELOW else 1.0 for one in given])
             self._beam_logprobs = (logits[batch.beams] / heat[:, None]).log_softmax(-1)
+        for row, restriction in batch.restricted:
+            restriction.apply(logits[row], batch.sequences[row].data.output_token_ids)
         return logits
 
     def sample(self, logits: torch.Tensor, batch: Batch, skip: frozenset[int] = frozenset()) -> SamplerOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,8 +14,9 @@ from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Range
 from guided.output_types import constraint_for
-from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
+from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
+logger = logging.getLogger(__name__)
 MAX_LOGPROBS = 20
 """Maximum number of alternatives per token (OpenAI's limit)."""
 MAX_STOP_LENGTH = 1000
@@ -27,9 +29,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type`
-    constrains the output. It is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a
-    constraint: they could end the output before it satisfies the constraint.
+    One of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type` constrains the
+    output; several are accepted if they mean the same. It is checked here and becomes `constraint`. `stop_token_ids`
+    are rejected with a constraint: they could end the output before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.
@@ -50,17 +52,22 @@ class SamplingParams:
         n: number of outputs.
         temperature: 0 is greedy.
         top_p, top_k, min_p: truncation of the distribution, applied after temperature in the order min_p, top_k,
-            top_p. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
+            top_p. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `top_p` 0 leaves the most likely token.
         seed: makes the request repeatable. None: derived from the engine's seed and the request id.
         max_tokens: None: the rest of the context.
         min_tokens: suppress stop tokens before this many tokens (unless nothing else is legal).
-        stop: strings that end the output. With `parser`, those in its free text.
+        stop: strings that end the output. They are not searched in constrained text: with a structural tag they are
+            searched where the output may end, with another constraint not at all. With `parser`, they are searched in
+            the free text that it finds.
         stop_token_ids: tokens that end the output, besides the model's own stop tokens.
         include_stop_str_in_output: keep the stop string, or the stop token's text.
         ignore_eos: go on after the model's stop tokens. Without effect with a constraint: it ends with such a token.
         presence_penalty, frequency_penalty: OpenAI's, over the output, in [-2, 2].
         repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, in [0.01, 100]; 1 is off.
         logit_bias: token id to a number added to its logit, in [-100, 100].
+        allowed_token_ids: the only tokens that the output may have, besides those that end it. None: all.
+        bad_words: texts that no token may complete (`engine/restriction.py`). With both, as with a constraint, the
+            request ends with the error `dead_end` where no token is left.
         logprobs: number of alternatives to report per token (0: only the sampled token). None is off. Those of beams
             include bias and penalties: they are what the search adds up.
         logprobs_mode: `raw`: log-probabilities of the model's own distribution. `masked`: of the distribution after
@@ -115,6 +122,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     logprobs: int | None = None
     logprobs_mode: Literal["raw", "masked"] = "raw"
     mask_details: bool = False
@@ -137,8 +146,9 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            object.__setattr__(self, name, (texts,) if isinstance(texts, str) else tuple(texts or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._check_numbers()
         object.__setattr__(self, "top_k", max(0, self.top_k))  # -1 is off too
@@ -174,8 +184,6 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or type(self).__dataclass_fields__[name].default is not None:
                 _check_range(name, value, *bounds)
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p is greater than 0 and at most 1 (temperature 0 is greedy)", param="top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", param="min_tokens"
@@ -186,18 +194,12 @@ class SamplingParams:
             values = getattr(self, name) or ()
             if len(values) > limit:
                 raise InvalidRequest(f"{name} has {len(values)} {what}; the limit is {limit}", param=name)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequest("stop is a non-empty string, or a list of them", param="stop")
-            if len(text) > MAX_STOP_LENGTH:
-                why = f"a stop string has {len(text)} characters; the limit is {MAX_STOP_LENGTH}"
-                raise InvalidRequest(why, param="stop")
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise InvalidRequest(f"stop is not valid Unicode: {bounded(error)}", param="stop") from None
-        for token in self.stop_token_ids:
-            _check_range("stop_token_ids", token, int, Range(0))
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                _check_text(name, text)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _check_range(name, token, int, Range(0))
         for token, bias in (self.logit_bias or {}).items():
             _check_range("logit_bias", token, int, Range(0))
             _check_range("logit_bias", bias, float, Range(-100, 100))
@@ -235,8 +237,8 @@ class SamplingParams:
         fields = {kind: getattr(self, kind) for kind in KINDS} | {"json_object": self.json_object or None}
         given = [GivenConstraint(kind, kind, value) for kind, value in fields.items() if value is not None]
         if self.output_type is not None:
-            typed = constraint_for(self.output_type)
-            given.append(GivenConstraint(typed.kind, "output_type", typed.source))
+            typed = constraint_for(self.output_type, open_objects=False)
+            given.append(GivenConstraint(typed.kind, "output_type", typed))
         one = take_one(given)
         pattern = self.whitespace_pattern
         spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
@@ -249,8 +251,8 @@ class SamplingParams:
             built = None if one is None else build(one, spaces, **options)
         if self.constraint is None or one is None:
             return built or self.constraint
-        if self.constraint != built:
-            take_one([GivenConstraint(self.constraint.kind, "constraint", self.constraint), one])
+        ready = GivenConstraint(self.constraint.kind, "constraint", self.constraint)
+        take_one([ready, GivenConstraint(one.kind, one.field, built)])
         return built
 
     def _check_constraint(self) -> None:
@@ -260,8 +262,13 @@ class SamplingParams:
                 raise InvalidRequest("complete requires a constraint", param="complete")
             return
         candidates(self.constraint.kind, self.backend)
-        stop = self.stop if self.parser is None else ()
-        refuse_stops(self.constraint, stop=stop, stop_token_ids=self.stop_token_ids)
+        kind = self.constraint.kind
+        if self.stop_token_ids:
+            why = f"stop_token_ids could cut the {kind} constraint short: leave one of the two out"
+            raise InvalidRequest(why, param="stop_token_ids")
+        if self.stop and self.parser is None and (kind != "structural_tag" or self.use_beam_search):
+            logger.warning("stop is ignored: it is not searched in the output of a %s constraint", kind)
+            object.__setattr__(self, "stop", ())
 
 
 _RANGES: dict[str, tuple[type, Range]] = {
@@ -289,8 +296,25 @@ _DISTORTING = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """Parameters that change the distribution of samples. With their default values they do not."""
-_MOST = {"stop": (64, "strings"), "stop_token_ids": (1024, "tokens"), "logit_bias": (1024, "entries")}
+_MOST = {
+    "stop": (64, "strings"),
+    "bad_words": (256, "strings"),
+    "stop_token_ids": (1024, "tokens"),
+    "logit_bias": (1024, "entries"),
+}
 """Maximum number of entries. Each stop string is searched for in every step."""
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str) or not text:
+        raise InvalidRequest(f"{name} is a non-empty string, or a list of them", param=name)
+    if len(text) > MAX_STOP_LENGTH:
+        why = f"a string of {name} has {len(text)} characters; the limit is {MAX_STOP_LENGTH}"
+        raise InvalidRequest(why, param=name)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is not valid Unicode: {bounded(error)}", param=name) from None
 
 
 def _check_range(name: str, value: object, kind: type, allowed: Range) -> None:

@@ -219,6 +219,8 @@ class Scheduler:
         for sequence in part:
             sequence.status = SequenceStatus.RUNNING
             sequence.computed = computed
+        if first.group.num_cached_tokens is None:
+            first.group.num_cached_tokens = computed
         self.running.extend(part)
 
     def _chunk(self, prefill: list[Sequence], chunks: list[Chunk], budget: int) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from engine.detokenizer import Detokenizer
 from engine.logprobs import TokenLogprobs
+from engine.restriction import Restriction
 from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
@@ -121,6 +122,8 @@ class Sequence:
         self.max_length = max_length
         self.stop_ids = stop_ids
         self.detokenizer = detokenizer
+        self.restriction: Restriction | None = None
+        """What the request forbids, beside its constraint."""
         self.uniforms = uniforms(seed)
         self.length = len(prompt_token_ids)
         """Prompt and output tokens, counted."""
@@ -258,6 +261,8 @@ class SequenceGroup:
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
+    num_cached_tokens: int | None = None
+    """Number of prompt tokens that the prefix cache had when the group started. None: it has not started yet."""
     seed: int = 0
     """For draws from its outputs (`SamplingParams.resample`)."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])

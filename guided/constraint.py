@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from guided import regex as regexes
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
-USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
-"""The default whitespace between JSON tokens: nothing, one space, or a line break and its indentation.
+MAX_INDENT = 32
+"""Maximum number of blanks after a line break in JSON text: eight levels of four."""
+LINE_BREAK = rf"\n {{0,{MAX_INDENT}}}"
+"""A regex for a line break between JSON tokens.
 
-It allows what `json.dumps` writes, and no more: with unbounded whitespace, a model may generate blanks until its token
+The default whitespace is what `json.dumps` and JavaScript's `JSON.stringify` write, compact or indented: nothing or one
+blank after a colon or a comma; nothing or a line break after a comma, after the bracket that opens a container, and
+before the one that closes it; none elsewhere. With unbounded whitespace, a model may generate blanks until its token
 limit.
 """
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
@@ -48,7 +52,7 @@ class Constraint:
         source: canonical text. JSON text for `json_schema` (key order kept: it is the order of generation), a JSON
             array for `choice`, the pattern for `regex`, the grammar's text for `grammar`, empty for `json_object`, JSON
             text for `structural_tag`.
-        whitespace: JSON kinds and structural tags only. Whitespace between JSON tokens: None means `USUAL_WHITESPACE`,
+        whitespace: JSON kinds and structural tags only. Whitespace between JSON tokens: None means the default (see
             "" means none, any other value is a regex.
     """
 

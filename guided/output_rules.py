@@ -3,12 +3,18 @@
 `NumberLimit` ends JSON numbers: a model that has begun to repeat a digit could continue until the end of the context.
 `TokenLimit` ends the free text at the beginning of an output, the thinking phase. Once the text has reached its limit
 and ends with a whole character, only the tokens of the literal that ends the text are allowed.
+
+`LineBreaks` is for llguidance, where whitespace is a lexeme that may stand before every other one: a line break and its
+indentation. It forbids line breaks where JSON text does not usually have them: before a comma or a colon, after a colon
+or a blank, in an empty container, and twice.
 """
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +24,8 @@ from guided.errors import UnsupportedConstraint
 from guided.structural_tag import FreeText, Node, Series, Text, Times, walk
 from guided.vocabulary import Vocabulary, valid_utf8
 
+_Row = NDArray[np.int32]
+"""A mask: int32 `[words]`."""
 MAX_DIGITS = 24
 """Digits in a row after which a number ends. 64-bit integers have at most 20, doubles 17. A token may exceed it."""
 
@@ -26,6 +34,14 @@ _IN_TEXT = b'"' + bytes(set(string.ascii_letters.encode()).difference(b"eE"))
 """Characters that can't follow a digit of a JSON number."""
 _REST_OF_CHARACTER = 3
 """Maximum number of tokens that complete a character. A text can exceed its limit by this many tokens."""
+_UNUSUAL = re.compile(rb'(?s)(?!\0).*?(?:[ :]\n|\n *[,:\n]|[\[{]\n *[\]}]|["\]}\w]\n *\Z)')
+"""Matches texts with unusual line breaks, and those that end with a value and a line break, as a comma may follow.
+
+A text that begins with a zero does not match."""
+_TAIL = re.compile(rb"[\[{]?\n(?= *\Z)|[\[{,: ]\Z")
+"""Matches the end of an output, except for the end of a value."""
+_PART = re.compile(rb" *[,:\]}]|[^\n]*\n")
+"""Matches tokens that can make a line break unusual."""
 
 
 class NumberLimit:
@@ -39,7 +55,7 @@ class NumberLimit:
         self._others = ~pack([token for token in vocabulary.text_token_ids if contents[token][0] in _DIGITS], width)
         self._texts = pack([token for token in vocabulary.text_token_ids if contents[token][0] in _IN_TEXT], width)
 
-    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+    def restrict(self, output: Sequence[int], row: _Row, accepting: bool) -> None:
         """Forbid tokens that begin with a digit after `MAX_DIGITS` digits of a number.
 
         Where letters or a quotation mark may follow, the digits are text. Where nothing but digits may, they are left.
@@ -57,6 +73,62 @@ class NumberLimit:
             if count >= MAX_DIGITS or not self._is_number[token]:
                 break
         return count
+
+
+class LineBreaks:
+    """Forbids unusual line breaks in JSON, also within a structural tag, unless nothing else is possible.
+
+    JSON strings have no raw line breaks. So where a letter is allowed, the output is in a string if no line break is
+    allowed, and in free text otherwise. A token that ends a value and then the line, such as `"\\n`, is never allowed,
+    because it is not known yet whether a bracket can follow: a model writes `"` and `\\n`.
+
+    This is no `OutputRule`, to save time: the worker restricts each mask to the text tokens anyway, and gets the usual
+    ones among them here.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._contents = vocabulary.token_bytes
+        self._first = {self._contents[token][0]: divmod(token, 32) for token in reversed(vocabulary.text_token_ids)}
+        """By byte: word and bit of the first token that begins with it. In vocabularies, this is the byte itself."""
+        self._parts = [token for token in vocabulary.text_token_ids if _PART.match(self._contents[token])]
+        self._mask = lru_cache(maxsize=64)(self._find_mask)
+
+    def permitted(self, output: Sequence[int], row: _Row, special: frozenset[int]) -> _Row:
+        """Return the mask of the usual text tokens after `output`, and of `special` tokens.
+
+        Args:
+            row: int32 `[words]`: the tokens that the library allows.
+        """
+        if self._allows(row, b"x"):
+            return self._mask(b"\0" if self._allows(row, b"\n") else b"", special)
+        text = self._contents[output[-1]] if output else b""
+        if text.isspace():
+            text = self._vocabulary.decode(output[-40:])  # more than `MAX_INDENT`
+        tail = _tail(text)
+        if not tail and self._allows(row, b",:") and not self._allows(row, b"]}"):
+            tail = b'"'
+        return self._mask(tail, special)
+
+    def _allows(self, row: _Row, marks: bytes) -> bool:
+        """Whether a mask allows one of `marks`."""
+        for mark in marks:
+            word, bit = self._first.get(mark, (0, 0))
+            if row.item(word) >> bit & 1:
+                return True
+        return False
+
+    def _find_mask(self, tail: bytes, special: frozenset[int]) -> _Row:
+        """Return the mask of the text tokens that are usual after `tail`, and of `special` tokens."""
+        tokens = [token for token in self._parts if _UNUSUAL.match(tail + self._contents[token])]
+        unusual, others = (pack(ids, self._vocabulary.padded_vocab_size) for ids in (tokens, special))
+        return self._vocabulary.text_mask & ~unusual | others
+
+
+@lru_cache(maxsize=16384)
+def _tail(text: bytes) -> bytes:
+    """Return what `LineBreaks` has to know of the end of an output."""
+    return b"".join(_TAIL.findall(text))
 
 
 def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
@@ -102,7 +174,7 @@ class TokenLimit:
         self._end_token = vocabulary.special_names.get(end)
         self._limit = limit
 
-    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+    def restrict(self, output: Sequence[int], row: _Row, accepting: bool) -> None:
         """See `OutputRule.restrict`."""
         start = self._start(output)
         text = len(output) - start

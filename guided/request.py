@@ -1,4 +1,4 @@
-"""Rules for the constraint fields of a request: exactly one constraint, and what goes with it.
+"""Rules for the constraint fields of a request: one constraint, in one field or several, and what goes with it.
 
 Each API (HTTP body, `SamplingParams`, vLLM's extra arguments) collects its fields and checks them here.
 """
@@ -22,6 +22,7 @@ class GivenConstraint:
     field: str
     """The field's path in the request. Errors name it."""
     value: Any
+    """The field's value, or a constraint that is built already, with the default options of `build`."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +34,29 @@ class GivenWhitespace:
 
 
 def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
-    """Return the only constraint field, or None if there is none. Raises `InvalidConstraint` if there are several."""
-    if len(given) > 1:
-        names = " and ".join(one.field for one in given)
+    """Return the constraint field, or None if there is none. Several fields with equal constraints count as the first.
+
+    Raises:
+        InvalidConstraint: two fields have different constraints.
+    """
+    if len(given) > 1 and len({build(field) for field in given}) > 1:
+        names = " and ".join(field.field for field in given)
         raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].field)
     return given[0] if given else None
 
 
 def take_whitespace(one: GivenConstraint | None, given: Sequence[GivenWhitespace]) -> GivenWhitespace | None:
-    """Return the only whitespace field, or None if there is none. `one` is the request's constraint field.
+    """Return the whitespace field, or None if there is none. `one` is the request's constraint field.
 
     Raises:
-        InvalidRequest: several are given, or the constraint is not one of JSON.
+        InvalidRequest: several are given that differ, or the constraint is not one of JSON.
     """
     if not given:
         return None
     if one is None:
         field = given[0].field
         raise InvalidRequest(f"{field} requires a JSON constraint", param=field)
-    if len(given) > 1:
+    if len({each.pattern for each in given}) > 1:
         names = " and ".join(each.field for each in given)
         raise InvalidRequest(f"{names} are given: choose one", param=given[1].field)
     if one.kind not in ("json_schema", "json_object", "structural_tag"):
@@ -67,6 +72,8 @@ def build(
     strict_schema: bool = False,
 ) -> Constraint:
     """Build the constraint. `param` of an `InvalidConstraint` is the field at fault."""
+    if isinstance(one.value, Constraint):
+        return one.value
     try:
         return Constraint.of_kind(
             one.kind,
@@ -80,31 +87,3 @@ def build(
         if whitespace is not None and "whitespace" in error.message and error.param == one.field:
             error.param = whitespace.field  # the pattern is at fault, not the schema
         raise
-
-
-def refuse_stops(
-    constraint: Constraint, stop: Sequence[str] | str | None, stop_token_ids: Sequence[int] | None
-) -> None:
-    """Raise `InvalidRequest` for stop conditions that could end an output before it satisfies its constraint."""
-    strings = [stop] if isinstance(stop, str) else stop or ()
-    choices = constraint.choices if constraint.kind == "choice" else []
-    cutting = next((text for text in strings if _may_contain(constraint, choices, text)), None)
-    for name, value in (("stop", cutting), ("stop_token_ids", stop_token_ids)):
-        if value:
-            message = f"{name} could cut the {constraint.kind} constraint short: leave one of the two out"
-            raise InvalidRequest(message, param=name)
-
-
-_OUTSIDE = frozenset(" \t\r\n{}[],:+-.0123456789eE" + "truefalsenull")
-"""The characters of JSON outside of strings, without the quotation mark."""
-
-
-def _may_contain(constraint: Constraint, choices: Sequence[str], text: str) -> bool:
-    """Whether an output may contain `text`; True if unknown."""
-    if constraint.kind == "choice":
-        return any(text in each for each in choices)
-    if constraint.kind in ("json_schema", "json_object"):
-        # JSON has control characters only outside of strings. The text up to the next quotation mark is outside, too.
-        parts = [part for part in text.split('"') if any(character < " " for character in part)]
-        return all(_OUTSIDE.issuperset(part) for part in parts)
-    return True

@@ -14,7 +14,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import CompiledGrammar, Matcher, OutputRule, guard
+from guided.backends.base import CompiledGrammar, Matcher, guard
 from guided.bitmask import pack
 from guided.completing.search import BudgetedSequence, Completions
 from guided.errors import BackendError, DeadEnd, GuidedError
@@ -31,8 +31,7 @@ class _SlotState:
 
     permitted: NDArray[np.int32]
     """Tokens that the sequence's grammar may allow."""
-    rules: Sequence[OutputRule] = ()
-    """See `CompiledGrammar.rules`."""
+    grammar: CompiledGrammar
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
@@ -78,7 +77,7 @@ class MaskWorker:
             tokens: the sequence's whole output so far.
             budget: the constraint is completed within so many output tokens, with the stop token.
         """
-        state = self._slots[slot] = _SlotState(self._permitted, edit=(0, tokens))
+        state = self._slots[slot] = _SlotState(self._permitted, grammar, edit=(0, tokens))
         self.steered.discard(slot)
         try:
             self._start(state, grammar, budget)
@@ -87,7 +86,7 @@ class MaskWorker:
 
     def _start(self, state: _SlotState, grammar: CompiledGrammar, budget: int | None) -> None:
         with _native:
-            state.matcher, state.rules = grammar.matcher(), grammar.rules
+            state.matcher = grammar.matcher()
             if grammar.special_token_ids:
                 special = pack(grammar.special_token_ids, self._vocabulary.padded_vocab_size)
                 state.permitted = self._permitted | special
@@ -193,14 +192,21 @@ class MaskWorker:
             del state.tokens[keep:]
         return tokens[keep - start :]
 
-    def _write(self, state: _SlotState, matcher: Matcher, output: Sequence[int], row: NDArray[np.int32]) -> None:
+    def _write(
+        self, state: _SlotState, matcher: Matcher, output: Sequence[int], row: NDArray[np.int32], anywhere: bool = False
+    ) -> None:
+        """Write the mask after `output`. `anywhere`: with unusual line breaks, because nothing else is possible."""
+        lines = None if anywhere else state.grammar.line_breaks
         if matcher.is_terminated():
             row[:] = 0
             accepting = True
         else:
             accepting = matcher.fill_bitmask(row)
-            np.bitwise_and(row, state.permitted, out=row)
-            for rule in state.rules:
+            permitted = state.permitted
+            if lines:
+                permitted = lines.permitted(output, row, state.grammar.special_token_ids)
+            np.bitwise_and(row, permitted, out=row)
+            for rule in state.grammar.rules:
                 rule.restrict(output, row, accepting)
             if state.budgeted is not None and matcher is state.matcher:
                 state.budgeted.restrict(matcher, row)
@@ -208,6 +214,8 @@ class MaskWorker:
             for word, bits in self._stops:
                 row[word] |= bits
         elif row.tobytes() == self._nothing:
+            if lines:
+                return self._write(state, matcher, output, row, anywhere=True)
             raise matcher.violation() or DeadEnd("no token is allowed here, and the constraint is not satisfied")
 
 

@@ -22,7 +22,7 @@ from script_host import ScriptHost
 from serving import serving
 from typer.main import get_command
 
-from benchmarks import coverage
+from benchmarks import coverage, fields
 from engine.model_files import gguf_file
 from engine.server.cli import app
 
@@ -195,3 +195,7 @@ def test_failure_model_names_existing_tests_in_every_row() -> None:
 
 def test_coverage_is_what_the_code_says() -> None:
     assert coverage.PAGE.read_text() == coverage.page(), "run python -m benchmarks.coverage"
+
+
+def test_fields_are_what_the_code_says() -> None:
+    assert fields.PAGE.read_text() == fields.page(), "run python -m benchmarks.fields"

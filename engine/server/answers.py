@@ -6,10 +6,11 @@ responses and messages have in common: parts of one output, and events about the
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -28,6 +29,8 @@ class Answer(ABC):
     `guided` describes how the output is constrained. It is a part of a whole answer, and of a stream's first events.
     """
 
+    stream_type: ClassVar[str] = "text/event-stream"
+    """The media type of a stream."""
     end: ClassVar[bytes] = b"data: [DONE]\n\n"
     """What is sent after the last event of a stream."""
 
@@ -60,6 +63,25 @@ class Answer(ABC):
     def event(self, data: dict[str, Any]) -> bytes:
         """Write an event."""
         return b"data: " + to_json(data) + b"\n\n"
+
+    def token_logprobs(self, output: CompletionOutput, places: Iterable[int]) -> list[dict[str, Any]]:
+        """Describe the tokens at `places` of an output with log-probabilities, and their most likely alternatives."""
+        top, described = self.job.params.logprobs or 0, []
+        for place in places:
+            row = (output.logprobs or ())[place]
+            if row is not None:
+                others = [self._token(*alternative) for alternative in ranked(row)[:top]]
+                described.append({**self._token(output.token_ids[place], row.own), "top_logprobs": others})
+        return described
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        """Describe a token. Its `bytes` may be only a part of a character."""
+        code = list(self.context.texts.bytes_of(token))
+        return {"token": self.written(token), "logprob": finite(logprob), "bytes": code}
+
+    def written(self, token: int) -> str:
+        """Return a token as log-probabilities have it."""
+        return f"token_id:{token}" if self.job.reported.tokens_as_ids else self.context.texts.of(token)
 
     def guided_info(
         self, requests: Sequence[RequestOutput] = (), outputs: Sequence[CompletionOutput] = ()
@@ -94,6 +116,8 @@ class ChoicesAnswer(Answer):
     """The `object` of a whole answer."""
     chunk_object: ClassVar[str]
     """The `object` of a chunk."""
+    prompts_in_choices: ClassVar[bool] = False
+    """What is reported of a prompt is in its choices, and not beside them."""
 
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
@@ -127,14 +151,34 @@ class ChoicesAnswer(Answer):
 
     def _of_tokens(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any]:
         """Build what is reported of some tokens: `logprobs`, and `masks` if the request asks for them."""
-        fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, which)}
+        in_text = which.indices(len(output.token_ids) - output.ends_with_stop_token)  # as OpenAI: without the end token
+        fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, slice(*in_text))}
+        if self.job.reported.token_ids:
+            fields["token_ids"] = output.token_ids[which]
         if (details := output.mask_details) is not None:
             texts = [self.context.texts.of(token) for token in output.token_ids[which]]
             masks = {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
             fields["masks"] = {**masks, "kept_mass": details.kept_mass[which]}
         return fields
 
+    def _of_prompt(self, prompt: int, output: RequestOutput | None = None) -> dict[str, Any]:
+        """Build what is reported of a prompt. `output` has its log-probabilities."""
+        fields: dict[str, Any] = {}
+        if self.job.reported.token_ids:
+            fields["prompt_token_ids"] = self.job.prompts[prompt]
+        if output is not None and output.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [found and self._alternatives(found) for found in output.prompt_logprobs]
+        return fields
+
+    def _alternatives(self, found: TokenLogprobs) -> dict[int, dict[str, Any]]:
+        """Describe a token of a prompt and its alternatives, as vLLM does."""
+        return {
+            token: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.written(token)}
+            for token, logprob, rank in found.rows()
+        }
+
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+        of_prompts = [self._of_prompt(*numbered) for numbered in enumerate(finished)]
         choices = [
             {
                 "index": (index := prompt * self.job.params.n + each.index),
@@ -142,6 +186,7 @@ class ChoicesAnswer(Answer):
                 "finish_reason": self.finish_reason(index, each),
                 "stop_reason": each.stop_reason,
                 **self._of_tokens(index, each, slice(None)),
+                **(of_prompts[prompt] if self.prompts_in_choices else {}),
             }
             for prompt, output in enumerate(finished)
             for each in output.outputs
@@ -151,6 +196,7 @@ class ChoicesAnswer(Answer):
             "choices": choices,
             "usage": usage_of(finished),
             "system_fingerprint": None,
+            **({} if self.prompts_in_choices else of_prompts[0]),
             "guided": self.guided_info(finished, [each for output in finished for each in output.outputs]),
         }
         return to_json(answer)
@@ -161,16 +207,17 @@ class ChoicesAnswer(Answer):
             characters, tokens, ended = self._sent[index]
             if ended:
                 continue
-            by_token = each.logprobs is not None or each.mask_details is not None
+            by_token = each.logprobs is not None or each.mask_details is not None or self.job.reported.token_ids
             count = len(each.token_ids) if by_token else tokens
             contents = self.contents(index, each, characters) or ([self.content("")] if tokens < count else [])
             for content in contents:  # the first chunk has what is reported of the tokens
-                yield self._chunk(index, {**content, **self._of_tokens(index, each, slice(tokens, count))})
+                fields = {**content, **self._of_tokens(index, each, slice(tokens, count))}
+                yield self._chunk(index, fields, len(each.token_ids))
                 tokens = count
             self._sent[index] = len(each.text), count, each.finish_reason is not None
             if each.finish_reason is not None:
                 reasons = {"finish_reason": self.finish_reason(index, each), "stop_reason": each.stop_reason}
-                chunk = self._chunk(index, {**self.content(None), **reasons})
+                chunk = self._chunk(index, {**self.content(None), **reasons}, len(each.token_ids))
                 if self.job.params.complete or (each.mask_details is not None and self.guided is not None):
                     chunk["guided"] = self.guided_info([output], [each])
                 yield chunk
@@ -179,17 +226,23 @@ class ChoicesAnswer(Answer):
         guided = {} if self.guided is None else {"guided": self.guided_info()}
         for index in range(self.job.num_choices):
             opening = self.opening(index)
-            if guided or opening is not None:
-                yield {**self._chunk(index, opening or self.content("")), **guided}
+            of_prompt = self._of_prompt(index // self.job.params.n)
+            if guided or of_prompt or opening is not None:
+                in_choice, beside = (of_prompt, guided) if self.prompts_in_choices else ({}, of_prompt | guided)
+                yield {**self._chunk(index, {**(opening or self.content("")), **in_choice}), **beside}
 
     def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
-        if self.job.include_usage:
+        if self.job.reported.usage:
             yield {**self._head(self.chunk_object), "choices": [], "usage": usage_of(finished)}
 
-    def _chunk(self, index: int, fields: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, index: int, fields: dict[str, Any], num_tokens: int = 0) -> dict[str, Any]:
+        """Build a chunk. `num_tokens`: number of tokens that the choice has so far."""
         choice = {"index": index, "logprobs": None, "finish_reason": None, **fields}
         chunk = {**self._head(self.chunk_object), "choices": [choice]}
-        return {**chunk, "usage": None} if self.job.include_usage else chunk
+        if not self.job.reported.usage:
+            return chunk
+        prompt = self.job.prompts[index // self.job.params.n]
+        return {**chunk, "usage": usage(len(prompt), num_tokens) if self.job.reported.usage_in_chunks else None}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -213,14 +266,16 @@ class PartsAnswer(Answer):
         """Kind of the piece that began the open part."""
         self.text = ""
         """Of the open part."""
+        self._text_tokens = _TextTokens(context.texts.pieces(job.params.skip_special_tokens))
 
     @abstractmethod
     def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Append the part that `piece` begins, and yield the events. The text of a call's piece is its name."""
 
     @abstractmethod
-    def grow(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the events about new text of the open part."""
+    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the events about new text of the open part. `logprobs`: of its tokens, if it is text and the request
+        asks for them."""
 
     @abstractmethod
     def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
@@ -250,9 +305,15 @@ class PartsAnswer(Answer):
                 yield from self.begin(piece)
             if not is_call:
                 self.text += piece.text
-                yield from self.grow(piece.text)
+                yield from self.grow(piece.text, self._logprobs_of(piece, completion))
         if has_ended:
             yield from self._close(completion)
+
+    def _logprobs_of(self, piece: Piece, completion: CompletionOutput) -> list[dict[str, Any]]:
+        if completion.logprobs is None or piece.kind != "text":
+            return []
+        places = self._text_tokens.between(piece.end - len(piece.text), piece.end, completion.token_ids)
+        return self.token_logprobs(completion, places)
 
     def event(self, data: dict[str, Any]) -> bytes:
         kind: str = data["type"]
@@ -262,6 +323,33 @@ class PartsAnswer(Answer):
         if self.open is not None:
             yield from self.close(completion)
             self.open = None
+
+
+class _TextTokens:
+    """Finds the tokens that spell a part of an output. The parts are asked for in order.
+
+    Args:
+        pieces: the bytes that each token id adds to the output.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._next = 0
+        """Index of the first token that was not read."""
+        self._characters = 0
+        """Number of characters before this token."""
+
+    def between(self, begin: int, end: int, token_ids: Sequence[int]) -> Iterator[int]:
+        """Yield the places of the tokens that spell the characters from `begin` to `end`, and were not in an earlier
+        part."""
+        while self._next < len(token_ids) and self._characters < end:
+            before, piece = self._characters, self._pieces[token_ids[self._next]]
+            self._characters += len(self._decoder.decode(piece))
+            # A token may have the first bytes of a character only, and a special one may have none.
+            if piece and (before >= begin or self._characters > begin):
+                yield self._next
+            self._next += 1
 
 
 def finite(logprob: float) -> float:
@@ -280,8 +368,13 @@ def to_json(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def usage_of(finished: Sequence[RequestOutput]) -> dict[str, int]:
+def usage_of(finished: Sequence[RequestOutput]) -> dict[str, Any]:
     """Count tokens. A prompt counts once, whatever n is."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
     completion = sum(len(each.token_ids) for output in finished for each in output.outputs)
+    cached = sum(output.num_cached_tokens or 0 for output in finished)
+    return {**usage(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def usage(prompt: int, completion: int) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

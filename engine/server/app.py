@@ -16,7 +16,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.async_llm import AsyncLLM
-from engine.server import chat, completions, health, messages, metrics, models, responses
+from engine.server import chat, completions, health, messages, metrics, models, ollama, responses
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.metrics import Metrics
@@ -25,9 +25,10 @@ from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
 
 DESCRIPTION = """
-A server with guided decoding, for clients of OpenAI and Anthropic. Add one of `json_schema`, `json_object`, `regex`,
-`choice`, `grammar` and `structural_tag` to a request (or OpenAI's `response_format`, vLLM's `structured_outputs`, the
-older `guided_*` names), and the output satisfies it. Chats may offer `tools`. `guided` in the answer names the backend.
+A server with guided decoding, for clients of OpenAI, Anthropic and Ollama. Add one of `json_schema`, `json_object`,
+`regex`, `choice`, `grammar` and `structural_tag` to a request (or OpenAI's `response_format`, vLLM's
+`structured_outputs`, the older `guided_*` names), and the output satisfies it. Chats may offer `tools`. `guided` in the
+answer names the backend.
 """
 
 
@@ -82,8 +83,9 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
             expose_headers=["x-request-id", "x-should-retry", "retry-after"],
         )
     install_handlers(app)
-    for routes in (chat, responses, messages, completions, models, health, metrics):
+    for routes in (chat, responses, messages, ollama, completions, models, health, metrics):
         app.include_router(routes.router)
+    app.include_router(ollama.models)
     app.get("/", include_in_schema=False)(playground)
     app.include_router(models.tokenization)
     return app

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import ChoicesAnswer, finite, ranked
+from engine.server.answers import ChoicesAnswer
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, sampling_params
-from engine.server.prompts import encode_chat
+from engine.server.generation import Job, ignored_fields, sampling_params
+from engine.server.prompts import encode_body
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.tools import output_form, requested_calls
-from guided.errors import InvalidConstraint, InvalidRequest
+from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 
 MAX_TRIES = 16
@@ -61,6 +62,16 @@ def _chat_job(body: ChatRequest, request: Request, context: ServerContext, at_ad
     return build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, at_admission)
 
 
+def build_job_that_fits(body: ChatRequest, context: ServerContext, request_id: str, http_id: str) -> Job:
+    """Build the work of a chat, where `max_tokens` may be more than what remains of the context."""
+    build = partial(build_job, body, context, request_id, http_id)
+    try:
+        return build()
+    except ContextLengthExceeded:
+        body.max_tokens = None
+        return build()
+
+
 def build_job(
     body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool = False
 ) -> Job:
@@ -71,15 +82,7 @@ def build_job(
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     context.check_size(body, 1, limit, logprobs)
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    prompt = encode_chat(
-        context,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables={**effort, **(body.chat_template_kwargs or {})},
-        tools=() if body.tool_choice == "none" else body.tools or (),
-    )
+    prompt = encode_body(context, body, body.messages)
     rest = body.model_copy(update={"messages": []})
     refused: dict[str, list[str]] = {}
 
@@ -102,8 +105,9 @@ def build_job(
             params,
             wanted.param or (None if calls is None else "tools"),
             rest.stream,
-            include_usage=rest.wants_usage,
+            reported=rest.reported,
             form=form,
+            ignored=ignored_fields(rest, wanted, form),
             at_admission=at_admission,
             relax=build,
         ).admitted(context)
@@ -167,18 +171,8 @@ class _ChatAnswer(ChoicesAnswer):
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         if output.logprobs is None:
             return None
-        top = self.job.params.logprobs or 0
-        content = [
-            {**self._token(token, found.own), "top_logprobs": [self._token(*each) for each in ranked(found)[:top]]}
-            for token, found in zip(output.token_ids[which], output.logprobs[which], strict=True)
-            if found is not None
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        """Describe a token. Its `bytes` may be only a part of a character."""
-        texts = self.context.texts
-        return {"token": texts.of(token), "logprob": finite(logprob), "bytes": list(texts.bytes_of(token))}
+        places = range(len(output.token_ids))[which]
+        return {"content": self.token_logprobs(output, places), "refusal": None}
 
 
 _CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}

@@ -14,7 +14,7 @@ from engine.outputs import CompletionOutput
 from engine.server.answers import ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, OutputForm, sampling_params
+from engine.server.generation import Job, OutputForm, ignored_fields, sampling_params
 from engine.server.prompts import encode
 from engine.server.protocol import CompletionRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
@@ -55,7 +55,8 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     form = OutputForm(wanted.constraint)
     params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
-        f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, include_usage=body.wants_usage
+        *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, body.reported),
+        ignored=ignored_fields(body, wanted, form),
     ).admitted(context)
     if body.echo:
         job = replace(job, echoed=[each if isinstance(each, str) else context.decode(each) for each in given])
@@ -65,6 +66,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
 class _TextAnswer(ChoicesAnswer):
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    prompts_in_choices = True
 
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
@@ -90,7 +92,7 @@ class _TextAnswer(ChoicesAnswer):
         if output.logprobs is None:
             return None
         texts, found = self.context.texts, [each for each in output.logprobs[which] if each is not None]
-        pieces = texts.without_special if self.job.params.skip_special_tokens else texts.with_special
+        pieces = texts.pieces(self.job.params.skip_special_tokens)
         offsets: list[int] = []
         for token in output.token_ids[which]:
             # Stop strings and incomplete characters are not in the text.
@@ -98,9 +100,9 @@ class _TextAnswer(ChoicesAnswer):
             offsets.append(min(self._lengths[index], end))
             self._lengths[index] += len(self._decoders[index].decode(pieces[token]))
         return {
-            "tokens": [texts.of(token) for token in output.token_ids[which]],
+            "tokens": [self.written(token) for token in output.token_ids[which]],
             "token_logprobs": [finite(each.own) for each in found],
-            "top_logprobs": [{texts.of(token): logprob for token, logprob in ranked(each)} for each in found],
+            "top_logprobs": [{self.written(token): logprob for token, logprob in ranked(each)} for each in found],
             "text_offset": offsets,
         }
 

@@ -1,33 +1,29 @@
-"""Read a request's constraint and its backend: our names, OpenAI's `response_format` (also with llama.cpp's `schema`),
-vLLM's `structured_outputs` and its older `guided_*` names. Errors name the field as the request spells it."""
+"""Read a request's constraint and its backend, as the table in `fields.py` says. Errors name the field as the request
+spells it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.server.fields import Body, ConstraintFields, ResponseFormat, StructuredOutputs, rows
 from engine.server.options import ServerSettings
-from engine.server.protocol import GenerationRequest, ResponseFormat
+from engine.server.protocol import GenerationRequest
 from guided.backends import AUTO, candidates, resolve
-from guided.constraint import KINDS, Constraint, ConstraintKind
+from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
-_STRUCTURED = {"json_" if kind == "json_schema" else kind: kind for kind in KINDS}
-"""Kinds of the fields of `structured_outputs`."""
-_OLDER: dict[str, ConstraintKind] = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
+_FORMAT_KINDS: dict[str, ConstraintKind] = {
+    "json_schema": "json_schema",
+    "json_object": "json_schema",
+    "json": "json_schema",
+    "structural_tag": "structural_tag",
 }
-"""Kinds of vLLM's older fields."""
-_FORMAT_FIELDS: dict[str, tuple[str, ...]] = {
-    "json_schema": ("json_schema", "schema_"),
-    "json_object": ("schema_",),
-    "structural_tag": ("format", "structures", "triggers"),
-}
-"""Fields of `response_format` by its type."""
+"""Types of `response_format`, and the kind of the constraint that their fields hold."""
+_NO_WHITESPACE, _CLOSED = "disable-any-whitespace", "no-additional-properties"
+_BACKEND_OPTIONS = ("no-fallback", _NO_WHITESPACE, _CLOSED)
+"""What may follow a backend's name in vLLM: `xgrammar:no-fallback,...`. A backend that is named never is replaced."""
 
 
 @dataclass(frozen=True)
@@ -47,81 +43,95 @@ def opens_objects(request: GenerationRequest, settings: ServerSettings) -> bool:
 
 def requested_constraint(request: GenerationRequest, settings: ServerSettings) -> RequestedConstraint:
     """Read the request's constraint, and its backend. `param` of an error is the field."""
-    older, given = request.guided_decoding_backend, request.backend
-    backend_field = "backend" if older is None else "guided_decoding_backend"
-    if None not in (older, given):
-        raise InvalidRequest(f"backend and {backend_field} are given: choose one", param=backend_field)
-    backend = resolve(older or given or settings.backend, param=backend_field)
-    one = take_one(
-        [
-            *_fields(request, {kind: kind for kind in KINDS}),
-            *_response_format(request.response_format),
-            *_structured_outputs(request),
-            *_fields(request, _OLDER),
-        ]
-    )
-    spaces = take_whitespace(one, list(_whitespace(request)))
+    backend, backend_field, options = _backend(request, settings)
+    places = {"": request, "nvext.": request.nvext, "sampling_params.": request.sampling_params}
+    given: list[GivenConstraint] = []
+    spaces: list[GivenWhitespace] = []
+    closing: list[str] = [backend_field] if _CLOSED in options else []
+    for prefix, place in places.items():
+        if place is not None:
+            given += _constraints(place, prefix)
+            spaces += _whitespace(place, prefix)
+            outputs = place.structured_outputs
+            if outputs is not None and outputs.disable_additional_properties:
+                closing.append(f"{prefix}structured_outputs.disable_additional_properties")
+    if _NO_WHITESPACE in options:
+        spaces.append(GivenWhitespace(backend_field, ""))
+    one = take_one(given)
+    whitespace = take_whitespace(one, spaces)
     if one is None:
         return RequestedConstraint(backend=backend)
-    closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
-    if closed and one.kind != "json_schema":
-        field = "structured_outputs.disable_additional_properties"
-        raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
-    is_open = opens_objects(request, settings) and not closed
-    constraint = build(one, spaces, open_objects=is_open, strict_schema=request.strict_schema is True)
+    if closing and one.kind != "json_schema":
+        raise InvalidRequest(f"{closing[0]} requires a JSON schema, not {one.field}", param=closing[0])
+    is_open = opens_objects(request, settings) and not closing
+    constraint = build(one, whitespace, open_objects=is_open, strict_schema=request.strict_schema is True)
     candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
     return RequestedConstraint(constraint, backend, one.field)
 
 
-def _fields(owner: object, kinds: Mapping[str, ConstraintKind], prefix: str = "") -> Iterator[GivenConstraint]:
+def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str, str, Sequence[str]]:
+    """Return the backend, the field that names it, and vLLM's options of it."""
+    older, given = request.guided_decoding_backend, request.backend
+    field = "backend" if older is None else "guided_decoding_backend"
+    if None not in (older, given):
+        raise InvalidRequest(f"backend and {field} are given: choose one", param=field)
+    name, *options = (older or given or settings.backend).replace(",", ":").split(":")
+    if not set(options).issubset(_BACKEND_OPTIONS):
+        raise InvalidRequest(f"the options of a backend are {', '.join(_BACKEND_OPTIONS)}", param=field)
+    return resolve(name, param=field), field, options
+
+
+def _constraints(place: ConstraintFields, prefix: str) -> Iterator[GivenConstraint]:
+    yield from _fields(place, prefix)
+    if place.response_format is not None:
+        yield from _response_format(place.response_format, prefix + place.response_format.path)
+    if place.structured_outputs is not None:
+        given = list(_fields(place.structured_outputs, f"{prefix}structured_outputs."))
+        if not given:
+            names = ", ".join(row.name for row in rows(StructuredOutputs))
+            message = f"structured_outputs has no constraint: give one of {names}"
+            raise InvalidConstraint(message, param=f"{prefix}structured_outputs")
+        yield from given
+
+
+def _fields(owner: Body, prefix: str) -> Iterator[GivenConstraint]:
     """Return the fields of `owner` that are set. `json_object: false` counts as not set."""
-    for name, kind in kinds.items():
-        value = getattr(owner, name)
-        if value is not None and not (kind == "json_object" and value is False):
-            yield GivenConstraint(kind, prefix + name.rstrip("_"), value)
+    for row in rows(type(owner)):
+        value = getattr(owner, row.attribute)
+        if row.kind is not None and value is not None and not (row.kind == "json_object" and value is False):
+            yield GivenConstraint(row.kind, prefix + row.name, value)
 
 
-def _response_format(chosen: ResponseFormat | None) -> Iterator[GivenConstraint]:
-    if chosen is None:
+def _response_format(chosen: ResponseFormat, path: str) -> Iterator[GivenConstraint]:
+    given = [row for row in rows(ResponseFormat) if getattr(chosen, row.attribute) is not None]
+    kind = _FORMAT_KINDS.get(chosen.type)
+    for row in given:
+        if row.kind != kind:
+            field = f"{path}.{row.name}"
+            raise InvalidConstraint(f"{field} requires type {row.kind}, not {chosen.type}", param=field)
+    if kind == "structural_tag":
+        parts = {row.name: getattr(chosen, row.attribute) for row in given}
+        yield GivenConstraint("structural_tag", path, {"type": "structural_tag", **parts})
         return
-    given = {name for name in ResponseFormat.model_fields.keys() - {"type"} if getattr(chosen, name) is not None}
-    for name in sorted(given.difference(_FORMAT_FIELDS.get(chosen.type, ()))):
-        field = f"{chosen.path}.{name.rstrip('_')}"
-        requires = next(kind for kind, names in _FORMAT_FIELDS.items() if name in names)
-        raise InvalidConstraint(f"{field} requires type {requires}, not {chosen.type}", param=field)
-    if chosen.type == "structural_tag":
-        parts = {"format": chosen.format, "structures": chosen.structures, "triggers": chosen.triggers}
-        tag = {"type": "structural_tag", **{name: value for name, value in parts.items() if value is not None}}
-        yield GivenConstraint("structural_tag", chosen.path, tag)
-    elif given or chosen.type == "json_schema":
-        schema = chosen.json_schema.schema_ if chosen.json_schema is not None else chosen.schema_
-        if schema is None:
-            message = f"Missing required parameter: '{chosen.schema_path}'"
-            raise InvalidConstraint(message, param=chosen.schema_path)
+    if not given and chosen.type in ("json_object", "json"):
+        yield GivenConstraint("json_object", path, True)
+    missing = chosen.type == "json_schema" and not given
+    for row in given:
+        value = getattr(chosen, row.attribute)
+        schema = getattr(value, "schema_", value)  # the field `json_schema` is an object that has it
+        missing = missing or schema is None
         # Errors about the schema name `response_format` itself, as OpenAI's do.
-        yield GivenConstraint("json_schema", chosen.path, schema)
-    elif chosen.type == "json_object":
-        yield GivenConstraint("json_object", chosen.path, True)
+        yield GivenConstraint("json_schema", path if len(given) == 1 else f"{path}.{row.name}", schema)
+    if missing:
+        raise InvalidConstraint(f"Missing required parameter: '{chosen.schema_path}'", param=chosen.schema_path)
 
 
-def _structured_outputs(request: GenerationRequest) -> Iterator[GivenConstraint]:
-    outputs = request.structured_outputs
-    if outputs is None:
-        return
-    given = list(_fields(outputs, _STRUCTURED, "structured_outputs."))
-    if not given:
-        names = ", ".join(name.rstrip("_") for name in _STRUCTURED)
-        message = f"structured_outputs has no constraint: give one of {names}"
-        raise InvalidConstraint(message, param="structured_outputs")
-    yield from given
-
-
-def _whitespace(request: GenerationRequest) -> Iterator[GivenWhitespace]:
+def _whitespace(place: ConstraintFields, prefix: str) -> Iterator[GivenWhitespace]:
     for field in ("whitespace_pattern", "guided_whitespace_pattern"):
-        if (pattern := getattr(request, field)) is not None:
-            yield GivenWhitespace(field, pattern)
-    if (outputs := request.structured_outputs) is not None:
+        if (pattern := getattr(place, field)) is not None:
+            yield GivenWhitespace(prefix + field, pattern)
+    if (outputs := place.structured_outputs) is not None:
         if outputs.whitespace_pattern is not None:
-            yield GivenWhitespace("structured_outputs.whitespace_pattern", outputs.whitespace_pattern)
+            yield GivenWhitespace(f"{prefix}structured_outputs.whitespace_pattern", outputs.whitespace_pattern)
         if outputs.disable_any_whitespace:
-            yield GivenWhitespace("structured_outputs.disable_any_whitespace", "")
+            yield GivenWhitespace(f"{prefix}structured_outputs.disable_any_whitespace", "")

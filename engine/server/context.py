@@ -31,7 +31,7 @@ logger = logging.getLogger("guided.server")
 
 _MAX_OUTPUTS = 256
 """Maximum number of outputs of a request."""
-_MAX_ANSWER_LOGPROBS = 200_000
+MAX_ANSWER_LOGPROBS = 200_000
 """Maximum number of log-probabilities that an answer with several choices can have."""
 
 
@@ -92,10 +92,10 @@ class ServerContext:
             raise InvalidRequest(f"prompts times n or best_of is more than the limit of {limit} outputs", param=param)
         outputs = 0 if logprobs is None or prompts * n == 1 else prompts * n
         count = outputs * (max_tokens or self.engine.max_model_len) * ((logprobs or 0) + 1)
-        if count > _MAX_ANSWER_LOGPROBS:
+        if count > MAX_ANSWER_LOGPROBS:
             raise InvalidRequest(
                 f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
-                f"choices is {_MAX_ANSWER_LOGPROBS}",
+                f"choices is {MAX_ANSWER_LOGPROBS}",
                 param="logprobs",
             )
 

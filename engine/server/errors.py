@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from engine.server.protocol import NESTED, REFUSED, constraint_meant
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded, error_body, error_headers
 
 if TYPE_CHECKING:
@@ -50,7 +49,8 @@ class ShuttingDown(InternalError):
 
 
 MESSAGES_PATH = "/v1/messages"
-"""Errors of the paths that begin with it have the shape of Anthropic's."""
+OLLAMA_PATH = "/api"
+"""Errors of the paths that begin with these have the shape of Anthropic's and of Ollama's."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -63,12 +63,26 @@ _ANTHROPIC_TYPES = {
 
 
 def message_error(error: GuidedError) -> dict[str, Any]:
-    """Return an error as Anthropic's API does. The message names the field at fault, because clients show only that."""
+    """Return an error as Anthropic's API does."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    is_named = error.param is None or f"'{error.param}'" in error.message
-    text = str(error) if is_named else f"{error.param}: {error}"
     details = {"error_code": error.code, "param": error.param, "pointer": error.pointer}
-    return {"type": "error", "error": {"type": kind, "message": text, "details": details}}
+    return {"type": "error", "error": {"type": kind, "message": _named(error), "details": details}}
+
+
+def ollama_error(error: GuidedError) -> dict[str, Any]:
+    """Return an error as Ollama's API does."""
+    return {"error": _named(error)}
+
+
+def _named(error: GuidedError) -> str:
+    """Return a message that names the field at fault, for clients that show only the message."""
+    name = error.param
+    is_named = name is None or f"'{name}'" in error.message or error.message.startswith((f"{name} ", f"{name}:"))
+    return str(error) if is_named else f"{name}: {error}"
+
+
+_BODIES = {MESSAGES_PATH: message_error, OLLAMA_PATH: ollama_error}
+"""What makes the bodies of errors, by the beginning of the path. Elsewhere it is `error_body`."""
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -90,8 +104,8 @@ def refuse(context: ServerContext, scope: Scope, error: GuidedError, **headers: 
     context.metrics.failed(error.code, error.status)
     if error.status < 500 and not isinstance(error, CompileTimeout):  # those are logged where they happen
         _log(scope, error)
-    body = message_error(error) if scope["path"].startswith(MESSAGES_PATH) else error_body(error)
-    return JSONResponse(body, error.status, error_headers(error) | headers)
+    body_of = next((made for begin, made in _BODIES.items() if scope["path"].startswith(begin)), error_body)
+    return JSONResponse(body_of(error), error.status, error_headers(error) | headers)
 
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
@@ -139,19 +153,18 @@ async def _on_unexpected_error(request: Request, error: Exception) -> JSONRespon
 
 def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     """Return the error for a body of the wrong shape: of an unknown field or type, else of the innermost value."""
-    telling = {"extra_forbidden": 2, "literal_error": 1}
+    telling = {"unsupported_parameter": 2, "unknown_parameter": 2, "literal_error": 1}
     first = max(errors, key=lambda each: (telling.get(each["type"], 0), len(each["loc"])))
-    param = bounded(_path(first["loc"]))
-    name = first["loc"][-1] if first["type"] == "extra_forbidden" else ""
-    if name in REFUSED:
-        reason = REFUSED[name] if param == name else NESTED.get(name, REFUSED[name])
-        code, message = "unsupported_parameter", f"{param}: {reason}"
-    elif name:
-        meant = constraint_meant(name) if name == param else None
-        hint = "" if meant is None else f"; did you mean {meant}?"
-        code, message = "unknown_parameter", f"Unknown parameter: '{param}'{hint}"
+    code, why, place = first["type"], first["msg"], first["loc"]
+    if telling.get(code) == 2:
+        place = (*place, first["ctx"]["name"])
+    param = bounded(_path(place))
+    if code == "unsupported_parameter":
+        message = f"{param}: {why}"
+    elif code == "unknown_parameter":
+        message = f"Unknown parameter: '{param}'" + (f"; did you mean {why}?" if why else "")
     elif param:
-        code, message = "invalid_type", f"Invalid '{param}': {bounded(first['msg'])}"
+        code, message = "invalid_type", f"Invalid '{param}': {bounded(why)}"
     else:
         code, message = "", "the body must be a JSON object (content-type: application/json)"
     return InvalidRequest(message, param=param or None, code=code)

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -13,9 +14,10 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.server.constraints import RequestedConstraint
-from engine.server.context import ServerContext
+from engine.server.context import MAX_ANSWER_LOGPROBS, ServerContext
 from engine.server.errors import QueueFull, ShuttingDown
-from engine.server.protocol import GenerationRequest, GuidedInfo
+from engine.server.fields import ConstraintFields
+from engine.server.protocol import ChoicesRequest, GuidedInfo, Reported
 from guided.constraint import KINDS, Constraint
 from guided.errors import (
     CompileTimeout,
@@ -25,19 +27,18 @@ from guided.errors import (
     InvalidConstraint,
     InvalidRequest,
 )
-from guided.request import refuse_stops
 from guided.tools.parser import OutputParser
 
 logger = logging.getLogger("guided.server")
 
 
 _CONVERTED = {*KINDS, "backend", "whitespace_pattern", "open_objects", "strict_schema", "max_tokens", "logprobs"}
-_SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
+_SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & ChoicesRequest.model_fields.keys() - _CONVERTED)
 """Fields that mean the same in a request and in `SamplingParams`."""
 
 
 def sampling_params(
-    request: GenerationRequest,
+    request: ChoicesRequest,
     wanted: RequestedConstraint,
     form: OutputForm,
     *,
@@ -50,16 +51,20 @@ def sampling_params(
     given = {name: value for name, value in given.items() if value is not None}
     if form.shows_special_tokens:
         given |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
-    if request.vllm_xargs and not context.engine.engine.sampler.processors.classes:
-        raise InvalidRequest(
-            "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
-            param="vllm_xargs",
-        )
+    is_used = bool(context.engine.engine.sampler.processors.classes)
+    for name in request.vllm_xargs or ():
+        meant = None if is_used and name not in ConstraintFields.model_fields else request.hint(name)
+        if meant is not None or not is_used:
+            hint = "" if meant is None else f"; did you mean {meant}, beside vllm_xargs?"
+            message = "vllm_xargs needs a custom logits processor that has this argument: see --logits-processors"
+            raise InvalidRequest(message + hint, param="vllm_xargs")
     if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
         name = "use_beam_search" if request.use_beam_search else "best_of"
         raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
-    if wanted.constraint is not None:
-        refuse_stops(wanted.constraint, request.stop, None)
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
+    if not _has_free_text(wanted):
+        given.pop("stop", None)
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,
@@ -67,8 +72,18 @@ def sampling_params(
         constraint=form.constraint,
         backend=wanted.backend,
         extra_args=request.vllm_xargs,
-        parser=None if form.parser is OutputParser else form.parser,
+        parser=None if form.parser is OutputParser or wanted.constraint is not None else form.parser,
     )
+
+
+def ignored_fields(request: ChoicesRequest, wanted: RequestedConstraint, form: OutputForm) -> list[str]:
+    """Return the fields that have no effect on constrained text. Beside calls, `stop` still ends free text."""
+    return ["stop"] if request.stop and (form.kind == "tools" or not _has_free_text(wanted)) else []
+
+
+def _has_free_text(wanted: RequestedConstraint) -> bool:
+    """Return whether an answer without calls may have free text."""
+    return wanted.constraint is None or wanted.constraint.kind == "structural_tag"
 
 
 @dataclass(frozen=True)
@@ -105,12 +120,14 @@ class Job:
     constraint_field: str | None
     """The field that holds the constraint, as the request spells it."""
     stream: bool
-    include_usage: bool = False
+    reported: Reported = field(default_factory=Reported)
     echoed: Sequence[str] = ()
     """The text of each prompt, if the answer repeats it."""
     groups: Sequence[SequenceGroup] = ()
     """One per prompt. `admitted` sets them."""
     form: OutputForm = field(default_factory=OutputForm)
+    ignored: Sequence[str] = ()
+    """Fields that have no effect: see `ignored_fields`."""
     at_admission: bool = False
     """The answer is about the admission. Then the job is aborted."""
     relax: Callable[[InvalidConstraint], Job] | None = None
@@ -132,6 +149,10 @@ class Job:
 
     def admitted(self, context: ServerContext) -> Job:
         """Return this job with its engine requests. Raises `InvalidRequest` if the engine rejects one."""
+        scored = self.params.prompt_logprobs
+        if scored and len(self.prompts) > 1 and sum(map(len, self.prompts)) * scored > MAX_ANSWER_LOGPROBS:
+            message = f"several prompts have at most {MAX_ANSWER_LOGPROBS} log-probabilities"
+            raise InvalidRequest(message, param="prompt_logprobs")
         groups = []
         for number, prompt in enumerate(self.prompts):
             request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{number}"
@@ -143,7 +164,10 @@ class Job:
         return replace(self, groups=groups)
 
     def respell(self, error: GuidedError, prompt: int) -> GuidedError:
-        """Name the field of the constraint as the request spells it, and the prompt if there are several."""
+        """Return an error that names the field of the constraint as the request spells it, and the prompt if there are
+        several."""
+        if isinstance(error, InvalidConstraint):
+            error = copy(error)  # the one of a compilation is kept for other requests
         if isinstance(error, InvalidConstraint | ConstraintNotMet) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
             locate(error, self.form.places)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -18,21 +17,19 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import PartsAnswer, usage_of
-from engine.server.chat import build_job
+from engine.server.chat import build_job_that_fits
 from engine.server.context import Context, ServerContext
 from engine.server.errors import MESSAGES_PATH, message_error
+from engine.server.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.generation import Job
 from engine.server.options import DEFAULT_MODEL
 from engine.server.protocol import (
     CHAT_EXAMPLE,
-    Body,
     CalledFunction,
     ChatRequest,
     GenerationRequest,
-    Many,
     Message,
     OfferedTool,
-    ResponseFormat,
     TextPart,
     Tool,
     ToolCall,
@@ -40,9 +37,10 @@ from engine.server.protocol import (
     is_hosted,
     joined,
     offered,
+    thinking_variables,
 )
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
-from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest
+from guided.errors import GuidedError, InvalidRequest
 from guided.tools.parser import Piece
 
 EXAMPLE = {
@@ -142,7 +140,8 @@ class OutputFormat(ResponseFormat):
     schema_path: ClassVar[str] = "output_config.format.schema"
 
 
-class OutputConfig(Body):
+class OutputConfig(FormatHolder):
+    path = "output_config"
     format: OutputFormat | None = None
     effort: str | None = Field(default=None, description="Passed to the chat template as `reasoning_effort`.")
 
@@ -178,7 +177,7 @@ class CountTokensRequest(GenerationRequest):
         if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
             on = self.thinking.type == "enabled"
             fields["max_reasoning_tokens"] = (self.thinking.budget_tokens if on else 0) if thinks else None
-            variables = {"enable_thinking": on, "thinking": on}  # the names in templates of Qwen and of DeepSeek
+            variables = thinking_variables(on)
         system = [] if self.system is None else [Message(role="system", content=joined(self.system))]
         continued = self.messages[-1].role == "assistant" and self.messages[-1].content[-1].type == "text"
         return ChatRequest.model_construct(
@@ -249,13 +248,7 @@ def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> 
     if body.thinking is not None and not thinks:
         request.state.ignored.append("thinking")
     chat = body.as_chat(thinks)
-    build = partial(build_job, chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id)
-    try:
-        return build()
-    except ContextLengthExceeded:
-        # In Anthropic's API, max_tokens may be more than what remains of the context.
-        chat.max_tokens = None
-        return build()
+    return build_job_that_fits(chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id)
 
 
 _BLOCKS: dict[str, dict[str, Any]] = {
@@ -293,7 +286,7 @@ class _MessageAnswer(PartsAnswer):
         self.parts.append(_BLOCKS[piece.kind] | of_call)
         yield self._event("start", content_block=self.parts[-1])
 
-    def grow(self, text: str) -> Iterator[dict[str, Any]]:
+    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         name, field = _DELTAS[self.open or "text"]
         yield self._event("delta", delta={"type": name, field: text})
 
@@ -314,10 +307,16 @@ class _MessageAnswer(PartsAnswer):
     def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         [completion] = finished[0].outputs
         reason, counted = self._stop_reason(completion), usage_of(finished)
+        cached = counted["prompt_tokens_details"]["cached_tokens"]
         return self._message(
             stop_reason=reason,
             stop_sequence=completion.stop_reason if reason == "stop_sequence" else None,
-            usage={"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"]},
+            usage={
+                "input_tokens": counted["prompt_tokens"] - cached,  # as Anthropic's: without what was cached
+                "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": counted["completion_tokens"],
+            },
             guided=self.guided_info(finished, [completion]),
         )
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, Request
 
 from engine.server.context import Context
-from engine.server.prompts import encode, encode_chat
+from engine.server.prompts import encode, encode_body
 from engine.server.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -47,12 +47,13 @@ def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Token
     if body.messages is None:
         tokens = encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens, param="prompt")
     else:
-        tokens = encode_chat(context, body.messages, add_generation_prompt=body.add_generation_prompt)
+        tokens = encode_body(context, body, body.messages)
     return TokenizeResponse(
         count=len(tokens),
         max_model_len=context.engine.max_model_len,
         tokens=tokens,
         token_strs=list(map(context.texts.of, tokens)) if body.return_token_strs else None,
+        guided={"ignored": request.state.ignored} if request.state.ignored else None,
     )
 
 

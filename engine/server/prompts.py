@@ -13,8 +13,25 @@ from typing import Any
 from jinja2 import TemplateError
 
 from engine.server.context import ServerContext
-from engine.server.protocol import Message, Tool
+from engine.server.protocol import Message, PromptFields, Tool
 from guided.errors import ContextLengthExceeded, InvalidRequest, bounded
+
+
+def encode_body(context: ServerContext, body: PromptFields, messages: Sequence[Message]) -> list[int]:
+    """Tokenize the messages of a request with what it says of their prompt."""
+    continues, begins_answer = body.continue_final_message, body.add_generation_prompt
+    if continues and begins_answer:
+        message = "continue_final_message and add_generation_prompt exclude each other: leave one of the two out"
+        raise InvalidRequest(message, param="add_generation_prompt")
+    effort = body.reasoning_effort or getattr(body.reasoning, "effort", None)
+    return encode_chat(
+        context,
+        messages,
+        add_generation_prompt=not continues if begins_answer is None else begins_answer,
+        continue_final_message=continues,
+        variables={**({"reasoning_effort": effort} if effort else {}), **(body.chat_template_kwargs or {})},
+        tools=() if body.tool_choice == "none" else body.tools or (),
+    )
 
 
 def encode_chat(

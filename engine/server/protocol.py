@@ -9,52 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from functools import cache, lru_cache
-from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from guided.errors import InvalidRequest, bounded
-
-REFUSED = {
-    "tools": "functions are called in chats: use /v1/chat/completions or /v1/responses",
-    "tool_choice": "functions are called in chats",
-    "functions": "this former name of tools is known in /v1/chat/completions only",
-    "function_call": "this former name of tool_choice is known in /v1/chat/completions only",
-    "modalities": "the only modality is text",
-    "audio": "audio is not supported",
-    "suffix": "the models served here don't fill in the middle",
-    "web_search_options": "web search is not supported",
-    "chat_template": "a request can't bring its own chat template",
-    "prompt_embeds": "prompt embeddings are not supported",
-    "prompt_logprobs": "log-probabilities of prompts are not available over HTTP: use LLM",
-    "truncate_prompt_tokens": "prompts are not truncated: send a shorter one",
-    "previous_response_id": "the server stores no responses: send the whole conversation in input",
-    "conversation": "the server stores no conversations: send the whole conversation in input",
-    "background": "the server stores no responses: ask for a stream",
-    "mcp_servers": "the server calls no MCP servers: list their tools, and run the calls",
-}
-"""Known fields that would change the answer, and why they are rejected."""
-
-NESTED = dict.fromkeys(
-    ("tools", "functions"), "functions stand side by side in the request's own tools, not within something else"
-)
-"""Why such a field is rejected elsewhere than in the request itself, if the reason is another one."""
-
-_NEUTRAL: tuple[Any, ...] = (None, [], "", False, "none", "auto", ["text"])
-"""Values with which such a field, and an unknown one, has no effect."""
-
-WITHOUT_EFFECT = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "prediction", "verbosity", "cache_control", "inference_geo", "speed"),
-    *("caller", "citations", "is_error", "signature"),  # of blocks in Anthropic's API, and of its tools:
-    *("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"),
-)
-"""Known fields that can't change the answer. They are accepted with `--strict-fields` too."""
+from engine.server.fields import Body, ConstraintFields, Many, NvextFields, SglangFields, name_here, names_of
+from guided.errors import InvalidRequest
 
 CHAT_EXAMPLE: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
@@ -67,81 +29,6 @@ CHAT_EXAMPLE: dict[str, Any] = {
 }
 COMPLETION_EXAMPLE: dict[str, Any] = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
 """Examples on the documentation page, which `guided serve` prints too."""
-
-
-T = TypeVar("T")
-Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list that is validated up to its first error, so that a long list does not give an error for each element."""
-
-MAX_IGNORED = 20
-"""Maximum number of ignored fields that an answer names."""
-
-_CONSTRAINTS = (
-    *("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "response_format"),
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
-_MISNAMED = {
-    "schema": "json_schema",
-    "format": "response_format",
-    "text": "response_format",
-    "guided_schema": "guided_json",
-    "guided_decoding": "structured_outputs",
-    "extra_body": "its fields, beside the others",
-}
-
-
-@lru_cache(1024)
-def constraint_meant(name: str) -> str | None:
-    """Return the field of a constraint that an unknown field of a request probably stands for."""
-    if len(name) > 40:
-        return None
-    return _MISNAMED.get(name) or next(iter(get_close_matches(name, _CONSTRAINTS, 1, 0.8)), None)
-
-
-class Body(BaseModel):
-    """A body with strict types: no "3" for 3. Fields are dropped if their value has no effect.
-
-    Unknown fields are dropped, and noted in the list `ignored` of the validation context. Without this list they are
-    rejected, as they are where `tolerant` is False.
-    """
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
-    tolerant: ClassVar[bool] = True
-    constrained: ClassVar[bool] = False
-    """An unknown field that could be meant as a constraint is rejected."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_without_effect(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict):
-            return data
-        names, ignored = _names(cls), (info.context or {}).get("ignored") if cls.tolerant else None
-        kept: dict[str, Any] = {}
-        for name, value in data.items():
-            if name in names:
-                kept[name] = value
-            elif value in _NEUTRAL:
-                continue
-            elif name in REFUSED or (name not in WITHOUT_EFFECT and cls._is_error(name, ignored)):
-                return {name: value}  # the first one is reported: a million of them would be a million errors
-            elif ignored is not None and name not in ignored and len(ignored) < MAX_IGNORED:
-                ignored.append(bounded(name, 60))
-        return kept
-
-    @classmethod
-    def _is_error(cls, name: str, ignored: list[str] | None) -> bool:
-        """Whether an unknown field is rejected: all are, or it could be meant as a constraint."""
-        if ignored is None or not cls.constrained or len(ignored) == MAX_IGNORED:
-            return ignored is None
-        return constraint_meant(name) is not None
-
-
-@cache
-def _names(body: type[Body]) -> frozenset[Any]:
-    """Return the names and aliases of the fields of a kind of object."""
-    aliases = [field.validation_alias for field in body.model_fields.values()]
-    all_of = [each.choices if isinstance(each, AliasChoices) else [each] for each in aliases]
-    return frozenset([*body.model_fields, *chain.from_iterable(all_of)])
 
 
 class TypedBody(Body):
@@ -159,46 +46,6 @@ class TypedBody(Body):
         return self
 
 
-class JsonSchemaFormat(Body):
-    """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
-
-    tolerant = False
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    strict: bool | str | None = None
-
-
-class ResponseFormat(Body):
-    """OpenAI's `response_format`, and the forms of other servers."""
-
-    tolerant = False
-    path: ClassVar[str] = "response_format"
-    """What errors call this field. `schema_path` is that of its schema."""
-    schema_path: ClassVar[str] = "response_format.json_schema.schema"
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchemaFormat | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema", description="llama.cpp's place.")
-    format: Any = Field(default=None, description="The format of a structural tag.")
-    structures: Any = Field(default=None, description="vLLM's older form of a structural tag.")
-    triggers: Any = None
-
-
-class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: exactly one of the constraint fields."""
-
-    tolerant = False
-    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: Many[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: dict[str, Any] | str | None = None
-    whitespace_pattern: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-
-
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool | None = Field(default=None, description="Accepted, without effect.")
@@ -207,43 +54,26 @@ class StreamOptions(Body):
 ExtraArg = str | int | float | bool
 
 
-class GenerationRequest(Body):
+TokenLimit = Annotated[int | None, AfterValidator(lambda limit: None if limit == -1 else limit)]
+"""A number of tokens. -1 is as if absent."""
+
+
+class GenerationRequest(ConstraintFields):
     """Fields of both chat and text completions."""
 
-    constrained = True
     model: str | None = Field(default=None, description="Name of the served model; see /v1/models.")
     stream: bool = False
     stream_options: StreamOptions | None = None
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk that has the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    # The constraint, one of these. Our own names ...
-    json_schema: dict[str, Any] | str | bool | None = Field(default=None, description="A schema, or its JSON text.")
-    json_object: bool | None = Field(default=None, description="The output is a JSON object.")
-    regex: str | None = Field(default=None, description="The whole output matches.")
-    choice: Many[str] | None = Field(default=None, description="The output is one of these.")
-    grammar: str | None = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
-    structural_tag: dict[str, Any] | str | None = Field(default=None, description="Free text with constrained parts.")
+    # Beside the constraint, which is one of `ConstraintFields`.
     backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
-    whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
+    guided_decoding_backend: str | None = Field(default=None, description="vLLM's older name of `backend`.")
     open_objects: bool | None = Field(
         default=None, description="Whether objects with named properties may have others where the schema does not say."
     )
     strict_schema: bool | None = Field(default=None, description="Reject formats that are not in the specification.")
     complete: bool | None = Field(default=None, description="Complete the constraint within max_tokens.")
-    # ... OpenAI's, vLLM's ...
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    # ... and vLLM's older names.
-    guided_json: dict[str, Any] | str | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: Many[str] | None = None
-    guided_grammar: str | None = None
-    guided_decoding_backend: str | None = None
-    guided_whitespace_pattern: str | None = None
+    nvext: NvextFields | None = Field(default=None, description="Fields beside which clients of NVIDIA's servers send.")
+    sampling_params: SglangFields | None = Field(default=None, description="The same, of SGLang's clients.")
 
     # Sampling.
     n: int | None = None
@@ -255,6 +85,8 @@ class GenerationRequest(Body):
     min_tokens: int | None = None
     stop: str | Many[str] | None = None
     stop_token_ids: Many[int] | None = None
+    allowed_token_ids: Many[int] | None = Field(default=None, description="The only tokens, besides the end.")
+    bad_words: str | Many[str] | None = Field(default=None, description="Texts that no token may complete.")
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
@@ -273,6 +105,73 @@ class GenerationRequest(Body):
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
+
+    @classmethod
+    def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
+        """Move what is known in `nvext` and `sampling_params` beside the other fields, which have priority. A
+        constraint stays in its place, and so does what is named in `ignored`."""
+        data = {**data}
+        for place in ("nvext", "sampling_params"):
+            inner = data.get(place)
+            if not isinstance(inner, dict):
+                continue
+            left: dict[str, Any] = {}
+            for name, value in inner.items():
+                own = name if name in names_of(cls) else name_here(name, cls)
+                if own is None or own in ConstraintFields.model_fields or data.get(own) is not None:
+                    left[name] = value
+                else:
+                    data[own] = value
+                    names[own] = f"{place}.{name}"
+            data[place] = left
+        return data
+
+    @classmethod
+    def hint(cls, name: str, thorough: bool = True) -> str | None:
+        return name_here(name, cls) or super().hint(name, thorough)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options requires stream: true", param="stream_options")
+        return self
+
+
+class Reported(NamedTuple):
+    """What an answer reports beside the text."""
+
+    usage: bool = False
+    """A stream ends with a chunk that has the usage."""
+    usage_in_chunks: bool = False
+    """With `usage`: each chunk has the usage of its choice so far."""
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Tokens of log-probabilities are written as `token_id:123`."""
+
+
+class ChunkOptions(StreamOptions):
+    continuous_usage_stats: bool = Field(default=False, description="Usage in each chunk, with include_usage.")
+
+
+class ChoicesRequest(GenerationRequest):
+    """What chat and text completions can report beside the text."""
+
+    stream_options: ChunkOptions | None = None
+    prompt_logprobs: int | None = Field(default=None, description="Alternatives for each token of the prompt.")
+    return_token_ids: bool | None = Field(default=None, description="Report the ids of the tokens.")
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description='Tokens of log-probabilities are written as "token_id:123".'
+    )
+
+    @property
+    def reported(self) -> Reported:
+        options = self.stream_options or ChunkOptions()
+        return Reported(
+            usage=options.include_usage,
+            usage_in_chunks=getattr(options, "continuous_usage_stats", False),  # responses have other options
+            token_ids=self.return_token_ids is True,
+            tokens_as_ids=self.return_tokens_as_token_ids is True,
+        )
 
 
 class TextPart(Body):
@@ -313,13 +212,15 @@ class ToolCall(Body):
 
 
 class Message(Body):
+    """A message. `tool_name` and `thinking` are Ollama's names."""
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[TextPart] | None = None
-    name: str | None = None
+    name: str | None = Field(default=None, validation_alias=AliasChoices("name", "tool_name"))
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = Field(default=None, description="The former form of a tool call.")
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "thinking"))
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
@@ -395,6 +296,9 @@ class OfferedTool(FunctionDefinition):
             )
             raise PydanticCustomError("missing", message)
         if not is_hosted(kind):
+            for name in {"tools", "functions"}.intersection(data if isinstance(data, dict) else ()):
+                why = "functions stand side by side in the request's own tools, not within something else"
+                raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": why})
             return data
         ignored = (info.context or {}).get("ignored")
         if ignored is None:
@@ -441,33 +345,39 @@ class Tool(Body):
         return {"type": "function", "function": described}
 
 
-class TurnRequest(GenerationRequest):
-    """Fields of both chats and responses."""
+def thinking_variables(on: bool) -> dict[str, Any]:
+    """Return the variables that turn thinking on or off in the chat templates of Qwen and of DeepSeek."""
+    return {"enable_thinking": on, "thinking": on}
 
+
+class ReasoningConfig(Body):
+    effort: str | None = Field(default=None, description="Passed to the chat template.")
+
+
+class TurnFields(Body):
     tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class TurnRequest(GenerationRequest, TurnFields):
+    """Fields of both chats and responses."""
+
     max_reasoning_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
     include_reasoning: bool | None = Field(default=None, description="false: the answer has no thoughts.")
 
 
-class ChatRequest(TurnRequest):
-    """Body of `POST /v1/chat/completions`."""
+class PromptFields(TurnFields):
+    """What the prompt of a chat is made of, beside the messages."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [CHAT_EXAMPLE]})
-
-    messages: Annotated[Many[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-    max_tokens: int | None = Field(default=None, description="Default: what remains of the context.")
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = Field(default=None, description="Default: unless continue_final_message.")
     continue_final_message: bool = False
     tools: Many[Tool] | None = None
     functions: Many[FunctionDefinition] | None = Field(default=None, description="The former name of `tools`.")
     function_call: str | dict[str, Any] | None = Field(default=None, description="The former name of `tool_choice`.")
-    reasoning: Literal["free", "constrained"] | None = Field(
-        default=None, description="Where the constraint starts: after the thinking phase (free), or at the first token."
+    reasoning: Literal["free", "constrained"] | ReasoningConfig | None = Field(
+        default=None,
+        description="Where the constraint starts: after the thinking phase (free) or at the first token. Or an effort.",
     )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
 
@@ -486,13 +396,25 @@ class ChatRequest(TurnRequest):
         return self
 
 
-class CompletionRequest(GenerationRequest):
+class ChatRequest(ChoicesRequest, TurnRequest, PromptFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [CHAT_EXAMPLE]})
+
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    max_completion_tokens: TokenLimit = None
+    max_tokens: TokenLimit = Field(default=None, description="Default: what remains of the context.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class CompletionRequest(ChoicesRequest):
     """Body of `POST /v1/completions`."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [COMPLETION_EXAMPLE]})
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
-    max_tokens: int | None = Field(
+    max_tokens: TokenLimit = Field(
         default=None, description="Default: 16, as OpenAI's; with a constraint, what remains of the context."
     )
     logprobs: int | None = None
@@ -500,14 +422,13 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(PromptFields):
     """Body of `POST /tokenize`: a prompt, or chat messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Many[Message] | None = None
     add_special_tokens: bool = Field(default=True, description="Of a prompt. Those of messages are the template's.")
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -592,6 +513,7 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+    guided: dict[str, Any] | None = Field(default=None, description="`ignored`: fields that have no effect.")
 
 
 class DetokenizeResponse(BaseModel):

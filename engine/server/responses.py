@@ -12,24 +12,24 @@ from itertools import count, groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import PartsAnswer, usage_of
 from engine.server.chat import build_job
 from engine.server.context import Context, ServerContext
+from engine.server.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.generation import Job
 from engine.server.protocol import (
     CHAT_EXAMPLE,
-    Body,
     CalledFunction,
     ChatRequest,
     GuidedInfo,
-    Many,
     Message,
     OfferedTool,
-    ResponseFormat,
+    ReasoningConfig,
+    TokenLimit,
     Tool,
     ToolCall,
     TurnRequest,
@@ -39,7 +39,7 @@ from engine.server.protocol import (
     offered,
 )
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
-from guided.errors import GuidedError, InvalidRequest, error_body
+from guided.errors import GuidedError, error_body
 from guided.tools.parser import Piece
 
 EXAMPLE = {
@@ -96,17 +96,11 @@ class TextFormat(ResponseFormat):
 
     path: ClassVar[str] = "text.format"
     schema_path: ClassVar[str] = "text.format.schema"
-    name: str | None = None
-    description: str | None = None
-    strict: bool | str | None = None
 
 
-class TextConfig(Body):
+class TextConfig(FormatHolder):
+    path = "text"
     format: TextFormat | None = None
-
-
-class ReasoningConfig(Body):
-    effort: str | None = Field(default=None, description="Passed to the chat template.")
 
 
 class FunctionTool(OfferedTool):
@@ -129,29 +123,21 @@ class ResponsesRequest(TurnRequest):
 
     input: Annotated[Many[InputItem], Field(min_length=1, description="A text, or a list of items.")]
     instructions: str | None = Field(default=None, description="A system message before the input.")
-    max_output_tokens: int | None = Field(default=None, description="Default: what remains of the context.")
+    max_output_tokens: TokenLimit = Field(default=None, description="Default: what remains of the context.")
     text: TextConfig | None = None
     tools: Many[FunctionTool] | None = None
     reasoning: ReasoningConfig | None = None
-    # One output, without log-probabilities: a chat can have more.
+    include: Many[str] | None = Field(default=None, description="Log-probabilities; others are without effect.")
+    top_logprobs: int | None = Field(default=None, description="Log-probabilities too of the most likely tokens.")
+    # One output: a chat can have more.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
     resample: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    include: Many[str] | None = Field(default=None, description="Without effect.")
 
     @field_validator("input", mode="before")
     @classmethod
     def _as_items(cls, given: Any) -> Any:
         return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-    @field_validator("include")
-    @classmethod
-    def _without_logprobs(cls, include: list[str] | None) -> list[str] | None:
-        if "message.output_text.logprobs" in (include or ()):
-            text = "log-probabilities are not available here: use /v1/chat/completions"
-            raise InvalidRequest(text, param="include")
-        return include
 
     def as_chat(self) -> ChatRequest:
         """Return the chat with the same meaning."""
@@ -162,6 +148,8 @@ class ResponsesRequest(TurnRequest):
             **same,
             messages=list(self._messages()),
             max_tokens=self.max_output_tokens,
+            logprobs="message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs),
+            top_logprobs=self.top_logprobs,
             tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in offered(self.tools).values()],
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
@@ -208,13 +196,28 @@ router = APIRouter(tags=["generation"], route_class=BodyRoute)
 @router.post("/v1/responses", responses=RESPONSES)
 def create_response(body: ResponsesRequest, request: Request, context: Context) -> JobResponse:
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
+    job = _job(body, request, context)
+    return JobResponse(partial(_ResponseAnswer, _settings(body, job)), job, request, context)
+
+
+class InputTokenCount(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@router.post("/v1/responses/input_tokens")
+def count_input_tokens(body: ResponsesRequest, request: Request, context: Context) -> InputTokenCount:
+    """Count the tokens of a response's prompt."""
+    return InputTokenCount(input_tokens=len(_job(body, request, context).prompts[0]))
+
+
+def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Job:
     names = request.state.field_names
-    names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+    names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
     for index, (place, tool) in enumerate(offered(body.tools).items()):
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{place}].{field}"
-    job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
-    return JobResponse(partial(_ResponseAnswer, _settings(body, job)), job, request, context)
+    return build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
 
 
 def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
@@ -231,6 +234,7 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
         else body.text.model_dump(by_alias=True, exclude_unset=True),
         "tool_choice": body.tool_choice or "auto",
         "tools": [tool.model_dump() for tool in offered(body.tools).values()],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": job.params.top_p,
     }
 
@@ -266,6 +270,8 @@ class _ResponseAnswer(PartsAnswer):
     def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self._settings = settings
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the open part."""
         self._numbers = count()
 
     def first_events(self) -> Iterator[dict[str, Any]]:
@@ -291,20 +297,27 @@ class _ResponseAnswer(PartsAnswer):
         else:
             item |= {"content": []}
         self.parts.append(item)
+        self._logprobs = []
         yield self._about_item("response.output_item.added", item=item)
         if kind.part is not None:
             yield self._about_text("response.content_part.added", part={**kind.part, kind.field: ""})
 
-    def grow(self, text: str) -> Iterator[dict[str, Any]]:
-        yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=[])
+    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        self._logprobs += logprobs
+        yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=logprobs)
 
     def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
         kind, item = self._kind, self.parts[-1]
         text = {kind.field: self.text}
-        item |= {"status": _status(completion), **(text if kind.part is None else {"content": [{**kind.part, **text}]})}
-        yield self._about_text(f"{kind.events}.done", **text, logprobs=[])
-        if kind.part is not None:
-            yield self._about_text("response.content_part.done", part={**kind.part, **text})
+        item["status"] = _status(completion)
+        yield self._about_text(f"{kind.events}.done", **text, logprobs=self._logprobs)
+        if kind.part is None:
+            item |= text
+        else:
+            logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
+            part = {**kind.part, **text, **logprobs}
+            item["content"] = [part]
+            yield self._about_text("response.content_part.done", part=part)
         yield self._about_item("response.output_item.done", item=item)
 
     def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -312,7 +325,7 @@ class _ResponseAnswer(PartsAnswer):
         status, counted = _status(completion), usage_of(finished)
         usage = {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
             "total_tokens": counted["total_tokens"],

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, nullcontext
 from typing import Any, get_type_hints
 
@@ -58,7 +58,7 @@ class BodyRoute(APIRoute):
 
             def work(raw: bytes) -> Response:
                 request.state.ignored = []
-                body = parse(raw, request.headers, body_type, context, request.state.ignored)
+                body = parse(raw, request, body_type, context)
                 context.check_model(body.model)
                 answer = self.endpoint(body, request, context)
                 return answer if isinstance(answer, Response) else JSONResponse(answer.model_dump())
@@ -86,11 +86,9 @@ async def _raw_body(request: Request, seconds: float) -> bytes:
         raise RequestTimeout(f"the body of the request did not arrive within {seconds:g} s") from None
 
 
-def parse(
-    raw: bytes, headers: Mapping[str, str], body_type: type[BaseModel], context: ServerContext, ignored: list[str]
-) -> Any:
-    """Take a body through the stages 2 and 3. `ignored` takes the names of fields that have no effect."""
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: ServerContext) -> Any:
+    """Take a body through the stages 2 and 3. `state.ignored` takes the names of fields that have no effect."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
     try:
         data = loads(raw, **_BODY_LIMITS, constants=True)
@@ -99,12 +97,13 @@ def parse(
     except JsonError as error:
         raise InvalidRequest(f"the body is not JSON: {error}", code="invalid_json") from None
     try:
-        return body_type.model_validate(data, context={"ignored": None if context.settings.strict_fields else ignored})
+        ignored = None if context.settings.strict_fields else request.state.ignored
+        return body_type.model_validate(data, context={"ignored": ignored, "names": request.state.field_names})
     except ValidationError as error:
         raise shape_error(error.errors(include_url=False, include_input=False)) from None
 
 
-_ANSWER = "An answer as OpenAI or Anthropic describe it, or its events (`stream`), plus `guided`: how it was made."
+_ANSWER = "An answer as the API's own documentation says, or its events (`stream`), plus `guided`: how it was made."
 RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
 """The routes' `responses`, for the documentation page."""
 
@@ -122,6 +121,8 @@ class JobResponse(Response):
         super().__init__()
         self._make_answer, self._job, self._request, self._context = make_answer, job, request, context
         self._is_sent = False
+        names = request.state.field_names
+        request.state.ignored += [names.get(name, name) for name in job.ignored]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises the error of a job that was refused, or failed before the first byte of the answer."""
@@ -158,7 +159,7 @@ class JobResponse(Response):
                         if job.stream:
                             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
                             events = self._events(_chained(first, outputs), answer)
-                            await StreamingResponse(events, 200, headers, "text/event-stream").stream_response(send)
+                            await StreamingResponse(events, 200, headers, answer.stream_type).stream_response(send)
                         else:
                             whole = await self._whole(_chained(first, outputs), answer)
                             await Response(whole, media_type="application/json")(scope, receive, send)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from guided.constraint import Constraint
 from guided.errors import BackendError, ConstraintNotMet, GuidedError, TokenRejected, bounded
+from guided.output_rules import LineBreaks
 from guided.vocabulary import Vocabulary
 
 
@@ -152,6 +153,8 @@ class CompiledGrammar(Protocol):
     """Texts that may end a free text, or are a whole output: for searches of a completion."""
     rules: Sequence[OutputRule] = ()
     """The worker applies them to each mask."""
+    line_breaks: LineBreaks | None = None
+    """The worker's restriction of line breaks in JSON text, where the library allows them between any two tokens."""
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the start."""
@@ -163,6 +166,9 @@ class CompiledGrammar(Protocol):
 
 class Backend(Protocol):
     """Adapter for one library and one vocabulary. It builds the data that depends on the vocabulary only once."""
+
+    breaks_lines_anywhere: bool = False
+    """Whether the library allows a line break between any two tokens of JSON text, see `LineBreaks`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None: ...
 

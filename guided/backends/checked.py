@@ -17,7 +17,7 @@ from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
 from guided.completing.literals import literals
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
-from guided.output_rules import NumberLimit, token_limit
+from guided.output_rules import LineBreaks, NumberLimit, token_limit
 from guided.structural_tag import Content, contents
 from guided.vocabulary import Vocabulary
 
@@ -43,6 +43,7 @@ class CheckedBackend(Backend):
         self._inner = inner
         self._vocabulary = vocabulary
         self._numbers = NumberLimit(vocabulary)
+        self._line_breaks = LineBreaks(vocabulary) if inner.breaks_lines_anywhere else None
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See `Backend.compile`. Leaves out more and more keywords of a schema that the library refuses."""
@@ -88,6 +89,8 @@ class CheckedBackend(Backend):
         numbers = None if kinds.isdisjoint(("json_schema", "json_object")) else self._numbers
         grammar.literals = literals(constraint)
         grammar.rules = [rule for rule in (numbers, limit) if rule is not None]
+        if numbers and constraint.whitespace is None:
+            grammar.line_breaks = self._line_breaks
         return grammar
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.constraint import USUAL_WHITESPACE, Constraint
+from guided.constraint import LINE_BREAK, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
 
@@ -44,6 +44,8 @@ _EXCEEDED = re.compile(r"too many|\bmax is\b|limit|fuel", re.IGNORECASE)
 
 class LLGuidanceBackend(Backend):
     """One tokenizer, shared by all grammars."""
+
+    breaks_lines_anywhere = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -219,9 +221,11 @@ def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:
     # An unknown option is an error, so only those of version 1.7 are set here.
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
     if lowering.names_properties:
-        # Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance
-        # allows escapes in additional keys, so `{"\u0061": ...}` would evade the schema of `a`.
+        # Letters that may follow a backslash in JSON strings. Without `u`: llguidance allows the same escapes in
+        # additional keys, so `{"\u0061": ...}` would evade the schema of `a`.
         options["json_allowed_escapes"] = 'bfnrt"\\'
+    elif not REPEATS_WHITESPACE:
+        options["json_allow_general_unicode_escapes"] = True
     options |= _spaced(whitespace)
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
@@ -236,13 +240,11 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
         )
     from guided.schema import string_pattern
 
-    pattern = string_pattern.whitespace(USUAL_WHITESPACE if whitespace is None else whitespace)
-    after = ""
-    if whitespace is None and REPEATS_WHITESPACE:  # whitespace after commas and colons only
-        pattern, after = "", pattern
+    pattern = LINE_BREAK if whitespace is None else string_pattern.whitespace(whitespace)
+    blank = " ?" if whitespace is None else ""
     return {
-        "item_separator": f",{after}",
-        "key_separator": f":{after}",
+        "item_separator": f",{blank}",
+        "key_separator": f":{blank}",
         "whitespace_flexible": pattern != "",
         "whitespace_pattern": pattern or None,
     }

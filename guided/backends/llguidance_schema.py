@@ -15,9 +15,8 @@ from __future__ import annotations
 import json
 import re
 from decimal import Decimal
-from fractions import Fraction
 from functools import lru_cache
-from math import inf
+from math import prod
 from typing import Any
 
 from guided import regex
@@ -36,9 +35,6 @@ _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces by the RFCs.
 
 Its `email` does not limit the length of a label, nor its `hostname` the length of the whole."""
-_MIRRORED = {"minimum": "maximum", "maximum": "minimum", "exclusiveMaximum": "exclusiveMinimum"}
-_MAX_VALUES = 1000
-"""Maximum number of values that are listed where the library can't enforce `multipleOf`."""
 _CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
 """Characters that llguidance writes as `\\u0000` only."""
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
@@ -53,7 +49,7 @@ class LLGuidanceLowering(SchemaLowering):
     def __init__(self, constraint: Constraint) -> None:
         super().__init__(constraint)
         self.names_properties = False
-        """Some object has properties with schemas of their own."""
+        """Some object has properties with schemas of their own, and may have others."""
         self._merges = '"allOf":' in json.dumps([self.form.root, self.form.definitions])
         """llguidance merges parts of the schema. A common multiple may then have more than 32 bits, unnoticed."""
 
@@ -106,43 +102,29 @@ class LLGuidanceLowering(SchemaLowering):
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
 
-    def numeric(self, schema: dict[str, Any], *, integer: bool) -> dict[str, Any]:
-        """Lower to intervals, one for each number of decimals: where these vary, the library's own regex has gaps.
+    def numeric(self, schema: dict[str, Any], kind: str) -> dict[str, Any]:
+        """Lower to one alternative for each number of decimals.
 
-        Intervals that differ only in the number of decimals become one.
+        Of a bound with decimals, the library excludes what it begins with (`maximum: 0.95` excludes 0.9), and of the
+        multiples of 0.25 it writes 0.50, not 0.5.
         """
-        if "multipleOf" in schema and self._merges:
+        numbers = self.numbers(schema, kind)
+        has_multiple = "multipleOf" in schema
+        if has_multiple and self._merges:
             raise self.refusal(schema, "multipleOf", " next to 'allOf'")
-        numbers = self.numbers(schema, integer=integer)
-        scale = 10**numbers.decimals
-        options: dict[Any, dict[str, Any]] = {}
+        if has_multiple and numbers.are_few:  # the library's own check that there is one is not exact
+            return {"enum": [numbers.value(units) for units in numbers.units]}
+        options: list[dict[str, Any]] = []
         for decimals in range(numbers.decimals + 1):
             part = numbers.with_decimals(decimals)
-            divisor = part.step * 10**decimals // scale
-            # Larger divisors exhaust the lexer's states next to a bound.
-            is_large = divisor > 5_000 and 10**5 % divisor != 0
-            for sign, low, high in part.magnitudes():
-                count = inf if high is None else (high - low) // part.step + 1
-                few = 3 if low else 0  # the library's own check of few numbers, except from zero, is not exact
-                if count <= (_MAX_VALUES if is_large else few):
-                    for number in range(low, int(high or 0) + 1, part.step):
-                        options[sign, number] = {"type": "number", **_interval(sign, number / scale, number / scale)}
-                    continue
-                if is_large or _as_read(part.step / scale) != Fraction(part.step, scale):
+            lowered: dict[str, Any] = {"type": kind, **part.bounds()}
+            if has_multiple:
+                lowered["multipleOf"] = part.value(part.step)
+                if not _is_readable(lowered["multipleOf"], decimals):
                     raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
-                upper, ends = None, True
-                if high is not None:
-                    ends = high > low and high % scale == 0
-                    upper = (high if ends else high + part.step) / scale
-                lowered = {
-                    "type": "number" if decimals else "integer",
-                    **_interval(sign, low / scale, upper, ends=ends),
-                }
-                if decimals or divisor > 1:
-                    lowered["multipleOf"] = part.step / scale
-                # Of the multiples of 0.25, the library allows 0.50 and 0, not 0.5.
-                options[sign, low, upper, decimals if decimals == 0 or divisor > 1 else None] = lowered
-        return any_of(list(options.values()))
+            if part.units and lowered not in options:
+                options.append(lowered)
+        return any_of(options)
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape
@@ -172,7 +154,7 @@ class LLGuidanceLowering(SchemaLowering):
         required = list(dict.fromkeys(schema.get("required", ())))
         if required:
             lowered["required"] = required
-        self.names_properties = self.names_properties or bool(properties or patterns or required)
+        self.names_properties |= bool(patterns or (rest is not False and (properties or required)))
         return self._counted(schema, lowered, closed=rest is False and not patterns)
 
     def _named(self, schema: dict[str, Any]) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
@@ -239,23 +221,12 @@ class LLGuidanceLowering(SchemaLowering):
         return any_of(options)
 
 
-def _interval(sign: str, low: float, high: float | None, *, ends: bool = True) -> dict[str, float]:
-    """Return the bounds of numbers with `sign` by their magnitude: with `high`, unless `ends` is false."""
-    bounds = {"minimum": low}
-    if high is not None:
-        bounds["maximum" if ends else "exclusiveMaximum"] = high
-    if not sign:
-        return bounds
-    return {_MIRRORED[keyword]: -bound for keyword, bound in bounds.items()}
-
-
-def _as_read(number: float) -> Fraction:
-    """Return `multipleOf` as the library reads it: it multiplies by ten until there is no fraction."""
-    decimals = 0
-    while number % 1:
-        number *= 10
-        decimals += 1
-    return Fraction(int(number), 10**decimals)
+def _is_readable(multiple: float, decimals: int) -> bool:
+    """Return whether the library can enforce `multiple`, which it multiplies by ten until it has no decimals."""
+    coefficient: int = round(multiple * 10**decimals)
+    # Other large ones exhaust the lexer's states next to a bound.
+    is_small = coefficient <= 5_000 or 10**5 % coefficient == 0
+    return is_small and prod([10] * decimals, start=multiple) == coefficient
 
 
 def _is_exact(value: float) -> bool:

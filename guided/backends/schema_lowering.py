@@ -15,7 +15,7 @@ from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex_parser import parse_search
 from guided.schema.canonical import canonical
-from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, NUMERIC, Schema, listed
+from guided.schema.keywords import ALL_TYPES, NUMERIC, Schema, listed
 from guided.schema.numbers import EXACT, Numbers, numbers_of
 
 _DEPENDENT = {
@@ -68,8 +68,6 @@ class SchemaLowering(ABC):
     library: ClassVar[str]
     never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas", "unevaluatedProperties")
     """Keywords that the library does not enforce, where the canonical form still has them."""
-    max_integer: ClassVar[int] = EXACT
-    """Largest bound of an integer that the library reads."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.form = canonical(constraint.schema, open_objects=constraint.open_objects)
@@ -141,7 +139,7 @@ class SchemaLowering(ABC):
         if kind == "array":
             return self.array(schema, self._shape(schema))
         if kind in ("integer", "number") and schema.keys() & NUMERIC:
-            return self.numeric(schema, integer=kind == "integer")
+            return self.numeric(schema, kind)
         typed = {"string": self.string, "object": self.object}
         return typed[kind](schema) if kind in typed else {"type": kind}
 
@@ -157,20 +155,16 @@ class SchemaLowering(ABC):
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type string."""
 
-    def numeric(self, schema: dict[str, Any], *, integer: bool) -> dict[str, Any]:
-        """Lower the type number, or integer, with bounds or `multipleOf`."""
-        return {"type": "integer" if integer else "number"}
+    def numeric(self, schema: dict[str, Any], kind: str) -> dict[str, Any]:
+        """Lower the type number or integer (`kind`) with bounds or `multipleOf`."""
+        return {"type": kind}
 
-    def numbers(self, schema: dict[str, Any], *, integer: bool) -> Numbers:
-        """Return the numbers that may be written; refuse bounds that are not exact as doubles."""
-        limit = self.max_integer if integer else EXACT
-        for keyword in schema.keys() & set(NUMBER_BOUNDS):
-            if abs(schema[keyword]) > limit:
+    def numbers(self, schema: dict[str, Any], kind: str) -> Numbers:
+        """Return the numbers that may be written; refuse a schema for which there is none, or inexact bounds."""
+        numbers = numbers_of(schema, kind)
+        for keyword in NUMERIC:
+            if keyword in schema and (abs(schema[keyword]) > EXACT or not numbers.units):
                 raise self.refusal(schema, keyword, f" {bounded(schema[keyword], 40)}: it has too many digits")
-        numbers = numbers_of(schema, integer=integer)
-        if not any(numbers.magnitudes()):
-            keyword = next(keyword for keyword in NUMERIC if keyword in schema)
-            raise self.refusal(schema, keyword, ": the numbers have too many decimals")
         return numbers
 
     @abstractmethod

@@ -28,7 +28,7 @@ from guided.backends.without_torch import import_xgrammar
 from guided.backends.xgrammar_ebnf import ebnf, exact, gbnf, quoted
 from guided.backends.xgrammar_schema import XGrammarLowering
 from guided.bitmask import pack
-from guided.constraint import Constraint
+from guided.constraint import MAX_INDENT, Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import syntax
 from guided.regex_parser import parse
@@ -125,8 +125,9 @@ class XGrammarBackend(Backend):
         text = json.dumps(schema.document(), ensure_ascii=False)
         grammar = _corrected(exact(str(xgrammar.Grammar.from_json_schema(text, **style))), schema)
         if whitespace is None:
-            # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
-            grammar = grammar.replace(r"[ \n\r\t]*", "usual_whitespace") + _USUAL_WHITESPACE
+            for rule, right in _USUALLY_SPACED:
+                grammar = re.sub(rule, right, grammar)
+            grammar += _SPACES
         return grammar
 
 
@@ -144,11 +145,11 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
         if not re.search(rule, grammar):
             raise UnsupportedConstraint("xgrammar writes this schema in a form that is not known", param="json_schema")
         grammar = right.join(re.split(rule, grammar))
-    for number, node in enumerate(schema.patterns):
-        grammar += f"\npattern_{number} ::= {ebnf(node)}"
-    for number, node in enumerate(schema.numbers_written):
-        grammar += f"\nnumber_{number} ::= {ebnf(node)}"
-    grammar = re.sub(r'Regex\("\^(pattern|number)(\d+)\$", json_string=true\)', r"(\1_\2)", grammar)
+    # After the least number of characters any others may follow, also escaped ones.
+    grammar = re.sub(r'(_characters\{\d+), -1\} "\\""', r"\1} basic_string_sub", grammar)
+    for name, node in schema.rules.items():
+        grammar += f"\n{name} ::= {ebnf(node)}"
+    grammar = re.sub(r'Regex\("\^(\w+)\$", json_string=true\)', r"(\1)", grammar)
     for rule in re.findall(r"(?m)^(\S+) ::= \(number_\d+\)$", grammar):
         grammar = grammar.replace(f'"\\"" {rule} "\\""', rule)  # a number has no quotes
     return grammar
@@ -187,8 +188,18 @@ def _rules_without_text(grammar: str) -> list[str]:
     return [name for name in bodies if name not in with_text]
 
 
-_USUAL_WHITESPACE = '\nusual_whitespace ::= "" | " " | "\\r"? "\\n" [ \\t]{0,40}\n'
-"""`guided.constraint.USUAL_WHITESPACE`."""
+_SPACES = f'\nline_break ::= "" | "\\n" [ ]{{0,{MAX_INDENT}}}\nafter_comma ::= " " | line_break\n'
+_USUALLY_SPACED = (
+    # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
+    (re.escape(r"[ \n\r\t]*"), "line_break"),
+    ('line_break "," line_break', '"," after_comma'),
+    ('line_break ":" line_break', '":" (" " | "")'),
+    (r'"([\[{])" line_break "([\]}])"', r'"\1" "\2"'),
+    # The items of an array that may all be missing: the line breaks belong to them.
+    (r'"\[" line_break (\w+_suffix_0) line_break "\]"', r'"[" \1 "]"'),
+    (r'(?m)^(\w+_suffix_0 ::= \("" \| )(\(.*\))\)$', r"\1(line_break \2 line_break))"),
+)
+"""Replacements that make xgrammar's whitespace the default of `guided.constraint.LINE_BREAK`, in this order."""
 
 
 class XGrammarGrammar(CompiledGrammar):

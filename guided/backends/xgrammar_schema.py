@@ -22,11 +22,8 @@ from guided.schema.formats import FORMATS
 from guided.schema.keywords import Schema, numbers_in
 from guided.schema.numbers import pattern_of
 
-PATTERN = "^pattern{}$"
-NUMBER = "^number{}$"
-
 _INT64 = 2**63 - 1024
-"""Larger bounds are refused: xgrammar's own check misses those that a double can't represent."""
+"""Larger integers are refused: xgrammar's own check misses those that a double can't represent."""
 _COUNT = 2**31 - 1
 
 
@@ -34,7 +31,6 @@ class XGrammarLowering(SchemaLowering):
     """Lowers one schema, except for three mistakes in xgrammar's grammar, which `xgrammar.py` corrects."""
 
     library = "xgrammar"
-    max_integer = _INT64
 
     def __init__(self, constraint: Constraint) -> None:
         super().__init__(constraint)
@@ -43,11 +39,9 @@ class XGrammarLowering(SchemaLowering):
         than `a`."""
         self.lengths = False
         """Some string has a minLength or a maxLength: xgrammar allows control characters in those, and no escapes."""
-        self.patterns: list[regex.Node] = []
-        """JSON text between quotes. Number n is the pattern `PATTERN.format(n)` in the lowered schema: xgrammar's own
-        automata for patterns let `(a+b)?` match `a`."""
-        self.numbers_written: list[regex.Node] = []
-        """Numbers in JSON text. Number n is the string with the pattern `NUMBER.format(n)` in the lowered schema."""
+        self.rules: dict[str, regex.Node] = {}
+        """Rules for JSON text: between quotes (`pattern_0`), as xgrammar's own automata for patterns let `(a+b)?` match
+        `a`, or of a number (`number_1`). In the lowered schema each is a string with the pattern `^pattern_0$`."""
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         for value in numbers_in(values):
@@ -64,15 +58,17 @@ class XGrammarLowering(SchemaLowering):
         if keyword is not None:
             # xgrammar's own formats allow the 31st of February, 00:00:61, 222.046.46.46 and quotes in JSON pointers.
             pattern = schema["pattern"] if keyword == "pattern" else FORMATS[schema["format"]]
-            return {"type": "string", "pattern": self._placeholder(schema, keyword, pattern, least, most)}
+            return self._of_pattern(schema, keyword, pattern, least, most)
         if most == 0:
             return {"const": ""}
         lengths = counts("minLength", least, "maxLength", most)
         self.lengths = self.lengths or bool(lengths)
         return {"type": "string", **lengths}
 
-    def _placeholder(self, schema: dict[str, Any], keyword: str, pattern: str, least: int, most: int | None) -> str:
-        """Return the placeholder for `pattern`, the value of `keyword`, in the schema's text."""
+    def _of_pattern(
+        self, schema: dict[str, Any], keyword: str, pattern: str, least: int, most: int | None
+    ) -> dict[str, Any]:
+        """Lower strings with a match of `pattern`, which `keyword` demands."""
         try:
             node = string_pattern.fit(parse_search(pattern), least, most)
             try:  # escapes make masks slow: see `xgrammar._corrected`
@@ -81,15 +77,22 @@ class XGrammarLowering(SchemaLowering):
                 text = string_pattern.in_json(node, escapes=True)
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
-        self.patterns.append(text)
-        return PATTERN.format(len(self.patterns) - 1)
+        return self._rule("pattern", text)
 
-    def numeric(self, schema: dict[str, Any], *, integer: bool) -> dict[str, Any]:
-        node = pattern_of(self.numbers(schema, integer=integer))
+    def _rule(self, kind: str, node: regex.Node) -> dict[str, Any]:
+        """Add a rule for `node`, and return the schema that stands for it."""
+        name = f"{kind}_{len(self.rules)}"
+        self.rules[name] = node
+        return {"type": "string", "pattern": f"^{name}$"}
+
+    def numeric(self, schema: dict[str, Any], kind: str) -> dict[str, Any]:
+        numbers = self.numbers(schema, kind)
+        if "multipleOf" not in schema:
+            return {"type": kind, **numbers.bounds()}
+        node = pattern_of(numbers)
         if node is None:
             raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
-        self.numbers_written.append(node)
-        return {"type": "string", "pattern": NUMBER.format(len(self.numbers_written) - 1)}
+        return self._rule("number", node)
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape

@@ -377,7 +377,7 @@ class BudgetedSequence:
         if near:
             kept = row & (unrestricted | fitting)
             if not (kept.any() or matcher.is_accepting()):  # no completion fits any more: end as soon as possible
-                kept = row & pack(known.tokens[:1], len(row) * 32)
+                kept = pack(known.tokens[:1], len(row) * 32)  # even if an output rule forbids it
         else:
             unfit = [token for token, fits in tried.items() if fits is False]
             kept = row & (~completions.beginning_with(unfit) | fitting)

@@ -25,6 +25,8 @@ class Piece:
     text: str
     index: int = 0
     """Number of the call."""
+    end: int = 0
+    """Number of characters of the output up to its end, if it is text or reasoning."""
 
 
 _Value = TypeVar("_Value")
@@ -134,7 +136,7 @@ class OutputParser:
             self._blank = whole[len(shown) :]
             self._has_text = self._has_text or bool(shown)
             self._position = searched = found.end() if begun else end
-            yield from [Piece("text", shown)] if shown else []
+            yield from [Piece("text", shown, end=end - len(self._blank))] if shown else []
             if begun and found["name"] is not None:
                 return found
             if not begun:
@@ -215,7 +217,8 @@ class OutputParser:
         found = False
         while not found:
             text, found = self._until(mark)
-            yield from [Piece(kind, text, max(self.num_calls - 1, 0))] if text else []
+            end = self._position - (len(mark) if found else 0)
+            yield from [Piece(kind, text, max(self.num_calls - 1, 0), end)] if text else []
             yield from [] if found else [None]
 
     def _take(self, pattern: str, trigger: str | None = None) -> _Steps[Any]:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import TypeAdapter
 
 from engine.sampling_params import SamplingParams
 from guided.constraint import Constraint
@@ -12,7 +13,7 @@ from guided.errors import InvalidRequest
 REFUSED: dict[str, list[Any]] = {
     "n": [0, 1.5, True],
     "temperature": [-0.1, float("nan"), "hot"],
-    "top_p": [0.0, 1.1],
+    "top_p": [-0.1, 1.1],
     "top_k": [-2],
     "min_p": [2.0],
     "seed": [0.5, 2**64],
@@ -40,6 +41,20 @@ def test_each_refusal_names_its_parameter(param: str, value: Any) -> None:
     assert refusal.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "others"),
+    [
+        ("json_schema", '{"enum": [1, 2], "type": "integer"}', {"output_type": Literal[1, 2]}),
+        ("output_type", Literal["a", "b"], {"choice": ["a", "b", "a"]}),
+        ("output_type", dict[str, int], {"json_schema": TypeAdapter(dict[str, int]).json_schema()}),
+        ("regex", "[0-9]+", {"constraint": Constraint.regex("[0-9]+")}),
+    ],
+)
+def test_equal_constraints_count_once(field: str, value: Any, others: dict[str, Any]) -> None:
+    constraint = SamplingParams(**{field: value}).constraint
+    assert SamplingParams(**{**others, field: value}).constraint == SamplingParams(**others).constraint == constraint
+
+
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0, "n": 2}
 RESAMPLED: dict[str, Any] = {"resample": True, "regex": "a", "best_of": 2}
 
@@ -59,6 +74,8 @@ RESAMPLED: dict[str, Any] = {"resample": True, "regex": "a", "best_of": 2}
         ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) is more than max_tokens \(4\)"),
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"),
         ({"json_schema": {}, "regex": "a"}, "json_schema and regex"),
+        ({"choice": ["a"], "output_type": Literal["a", "b"]}, "choice and output_type"),
+        ({"json_object": True, "output_type": dict[str, int]}, "json_object and output_type"),
         ({"regex": "a", "constraint": Constraint.regex("b")}, "constraint and regex"),
         ({"regex": "a", "backend": "pencil"}, "pencil"),
         ({"grammar": 'start: "a"', "backend": "lm-format-enforcer"}, r"lm-format-enforcer.*grammar"),
@@ -85,15 +102,16 @@ def test_top_k_is_off_with_minus_one_too() -> None:
         ({"constraint": Constraint.regex("b")}, "regex"),
     ],
 )
-def test_the_constraint_is_there(fields: dict[str, Any], kind: str) -> None:
+def test_the_constraint_is_there(fields: dict[str, Any], kind: str, caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(**fields)
     assert params.constraint is not None
     assert (params.constraint.kind, params.constraint.whitespace) == (kind, fields.get("whitespace_pattern"))
     assert dataclasses.replace(params, n=2).constraint == params.constraint
-    for param, value in (("stop", "a"), ("stop_token_ids", [1])):
-        with pytest.raises(InvalidRequest, match=r"cut the .* constraint short") as refusal:
-            dataclasses.replace(params, **{param: value})
-        assert refusal.value.param == param
+    assert dataclasses.replace(params, stop="a").stop == ()
+    assert f"stop is ignored: it is not searched in the output of a {kind} constraint" in caplog.text
+    with pytest.raises(InvalidRequest, match=r"cut the .* constraint short") as refusal:
+        dataclasses.replace(params, stop_token_ids=[1])
+    assert refusal.value.param == "stop_token_ids"
 
 
 def test_they_are_frozen_and_stop_is_a_tuple() -> None:

@@ -22,6 +22,7 @@ from byte_vocabulary import BYTES, tokens
 
 from actors.compiler import Compiler
 from engine.server.constraints import requested_constraint as asked
+from engine.server.options import ServerSettings
 from engine.server.protocol import ChatRequest
 from guided.backends import AUTO, BACKENDS, Backends, candidates
 from guided.constraint import Constraint
@@ -150,7 +151,7 @@ UNDERSTOOD = {"vllm-35438-missing-json_schema"}  # a form that we take, as llama
 def test_a_request_is_decided_as_listed(entry: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], **payload(entry)}
     if entry["expected"] == "accept":
-        assert asked(ChatRequest.model_validate(body)).constraint is not None
+        assert asked(ChatRequest.model_validate(body), ServerSettings()).constraint is not None
     else:
         with pytest.raises((ValueError, InvalidRequest)):
-            asked(ChatRequest.model_validate(body))
+            asked(ChatRequest.model_validate(body), ServerSettings())

@@ -131,7 +131,7 @@ CLOSED = "structured_outputs.disable_additional_properties"
         ({"response_format": {"type": "structural_tag"}}, InvalidConstraint, "response_format", "format"),
         ({"response_format": {"type": "text", "format": {}}}, InvalidConstraint, "response_format.format", "text"),
         ({"response_format": {"type": "json_schema"}}, InvalidConstraint, MISSING, "Missing"),
-        ({"response_format": {**FORMAT, "type": "json_object"}}, InvalidConstraint, MISSING[:27], "json_object"),
+        ({"response_format": {**FORMAT, "type": "text"}}, InvalidConstraint, MISSING[:27], "not text"),
         ({"regex": "a", "whitespace_pattern": " "}, InvalidRequest, "whitespace_pattern", "regex"),
         ({"whitespace_pattern": " "}, InvalidRequest, "whitespace_pattern", "JSON constraint"),
         (
@@ -141,7 +141,8 @@ CLOSED = "structured_outputs.disable_additional_properties"
         ({"structured_outputs": {"regex": "a", CLOSED[19:]: True}}, InvalidRequest, CLOSED, "regex"),
         ({"json_schema": SCHEMA, "whitespace_pattern": "\x00"}, InvalidConstraint, "whitespace_pattern", "NUL"),
         ({"backend": "nonesuch"}, InvalidRequest, "backend", "llguidance"),
-        ({"choice": ["a"], "backend": "xgrammar", OLDER: "xgrammar"}, InvalidRequest, OLDER, "one"),
+        ({"choice": ["a"], "backend": "xgrammar", OLDER: "outlines"}, InvalidRequest, OLDER, "one"),
+        ({"choice": ["a"], OLDER: "xgrammar:no-fall"}, InvalidRequest, OLDER, "no-fallback"),
         ({"grammar": GRAMMAR, OLDER: "outlines"}, UnsupportedConstraint, OLDER, "outlines"),
     ],
 )
@@ -157,4 +158,6 @@ def test_errors_of_the_compilation_are_respelled() -> None:
     assert job.respell(InvalidConstraint("bad", param="regex"), 0).param == "guided_regex"
     assert job.respell(InvalidConstraint("bad"), 0).param == "guided_regex"
     assert job.respell(InvalidRequest("bad", param="stop"), 0).param == "stop"
+    kept = InvalidConstraint("bad", param="regex")
+    assert (job.respell(kept, 0).param, kept.param) == ("guided_regex", "regex"), "other requests get it, too"
     assert job.respell(InvalidRequest("too long", param="prompt"), 1).param == "prompt[1]"

@@ -86,21 +86,3 @@ def test_masked_choices_have_all_of_the_probability(client: TestClient) -> None:
     assert raw["message"] == choice["message"]
     assert sum(math.exp(each["logprob"]) for each in raw["logprobs"]["content"][0]["top_logprobs"]) < 0.9
     assert len(raw["logprobs"]["content"][0]["top_logprobs"]) == 5
-
-
-@pytest.mark.parametrize(
-    ("fields", "harmless", "cutting"),
-    [
-        ({"choice": ["yes", "no"]}, "maybe", ["maybe", "e"]),
-        ({"json_schema": SCHEMA}, ["\nObservation:", "\n\nHuman"], '\n  "Observation'),
-        ({"json_object": True}, 'x"\nhuman', "}\n"),
-        ({"regex": "a+"}, None, "b"),
-    ],
-)
-def test_stop_strings_that_could_cut_are_refused(
-    client: TestClient, fields: dict[str, Any], harmless: Any, cutting: Any
-) -> None:
-    assert ask(client, **fields, stop=harmless)["choices"] == ask(client, **fields)["choices"]
-    answer = client.post("/v1/chat/completions", json={**HELLO, **fields, "stop": cutting})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop")
-    assert "could cut" in answer.json()["error"]["message"]

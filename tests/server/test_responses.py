@@ -238,13 +238,65 @@ def test_an_empty_answer_is_a_message(hermes: TestClient) -> None:
     assert message["content"] == [{"type": "output_text", "annotations": [], "text": ""}]
 
 
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
+
+
+@pytest.mark.parametrize("fields", [{}, {"text": FORMAT}, {"choice": ["a🦖🦖b", "ÄÖ"]}])
+def test_logprobs_are_those_of_the_same_chat(hermes: TestClient, fields: dict[str, Any]) -> None:
+    asked = {"temperature": 0, "top_logprobs": 2, **fields}
+    [message] = create(hermes, **asked, **LOGPROBS, max_output_tokens=30)["output"]
+    part = message["content"][0]
+    chat = {name: value for name, value in asked.items() if name != "text"}
+    chat |= {"json_schema": LIGHT} if "text" in fields else {}
+    told = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "max_tokens": 30}
+    tokens = hermes.post("/v1/chat/completions", json={**told, **chat}).json()["choices"][0]["logprobs"]["content"]
+    spelled = [token for token in tokens if token["bytes"]]
+    assert part["logprobs"] == spelled[: len(part["logprobs"])]
+    assert len(spelled) - len(part["logprobs"]) <= 1  # the end token is no text
+    assert b"".join(bytes(token["bytes"]) for token in part["logprobs"]).decode(errors="replace") == part["text"]
+    assert {len(token["top_logprobs"]) for token in part["logprobs"]} == {2}
+
+
+def test_streamed_logprobs_are_those_of_the_answer(hermes: TestClient) -> None:
+    asked = {"temperature": 0, "choice": ["a🦖🦖b"], **LOGPROBS}
+    events = events_of(hermes, **asked)
+    by_delta = [event for event in events if event["type"] == "response.output_text.delta"]
+    told = [token for event in by_delta for token in event["logprobs"]]
+    [done] = [event for event in events if event["type"] == "response.output_text.done"]
+    [message] = create(hermes, **asked)["output"]
+    assert told == done["logprobs"] == message["content"][0]["logprobs"]
+    assert b"".join(bytes(token["bytes"]) for token in told).decode() == "a🦖🦖b"
+    assert [token["top_logprobs"] for token in told] == [[]] * len(told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_leave_out_thoughts_and_calls(
+    thinking: Callable[[str], TestClient], hermes: TestClient, stream: bool
+) -> None:
+    """Tokens of markers are no text either. Without `include`, `top_logprobs` asks for them too."""
+    cases: list[tuple[TestClient, dict[str, Any]]] = [
+        (thinking("<think>"), {"regex": "[a-z]{8}", "max_reasoning_tokens": 5, "reasoning": {"effort": "low"}}),
+        (hermes, {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}),
+    ]
+    for client, fields in cases:
+        asked = {**fields, "top_logprobs": 1}
+        response = events_of(client, **asked)[-1]["response"] if stream else create(client, **asked)
+        items = {item["type"]: item for item in response["output"]}
+        assert items.keys() & {"reasoning", "function_call"}
+        if "regex" in fields:
+            [part] = items["message"]["content"]
+            assert "".join(token["token"] for token in part["logprobs"]) == part["text"]
+            assert len(part["text"]) == 8
+        assert str(response["output"]).count("top_logprobs") == (len(part["logprobs"]) if "regex" in fields else 0)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
         ({"background": True}, "background", ""),
         ({"n": 2}, "n", "should be 1"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs", "20"),
         ({"input": []}, "input", ""),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "'message'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]", "arguments, call_id"),

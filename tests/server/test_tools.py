@@ -238,8 +238,6 @@ def test_a_stop_string_ends_text_and_no_call(hermes: TestClient) -> None:
     [choice] = ask(hermes, **ONE, stop=['"', "}", "\n", "tool_call"])["choices"]
     assert calls_of(choice["message"]) == [call]
     assert choice["finish_reason"] == "tool_calls"
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["abc"]}}}
-    assert refusal(hermes, response_format=form, stop="b")["message"].startswith("stop could cut the json_schema")
 
 
 def custom(name: str, form: Any = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-SECTIONS = ["openai", "anthropic", "openai-agents", "pydantic-ai", "langchain-openai", "outlines"]
+SECTIONS = ["openai", "anthropic", "openai-agents", "pydantic-ai", "langchain-openai", "outlines", "ollama"]
 
 
 @pytest.mark.parametrize("section", SECTIONS)

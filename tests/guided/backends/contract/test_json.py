@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
+import re
 from typing import Any
 
 import numpy as np
@@ -58,18 +60,110 @@ def test_compact_whitespace(backends: Backends, backend: str, vocabulary: Vocabu
     assert compact.is_accepting()
 
 
-def test_whitespace_as_json_is_usually_written(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
-    usual = backends[backend].compile(Constraint.json_schema(PERSON))
-    document = {"name": "A da", "age": 36, "tags": ["math"]}
-    layouts: list[dict[str, Any]] = [{}, {"separators": (",", ":")}]
-    if backend in ("llguidance", "xgrammar"):  # in a regex, line breaks would make the automaton much larger
-        layouts += [{"indent": 2}, {"indent": "\t"}]
-    for layout in layouts:
-        matcher = usual.matcher()
-        matcher.accept_tokens(vocabulary.encode(json.dumps(document, **layout)))
+LAYOUTS: list[dict[str, Any]] = [{}, {"separators": (",", ":")}, *({"indent": blanks} for blanks in range(1, 5))]
+UNUSUAL = [
+    '{ "name"', '{"name" :', '{"name"\n:', '{"name":  "A"', '{"name":\n"A"', '{"name":\t"A"', '{"name":"A" ,',
+    '{"name":"A"\n,',
+    '{"name":"A", \n"age"', '{"name":"A",\n\n"age"', '{"name":"A",\r\n"age"', '{"name":"A",\n\t"age"', "\n{", "{\n}",
+    '{"name":"A","age":1,"tags":[ ]', '{"name":"A","age":1,"tags":[\n]', '{"name":"A","age":1,"tags":["a" ]',
+    '{"name":"A","age":1,"tags":["a"\n,', '{"name":"A","age":1,"tags":["a"\n\n]', '{\n' + " " * 33 + '"name"',
+    '{"name":"A","age":1,"tags":[]}\n', '{"name":"A","age":1,"tags":[] }',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_usual_layouts_are_writable(
+    backends: Backends, backend: str, vocabulary: Vocabulary, layout: dict[str, Any]
+) -> None:
+    if backend not in ("llguidance", "xgrammar") and "indent" in layout:
+        pytest.skip("line breaks would make an automaton much larger")
+    matcher = backends[backend].compile(Constraint.json_schema(PERSON)).matcher()
+    for tags in (["math", "a, b: [1]\u00a0"], []):
+        text = json.dumps({"name": "A da", "age": 36, "tags": tags}, ensure_ascii=False, **layout)
+        written = matcher.fork()
+        written.accept_tokens(vocabulary.encode(text))
+        assert written.is_accepting(), text
+
+
+@pytest.mark.parametrize("text", UNUSUAL)
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_unusual_whitespace_is_not(backends: Backends, backend: str, vocabulary: Vocabulary, text: str) -> None:
+    grammar = backends[backend].compile(Constraint.json_schema(PERSON))
+    row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+    for tokens in (vocabulary.encode(text), [vocabulary.encode(character)[0] for character in text]):
+        worker = MaskWorker(vocabulary)
+        worker.open(0, grammar)
+        count = 0
+        while count < len(tokens) and worker.fill(0, tokens[max(count - 1, 0) : count], row) is None:
+            if tokens[count] not in allowed_ids(row):
+                break
+            count += 1
+        assert count < len(tokens)
+
+
+NESTED: dict[str, Any] = {"a": [{"b": [[], {}, [[1, {"c": None}]]]}, "x: , \n"], "d": {"e": {"f": {"g": {"h": [0]}}}}}
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_nested_documents_are_writable(
+    backends: Backends, backend: str, vocabulary: Vocabulary, layout: dict[str, Any]
+) -> None:
+    text = json.dumps(NESTED, **layout)
+    form = {"type": "tag", "begin": "<f>\n", "content": {"type": "json_object"}, "end": "\n</f>"}
+    tag = Constraint.structural_tag({"type": "structural_tag", "format": form})
+    for constraint, output in ((Constraint.json_object(), text), (tag, f"<f>\n{text}\n</f>")):
+        matcher = backends[backend].compile(constraint).matcher()
+        matcher.accept_tokens(vocabulary.encode(output))
         assert matcher.is_accepting()
-    with pytest.raises(TokenRejected):
-        usual.matcher().accept_tokens(vocabulary.encode('{"name":' + " " * 60 + '"Ada"'))
+
+
+ORDER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "tags": {"type": "array", "items": {"enum": ["x", None]}, "minItems": 1},
+        "of": {"type": "object", "properties": {"n": {"type": "integer"}, "m": {"type": "boolean"}}, "required": ["n"]},
+    },
+    "required": ["name", "tags", "of"],
+}
+UNUSUAL_LINE = re.compile(rb"[ :]\n|\n *[,:\n]|[\[{]\n *[\]}]|\n {33}|[\t\r]|[,:]  ")
+QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*("|$)')
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("in_tag", [False, True])
+def test_a_random_model_keeps_to_the_layout(
+    backends: Backends, backend: str, vocabulary: Vocabulary, in_tag: bool
+) -> None:
+    """A model that likes line breaks and brackets breaks no line before a comma, and none twice."""
+    constraint = Constraint.json_schema(ORDER)
+    if in_tag:
+        form = {
+            "type": "tag",
+            "begin": "<f>",
+            "content": {"type": "json_schema", "json_schema": ORDER},
+            "end": "\n</f>",
+        }
+        constraint = Constraint.structural_tag({"type": "structural_tag", "format": form})
+    grammar = backends[backend].compile(constraint)
+    row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+    draw = random.Random(0)
+    lines = 0
+    for _ in range(40):
+        worker = MaskWorker(vocabulary)
+        worker.open(0, grammar)
+        output: list[int] = []
+        while len(output) < 120 and stop(vocabulary) not in output:
+            assert worker.fill(0, output[-1:], row) is None, vocabulary.decode(output)
+            allowed = allowed_ids(row).tolist()
+            liked = [token for token in allowed if b"\n" in vocabulary.token_bytes[token]]
+            ends = [token for token in allowed if vocabulary.token_bytes[token][:1] in b'"]}']
+            output.append(draw.choice(draw.choice([liked, ends, allowed]) or allowed))
+        text = QUOTED.sub(b'"s"', vocabulary.decode(output).removesuffix(b"\n</f>"))
+        lines += text.count(b"\n")
+        assert not UNUSUAL_LINE.search(text), text
+    assert lines > 40
 
 
 def test_escaped_control_characters(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
@@ -79,6 +173,20 @@ def test_escaped_control_characters(backends: Backends, backend: str, vocabulary
     matcher = backends[backend].compile(wanted).matcher()
     matcher.accept_tokens(vocabulary.encode(written))
     assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_escapes_are_writable_in_values_not_in_keys(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
+    fields = {"a": {"type": "string"}, "b": {"type": "string", "minLength": 1}}
+    schema = {"type": "object", "properties": fields, "required": ["a"], "additionalProperties": False}
+    matcher = backends[backend].compile(Constraint.json_schema(schema)).matcher()
+    written = matcher.fork()
+    written.accept_tokens(vocabulary.encode(r'{"a":"Z\u00fcr\u0069ch\n\"","b":"x\u0041\t"}'))
+    assert written.is_accepting()
+    key = vocabulary.encode(r'{"\u0061":')
+    assert matcher.accepts(key) < len(key)
+    empty = vocabulary.encode('{"a":"","b":""}')
+    assert matcher.accepts(empty) < len(empty)
 
 
 @pytest.mark.parametrize(

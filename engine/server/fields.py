@@ -1,0 +1,317 @@
+"""The fields of requests: how objects are read, and the table of the fields that hold a constraint.
+
+The table consists of three classes. `ConstraintFields` has the fields of a body, of `nvext` and of `sampling_params`;
+`StructuredOutputs` and `ResponseFormat` are objects among them. A field whose type has a `Kind` is a row:
+the type says the kind of its constraint, the class its place. `constraints.py` reads the rows, `Body.hint` compares
+unknown fields with them, and `benchmarks/fields.py` writes docs/http-reference.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+from guided.constraint import ConstraintKind
+from guided.errors import bounded
+
+REFUSED = {
+    "tools": "functions are called in chats: use /v1/chat/completions or /v1/responses",
+    "tool_choice": "functions are called in chats",
+    "functions": "this former name of tools is known in /v1/chat/completions only",
+    "function_call": "this former name of tool_choice is known in /v1/chat/completions only",
+    "modalities": "the only modality is text",
+    "audio": "audio is not supported",
+    "images": "images are not supported: the models served here read text",
+    "suffix": "the models served here don't fill in the middle",
+    "web_search_options": "web search is not supported",
+    "chat_template": "a request can't bring its own chat template",
+    "prompt_embeds": "prompt embeddings are not supported",
+    "prompt_logprobs": "log-probabilities of prompts are not available here: use /v1/chat/completions",
+    "truncate_prompt_tokens": "prompts are not truncated: send a shorter one",
+    "previous_response_id": "the server stores no responses: send the whole conversation in input",
+    "conversation": "the server stores no conversations: send the whole conversation in input",
+    "background": "the server stores no responses: ask for a stream",
+    "mcp_servers": "the server calls no MCP servers: list their tools, and run the calls",
+}
+"""Known fields that would change the answer, and why they are rejected."""
+
+_NEUTRAL: tuple[Any, ...] = (None, [], "", False, "none", "auto", ["text"])
+"""Values with which such a field, and an unknown one, has no effect."""
+
+WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "truncation", "cache_salt"),
+    *("prompt_cache_retention", "prediction", "verbosity", "cache_control", "inference_geo", "speed"),
+    "max_tool_calls",  # of tools that a server runs
+    "disable_fallback",  # of `structured_outputs`: a backend that is named never is replaced by another one
+    *("caller", "citations", "is_error", "signature"),  # of blocks in Anthropic's API, and of its tools:
+    *("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"),
+)
+"""Known fields that can't change the answer. They are accepted with `--strict-fields` too."""
+
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is validated up to its first error, so that a long list does not give an error for each element."""
+
+MAX_IGNORED = 20
+"""Maximum number of ignored fields that an answer names."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Marks the type of a field that holds a constraint. None: the field is an object with fields of several kinds."""
+
+    name: ConstraintKind | None
+
+
+Schema = Annotated[dict[str, Any] | str | bool | None, Kind("json_schema")]
+AnyObject = Annotated[bool | None, Kind("json_object")]
+Regex = Annotated[str | None, Kind("regex")]
+Choice = Annotated[Many[str] | None, Kind("choice")]
+Grammar = Annotated[str | None, Kind("grammar")]
+Tag = Annotated[dict[str, Any] | str | None, Kind("structural_tag")]
+TagPart = Annotated[Any, Kind("structural_tag")]
+
+
+class Body(BaseModel):
+    """A body with strict types: no "3" for 3. Fields are dropped if their value has no effect.
+
+    Unknown fields are dropped, and noted in the list `ignored` of the validation context. Without this list they are
+    rejected, as they are where `tolerant` is False, or where they could be meant as another field (`hint`).
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    tolerant: ClassVar[bool] = True
+    prefix: ClassVar[str] = ""
+    """Prefix of the names of its unknown fields in `ignored`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_without_effect(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        names = names_of(cls)
+        context = info.context or {}
+        ignored: list[str] | None = context.get("ignored")
+        kept: dict[str, Any] = {}
+        for name, value in cls.gathered(data, context.get("names", {})).items():
+            if name in names:
+                kept[name] = value
+            elif value not in _NEUTRAL or (value == 0 and value is not False):
+                cls._check_unknown(name, value, ignored)
+                noted = bounded(cls.prefix + name, 60)
+                if ignored is not None and noted not in ignored and len(ignored) < MAX_IGNORED:
+                    ignored.append(noted)
+        return kept
+
+    @classmethod
+    def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
+        """Return all fields of a body. `names` takes fields that were elsewhere -> their names in the request."""
+        return data
+
+    @classmethod
+    def _check_unknown(cls, name: str, value: Any, ignored: list[str] | None) -> None:
+        """Raise the error for an unknown field that is not ignored."""
+        if name in REFUSED:
+            raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": REFUSED[name]})
+        if name in WITHOUT_EFFECT:
+            return
+        meant = cls.hint(name, thorough=len(ignored or ()) < MAX_IGNORED and len(name) <= 40)
+        if meant is None and isinstance(value, dict):
+            inner = next((key for key in value if key not in _COMMON and cls.hint(key, thorough=False)), None)
+            if inner is not None:
+                name, meant = f"{name}.{inner}", cls.hint(inner, thorough=False)
+        if meant is not None or ignored is None or not cls.tolerant:
+            raise PydanticCustomError("unknown_parameter", "{why}", {"name": bounded(name), "why": meant or ""})
+
+    @classmethod
+    def hint(cls, name: str, thorough: bool = True) -> str | None:
+        """Return the field that an unknown one is probably meant as. `thorough`: if it is only misspelt, too."""
+        if name in MISNAMED and "response_format" in names_of(cls):
+            return MISNAMED[name]
+        similar = get_close_matches(name, [row.name for row in rows(cls)], 1, 0.8) if thorough else []
+        return similar[0] if similar else _field_of(name, cls)
+
+
+@cache
+def names_of(body: type[Body]) -> frozenset[Any]:
+    """Return the names that the fields of a kind of object have in requests."""
+    names: set[Any] = set()
+    for name, field in body.model_fields.items():
+        alias = field.validation_alias or name
+        names.update(getattr(alias, "choices", [alias]))
+    return frozenset(names)
+
+
+class Row(NamedTuple):
+    """A field that holds a constraint."""
+
+    name: str
+    """The field's name in requests."""
+    attribute: str
+    kind: ConstraintKind | None
+
+
+@cache
+def rows(body: type[Body]) -> tuple[Row, ...]:
+    """Return the part of the table that describes the fields of a kind of object."""
+    return tuple(
+        Row(field.alias or attribute, attribute, mark.name)
+        for attribute, field in body.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Kind)
+    )
+
+
+MISNAMED = {
+    **dict.fromkeys(
+        (
+            *("format", "text", "text_format", "output_format", "output_config", "output_type", "output_model"),
+            *("response_model", "response_type", "response_mime_type", "responseMimeType", "result_type"),
+        ),
+        "response_format",
+    ),
+    "enum": "choice",
+    "guided_schema": "guided_json",
+    "extra_body": "its fields, beside the others",
+}
+"""Names that mean a constraint, and are not like those of its fields."""
+_COMMON = ("format", "text", "enum")
+"""Those among them that mean something else within an object that is unknown."""
+MARKS: Mapping[str, ConstraintKind | None] = {
+    "jsonobject": "json_object",
+    "regex": "regex",
+    "regularexpression": "regex",
+    "pattern": "regex",
+    "grammar": "grammar",
+    "bnf": "grammar",
+    "lark": "grammar",
+    "structuraltag": "structural_tag",
+    "schema": "json_schema",
+    "json": "json_schema",
+    "choices": "choice",
+    "guided": None,
+    "structured": None,
+    "constrain": None,
+}
+"""Parts of names that mean a constraint, and its kind, if they tell it."""
+
+
+def _field_of(name: str, body: type[Body]) -> str | None:
+    """Return the field of a constraint that `name` means, because it is the field's name or because of a part of it."""
+    plain = name[:100].lower().replace("_", "").replace("-", "")
+    kinds = [kind for mark, kind in MARKS.items() if mark in plain]
+    named = [row.name for row in rows(body) if row.name == name or row.kind in kinds[:1]]
+    return named[0] if named else None
+
+
+class JsonSchemaFormat(Body):
+    """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
+
+    tolerant = False
+    name: str
+    description: str | None = None
+    schema_: Schema = Field(default=None, alias="schema")
+    strict: bool | str | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`, and the forms of other servers."""
+
+    tolerant = False
+    path: ClassVar[str] = "response_format"
+    """What errors call this field. `schema_path` is that of its schema."""
+    schema_path: ClassVar[str] = "response_format.json_schema.schema"
+    type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
+    json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
+    schema_: Schema = Field(default=None, alias="schema", description="The place in Responses, and llama.cpp's.")
+    value: Schema = Field(default=None, description="TGI's place.")
+    format: TagPart = Field(default=None, description="The format of a structural tag.")
+    structures: TagPart = Field(default=None, description="vLLM's older form of it.")
+    triggers: TagPart = None
+    # Without effect.
+    name: str | None = None
+    description: str | None = None
+    strict: bool | str | None = None
+
+
+class FormatHolder(Body):
+    """An object with a `format`, in Responses and Messages. What belongs into the format is refused beside it."""
+
+    path: ClassVar[str]
+    """The field's name."""
+
+    @classmethod
+    def hint(cls, name: str, thorough: bool = True) -> str | None:
+        return f"{cls.path}.format" if name == "type" or _field_of(name, ConstraintFields) else None
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of the constraint fields."""
+
+    tolerant = False
+    prefix = "structured_outputs."
+    json_: Schema = Field(default=None, alias="json")
+    regex: Regex = None
+    choice: Choice = None
+    grammar: Grammar = None
+    json_object: AnyObject = None
+    structural_tag: Tag = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+
+class ConstraintFields(Body):
+    """The fields of a constraint in a body, and of its parts `nvext` and `sampling_params`."""
+
+    # Our own names, some of them SGLang's, ...
+    json_schema: Schema = Field(default=None, description="A schema, or its JSON text.")
+    json_object: AnyObject = Field(default=None, description="The output is a JSON object.")
+    regex: Regex = Field(default=None, description="The whole output matches.")
+    choice: Choice = Field(default=None, description="The output is one of these.")
+    grammar: Grammar = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
+    structural_tag: Tag = Field(default=None, description="Free text with constrained parts.")
+    whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
+    # ... vLLM's, OpenAI's ...
+    structured_outputs: Annotated[StructuredOutputs | None, Kind(None)] = None
+    response_format: Annotated[ResponseFormat | None, Kind(None)] = None
+    # ... SGLang's, and vLLM's older names.
+    ebnf: Grammar = Field(default=None, description="SGLang's name of a grammar.")
+    guided_json: Schema = None
+    guided_regex: Regex = None
+    guided_choice: Choice = None
+    guided_grammar: Grammar = None
+    guided_whitespace_pattern: str | None = None
+
+
+class NvextFields(ConstraintFields):
+    """`nvext` of NVIDIA's servers."""
+
+    prefix = "nvext."
+
+
+class SglangFields(ConstraintFields):
+    """`sampling_params` of SGLang."""
+
+    prefix = "sampling_params."
+
+
+SAME_MEANING = (
+    ("messages", "prompt", "input"),
+    ("instructions", "system", "messages", "prompt"),
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
+    ("stop", "stop_sequences"),
+)
+"""Names of the same field in different APIs."""
+
+
+def name_here(name: str, body: type[Body]) -> str | None:
+    """Return what a kind of body calls a field of another API; None if it has no such field."""
+    group = next((group for group in SAME_MEANING if name in group), ())
+    return next((own for own in group if own in names_of(body)), None)

@@ -1,0 +1,273 @@
+"""POST /api/chat, /api/generate and /api/show, GET /api/tags and /api/version: Ollama's API.
+
+A request is one of a chat, with other names. Its output becomes lines of JSON, or their fields joined in one object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Iterator, MutableMapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from itertools import count
+from typing import Any, ClassVar, Literal, Self
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import AliasChoices, BaseModel, Field, model_validator
+
+from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from engine.server.answers import PartsAnswer, to_json
+from engine.server.chat import build_job_that_fits
+from engine.server.context import Context, ServerContext
+from engine.server.errors import OLLAMA_PATH, ollama_error
+from engine.server.fields import Body, Many, ResponseFormat
+from engine.server.generation import Job
+from engine.server.protocol import ChatRequest, GuidedInfo, Message, thinking_variables
+from engine.server.routes import RESPONSES, BodyRoute, JobResponse
+from guided.errors import GuidedError
+from guided.tools.parser import Piece
+
+_OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+"""Options that have other names in a chat."""
+
+
+class OllamaRequest(ChatRequest):
+    """Body of `POST /api/chat`. Without messages, the answer says that the model is loaded."""
+
+    place: ClassVar[str] = "messages"
+    """The field of the prompt."""
+    messages: Many[Message] = Field(default=[])
+    stream: bool = Field(default=True, description="Answer in lines of JSON.")
+    format: dict[str, Any] | Literal["json", ""] | None = Field(default=None, description='A schema, or "json".')
+    options: dict[str, Any] | None = Field(default=None, description="Sampling; num_predict is max_tokens.")
+    think: bool | str | None = Field(default=None, description="Whether to think, or an effort.")
+    keep_alive: str | float | None = Field(default=None, description="Without effect: the model stays loaded.")
+    # One output: a chat can have more.
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+
+    @classmethod
+    def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
+        """Put the options beside the other fields, which have priority."""
+        data = super().gathered(data, names)
+        options = data.get("options")
+        for name, value in options.items() if isinstance(options, dict) else ():
+            own = str(_OPTIONS.get(name, name))
+            is_unlimited = own == "max_tokens" and value in (0, -1, -2)
+            if data.get(own) is None and not is_unlimited:
+                data[own] = value
+                names[own] = f"options.{name}"
+        return data
+
+    def prepare(self, thinks: bool) -> None:
+        """Set the fields of a chat. `thinks`: the model has a thinking phase."""
+        if self.format:
+            chosen = {"type": "json_schema", "schema": self.format}
+            self.response_format = ResponseFormat.model_validate(
+                {"type": "json_object"} if self.format == "json" else chosen
+            )
+        if self.think is not None:
+            on = self.think is not False
+            self.chat_template_kwargs = {**thinking_variables(on), **(self.chat_template_kwargs or {})}
+            if isinstance(self.think, str):
+                self.reasoning_effort = self.think
+            if thinks and not on:
+                self.max_reasoning_tokens = 0
+        # Ollama's clients send no ids of calls. Their results have the same order.
+        calls, results = count(), count()
+        for message in self.messages:
+            for call in message.tool_calls or ():
+                call.id = call.id or f"call{next(calls):05}"
+            if message.role == "tool":
+                message.tool_call_id = message.tool_call_id or f"call{next(results):05}"
+
+
+class GenerateRequest(OllamaRequest):
+    """Body of `POST /api/generate`. Without a prompt, the answer says that the model is loaded."""
+
+    place = "prompt"
+    prompt: str = ""
+    system: str | None = None
+    # Refused. /v1/completions takes prompts without a template, and /api/chat conversations.
+    raw: Literal[False] = False
+    template: None = None
+    context: None = None
+
+    @model_validator(mode="after")
+    def _as_chat(self) -> Self:
+        system = [Message(role="system", content=self.system)] if self.system else []
+        self.messages = [*system, Message(role="user", content=self.prompt)] if self.prompt else []
+        return self
+
+
+class ShowRequest(Body):
+    model: str = Field(validation_alias=AliasChoices("model", "name"))
+
+
+class OllamaError(BaseModel):
+    """The body of every error, and the line that ends a stream."""
+
+    error: str
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": OllamaError} for status in ("4XX", "5XX")}
+router = APIRouter(prefix=OLLAMA_PATH, tags=["generation"], route_class=BodyRoute, responses=_ERRORS)
+models = APIRouter(prefix=OLLAMA_PATH, tags=["models"], responses=_ERRORS)
+
+
+@router.post("/generate", responses=RESPONSES)
+def answer_prompt(body: GenerateRequest, request: Request, context: Context) -> Response:
+    """Answer a prompt in the shape of Ollama's API."""
+    return answer_chat(body, request, context)
+
+
+@router.post("/chat", responses=RESPONSES)
+def answer_chat(body: OllamaRequest, request: Request, context: Context) -> Response:
+    """Answer a chat in the shape of Ollama's API."""
+    if not body.messages:
+        loaded = _record(context, _shaped(body.place), done=True, done_reason="load")
+        return JSONResponse(loaded)
+    names = request.state.field_names
+    names |= {"messages": body.place, "prompt": body.place, "logprobs": "top_logprobs", "response_format": "format"}
+    thinks = context.reasoning_format is not None
+    if body.think and not thinks:
+        request.state.ignored.append("think")
+    body.prepare(thinks)
+    job = build_job_that_fits(body, context, f"ollama-{uuid.uuid4().hex}", request.state.request_id)
+    return JobResponse(partial(_OllamaAnswer, body.place), job, request, context)
+
+
+@models.get("/version")
+def get_version() -> dict[str, str]:
+    return {"version": version("guided")}
+
+
+@models.get("/tags")
+def list_models(context: Context) -> dict[str, Any]:
+    """List the served model, as Ollama does."""
+    name = context.settings.model_name
+    digest = hashlib.sha256(name.encode()).hexdigest()  # clients show its beginning
+    return {"models": [{"name": name, "model": name, "digest": digest, **_described(context)}]}
+
+
+@router.post("/show")
+def show_model(body: ShowRequest, request: Request, context: Context) -> Response:
+    """Describe the served model, as Ollama does."""
+    family = context.engine.model.config.model_type
+    optional = {"tools": context.tool_format, "thinking": context.reasoning_format}
+    shown = {
+        **_described(context),
+        "template": context.engine.tokenizer.chat_template or "",
+        "model_info": {"general.architecture": family, f"{family}.context_length": context.engine.max_model_len},
+        "capabilities": ["completion", *(name for name, known in optional.items() if known is not None)],
+    }
+    return JSONResponse(shown)
+
+
+def _described(context: ServerContext) -> dict[str, Any]:
+    details = {"family": context.engine.model.config.model_type}
+    return {"modified_at": _written(context.created), "details": details}
+
+
+class _OllamaAnswer(PartsAnswer):
+    """Its parts are what the lines have of the output: `content`, `thinking`, `tool_calls` and `logprobs`."""
+
+    stream_type = "application/x-ndjson"
+
+    def __init__(self, place: str, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+        super().__init__(context, job, guided)
+        self._place = place
+        self._called = ""
+        """Name of the function in the open part."""
+
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        if self.guided is not None:
+            yield self._line({}, guided=self.guided_info())
+
+    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        self.parts.clear()
+        yield self.ended(finished)
+
+    def failure(self, error: GuidedError) -> dict[str, Any]:
+        return ollama_error(error)
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        return to_json(data) + b"\n"
+
+    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        self._called = piece.text
+        yield from ()
+
+    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        if self.open in _FIELDS:
+            reported = {"logprobs": logprobs} if logprobs else {}
+            self.parts.append({_FIELDS[self.open]: text, **reported})
+            yield self._line(self.parts[-1])
+
+    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+        if self.open == "call":
+            with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off is left out
+                function = {"name": self._called, "arguments": json.loads(self.text)}
+                self.parts.append({"tool_calls": [{"id": self.job.new_call_id(), "function": function}]})
+                yield self._line(self.parts[-1])
+
+    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+        whole: dict[str, Any] = {}
+        for part in self.parts:
+            for name, value in part.items():
+                whole[name] = whole[name] + value if name in whole else value
+        [output] = finished
+        [completion] = output.outputs
+        fields = {
+            "done_reason": completion.finish_reason,
+            "prompt_eval_count": len(output.prompt_token_ids),
+            "eval_count": len(completion.token_ids),
+            "guided": self.guided_info(finished, [completion]),
+        }
+        return self._line(whole, done=True, **fields, **_durations(output.metrics))
+
+    def _line(self, part: dict[str, Any], done: bool = False, **fields: Any) -> dict[str, Any]:
+        return _record(self.context, _shaped(self._place, **part), done=done, **fields)
+
+
+_FIELDS = {"text": "content", "reasoning": "thinking"}
+"""Kinds of pieces -> fields of a message."""
+
+
+def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) -> dict[str, Any]:
+    """Return a part of the output as the answer to messages or to a prompt has it."""
+    reported = {} if logprobs is None else {"logprobs": logprobs}
+    if place == "prompt":
+        return {"response": content, **others, **reported}
+    return {"message": {"role": "assistant", "content": content, **others}, **reported}
+
+
+def _record(context: ServerContext, shaped: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": context.settings.model_name, "created_at": _written(time.time()), **shaped, **fields}
+
+
+def _durations(times: RequestMetrics | None) -> dict[str, int]:
+    """Return the times of a request in nanoseconds. `load_duration` is the time until its constraint was compiled."""
+    if times is None:
+        return {}
+    ended = times.finished_time or time.monotonic()
+    begun = times.first_token_time or ended
+    compiled = times.compiled_time or times.arrival_time
+    seconds = {
+        "total_duration": ended - times.arrival_time,
+        "load_duration": compiled - times.arrival_time,
+        "prompt_eval_duration": begun - compiled,
+        "eval_duration": ended - begun,
+    }
+    return {name: round(1e9 * value) for name, value in seconds.items()}
+
+
+def _written(seconds: float) -> str:
+    """Write a time, in seconds since 1970, as RFC 3339 says."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,78 @@
+"""`allowed_token_ids` and `bad_words` with words as people have them, by `LLM` and the embedded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.default_model import checkpoint_path
+from engine.outputs import RequestOutput
+
+PROMPT = "Text: Tomas Berg is 51 years old and lives in Oslo.\nJSON: "
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "city": {"type": "string"}},
+    "required": ["name", "city"],
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(str(checkpoint_path()), pool="inline") as made:
+        yield made
+
+
+def run(llm: LLM, **fields: Any) -> RequestOutput:
+    [output] = llm.generate(PROMPT, SamplingParams(**{"temperature": 0, "max_tokens": 60, **fields}), use_tqdm=False)
+    return output
+
+
+@pytest.mark.parametrize("fields", [{}, {"json_schema": SCHEMA}, {"json_schema": SCHEMA, "temperature": 0.8, "n": 3}])
+def test_a_word_of_several_tokens_is_not_written(llm: LLM, fields: dict[str, Any]) -> None:
+    spelled = llm.tokenizer.encode(" Berg", add_special_tokens=False)
+    assert len(spelled) > 1
+    assert "Berg" in run(llm, **fields).outputs[0].text
+    for output in run(llm, **fields, bad_words=["Berg", "Oslo"]).outputs:
+        assert output.finish_reason in ("stop", "length")
+        assert not {"Berg", "Oslo"} & {*output.text.replace('"', " ").split()}
+    one = run(llm, **fields, bad_words=["Ber"]).outputs[0]  # it only is a part of the word, if a token has the rest
+    assert one.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"choice": ["yes", "no"], "bad_words": ["yes"]}, "no"),
+        ({"choice": ["yes", "no"], "bad_words": ["no"]}, "yes"),
+        ({"regex": "[0-9]{4}", "allowed_token_ids": "7"}, "7777"),
+        ({"choice": ["yes", "no"], "bad_words": ["yes", "no"]}, None),
+        ({"regex": "[0-9]{4}", "allowed_token_ids": "x"}, None),
+        ({"json_schema": SCHEMA, "bad_words": ["city"]}, None),
+        ({"choice": ["ab", "ac"], "bad_words": ["ab", "ac"], "use_beam_search": True, "best_of": 2}, None),
+    ],
+)
+def test_beside_a_constraint_both_masks_hold(llm: LLM, fields: dict[str, Any], expected: str | None) -> None:
+    if "allowed_token_ids" in fields:
+        tokens = llm.tokenizer.encode(fields["allowed_token_ids"], add_special_tokens=False)
+        fields = {**fields, "allowed_token_ids": tokens}
+    [output] = run(llm, **fields).outputs[:1]
+    if expected is None:
+        assert output.error is not None
+        assert (output.finish_reason, output.error.code) == ("error", "dead_end")
+    else:
+        assert (output.text, output.finish_reason) == (expected, "stop")
+
+
+def test_ignore_eos_leaves_the_allowed_tokens(llm: LLM) -> None:
+    tokens = llm.tokenizer.encode("abc", add_special_tokens=False)
+    output = run(llm, allowed_token_ids=tokens, ignore_eos=True, temperature=1).outputs[0]
+    assert len(output.token_ids) == 60
+    assert {*output.token_ids} <= {*tokens}
+
+
+def test_cached_tokens_of_a_repeated_prompt(llm: LLM) -> None:
+    run(llm)
+    assert (run(llm).num_cached_tokens or 0) >= 16
