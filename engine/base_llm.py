@@ -124,6 +124,8 @@ def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOp
     if choice == "inline":
         return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=True)
     if choice == "ray":
+        if find_spec("ray") is None:
+            raise ModuleNotFoundError("No module named 'ray'")
         from actors import RayPool  # Ray is optional and slow to import
 
         logger.info("opening the Ray pool: it takes some 5 s and 0.8 GB of memory; pool='inline' takes neither")

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -106,12 +107,19 @@ def test_what_is_not_installed_is_named(missing: str, command: str, says: str) -
 def test_serve_without_ray_has_an_inline_pool(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    pools: list[str] = []
+
+    def start(model: str, pool: str, *others: Any, **options: Any) -> None:
+        pools.append(pool)
+        raise OSError("it is not started")
+
     monkeypatch.setattr(base_llm, "find_spec", lambda name: None)
-    with caplog.at_level("WARNING"):
-        engine = process.start_engine(ServeOptions(load=LoadOptions(device="cpu")))
-    engine.shutdown()
-    assert engine.pool.status().name == "inline"
-    assert "Ray is not installed" in caplog.text
+    monkeypatch.setattr(process, "AsyncLLM", start)
+    for options in (ServeOptions(), ServeOptions(ray=RayPoolOptions(address="auto")), ServeOptions(pool="ray")):
+        with caplog.at_level("WARNING"), pytest.raises(OSError, match="not started"):
+            process.start_engine(options)
+    assert pools == ["inline", "ray", "ray"]
+    assert caplog.text.count("Ray is not installed") == 1
 
 
 def test_a_taken_port() -> None:
