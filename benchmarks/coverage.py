@@ -49,7 +49,8 @@ objects, too.
 - What is written still satisfies the schema as sent.
 - `guided.closed` in the answer has the JSON pointers of these objects. `open_objects: true` in a request, or
   `guided serve --open-objects`, keeps the schema as written; `guided check --close-objects` reads it as a request.
-- In an object that stays open, no additional key is a declared name in other case or with blanks around it.
+- In an object that stays open in a request, no additional key is a declared name in other case or with blanks around
+  it.
 
 ## Valid values that are never generated
 

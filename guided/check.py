@@ -120,7 +120,7 @@ def check(
     *,
     kind: ConstraintKind | None = None,
     backend: str = AUTO,
-    open_objects: bool = True,
+    open_objects: bool | None = None,
     samples: int = 0,
     seed: int = 0,
 ) -> Report:

@@ -61,8 +61,9 @@ class Constraint:
     whitespace: str | None = None
     strict: bool = False
     """Refuse what the mask does not enforce of a schema, instead of validating the output at its end."""
-    open_objects: bool = True
-    """Objects with named properties may have others where the schema does not say."""
+    open_objects: bool | None = None
+    """Whether objects with named properties may have others where the schema does not say. None: as the schema is
+    written; with True and False, no other key is nearly a declared name (`string_pattern.other_names`)."""
     leave_out: tuple[str, ...] = field(default=(), compare=False)
     """Keywords that the mask leaves out everywhere in a schema. Set for a library that refuses the schema otherwise."""
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
@@ -76,7 +77,7 @@ class Constraint:
         """Canonical key of 32 hex digits, equal for equal constraints in every process."""
         text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
         text += "\x1fstrict" if self.strict else ""
-        text += "" if self.open_objects else "\x1fclosed"
+        text += "" if self.open_objects is None else f"\x1f{self.open_objects}"
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     @classmethod
@@ -92,7 +93,7 @@ class Constraint:
         schema: Mapping[str, Any] | bool | str,
         *,
         whitespace: str | None = None,
-        open_objects: bool = True,
+        open_objects: bool | None = None,
         strict_schema: bool = False,
         param: str = "json_schema",
     ) -> Constraint:
@@ -100,7 +101,8 @@ class Constraint:
 
         Args:
             open_objects: whether an object that names properties may have others where the schema does not say. False:
-                it has none, as in OpenAI's strict mode, and `closed` lists these objects.
+                it has none, as in OpenAI's strict mode, and `closed` lists these objects. None: as the schema is
+                written, while requests exclude other keys that are nearly a declared name.
             strict_schema: refuse what the mask does not enforce: keywords that are only checked when the output ends,
                 and a `format` that is not in the specification, which by default is listed in `not_enforced`.
 
@@ -116,7 +118,7 @@ class Constraint:
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", param)
         spaces = _whitespace(whitespace, param)
-        closed = () if open_objects else schema_checks.closed_objects(document)
+        closed = () if open_objects is not False else schema_checks.closed_objects(document)
         return cls("json_schema", source, spaces, strict_schema, open_objects, not_enforced=tuple(notes), closed=closed)
 
     @classmethod
@@ -168,7 +170,7 @@ class Constraint:
         tag: Mapping[str, Any] | str,
         *,
         whitespace: str | None = None,
-        open_objects: bool = True,
+        open_objects: bool | None = None,
         strict_schema: bool = False,
         param: str = "structural_tag",
     ) -> Constraint:
@@ -230,7 +232,7 @@ class Constraint:
 
 
 @lru_cache(maxsize=2)  # a compilation asks for them several times
-def _nodes(source: str, open_objects: bool) -> Node:
+def _nodes(source: str, open_objects: bool | None) -> Node:
     from guided.element_arguments import expand
 
     return parse(json.loads(source), "structural_tag", partial(expand, open_objects=open_objects))

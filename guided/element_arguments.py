@@ -24,7 +24,7 @@ from guided.structural_tag import Content, Either, FreeText, Node, Series, Text,
 _MAX_NESTING = 20
 
 
-def expand(content: Content, *, open_objects: bool) -> Node:
+def expand(content: Content, *, open_objects: bool | None) -> Node:
     """Return the nodes of arguments in a style.
 
     Raises:

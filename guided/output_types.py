@@ -25,7 +25,7 @@ _TERMS = "outlines.types.dsl"
 
 
 def constraint_for(
-    output_type: Any, *, whitespace: str | None = None, open_objects: bool = True, param: str = _PARAM
+    output_type: Any, *, whitespace: str | None = None, open_objects: bool | None = None, param: str = _PARAM
 ) -> Constraint:
     """Build the constraint of a type.
 
@@ -112,7 +112,7 @@ def _is_term(output_type: Any) -> bool:
     return any(base.__module__ == _TERMS and base.__name__ == "Term" for base in type(output_type).__mro__)
 
 
-def _constraint_of_term(term: Any, whitespace: str | None, open_objects: bool, param: str) -> Constraint:
+def _constraint_of_term(term: Any, whitespace: str | None, open_objects: bool | None, param: str) -> Constraint:
     kind = type(term).__name__
     if kind == "JsonSchema":
         spaces = term.whitespace_pattern if whitespace is None else whitespace

@@ -178,7 +178,7 @@ def _combined(
     calls: Calls | None,
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
-    open_objects: bool,
+    open_objects: bool | None,
 ) -> tuple[Constraint, dict[str, tuple[str, str]]]:
     """Return the constraint on the whole output, and the request's fields that its parts come from (`Job.places`)."""
     given = wanted.constraint

@@ -14,9 +14,9 @@ from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
-from guided.completing.literals import literals
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.literals import literals
 from guided.output_rules import LineBreaks, NumberLimit, token_limit
 from guided.structural_tag import Content, contents
 from guided.vocabulary import Vocabulary

@@ -138,7 +138,7 @@ class LLGuidanceLowering(SchemaLowering):
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         properties, patterns, rest = self._named(schema)
         patterns = self._apart(schema, properties, patterns)
-        if properties and not patterns and rest is not False:
+        if self.distinct_names and properties and not patterns and rest is not False:
             patterns, rest = {f"^(?:{regex.render(other_names(properties))})$": rest}, False
         lowered: dict[str, Any] = {"type": "object"}
         if properties:

@@ -75,6 +75,8 @@ class SchemaLowering(ABC):
         """JSON pointers of the keywords that are left out, in the schema as sent."""
         self._leave_out = constraint.leave_out
         self._strict = constraint.strict
+        self.distinct_names = constraint.open_objects is not None
+        """No additional key may be nearly a declared name."""
         self._referenced: list[dict[str, Any]] = []
 
     def document(self) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
     mistakes = []
     if schema.open_names:  # without `u0061` and `/`, which would be a second way to write a character
         mistakes.append((r"(?m)^basic_escape ::= .*$", r"basic_escape ::= ([\"\\bfnrt])"))
-    if schema.open_names:
+    if schema.open_names and schema.distinct_names:
         grammar = _with_other_names(grammar)
     if schema.lengths:  # no escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s
         mistakes.append((re.escape(r"[^\"\\\r\n]"), r"[^\0-\x1f\"\\]"))

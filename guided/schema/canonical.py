@@ -44,14 +44,14 @@ _OWN_NAME = "urn:jsonschema:canonical:"
 """How the library's names of definitions begin that are no pointers into the schema as sent: a URI, escaped."""
 
 
-def canonical(schema: Schema, *, open_objects: bool = True) -> CanonicalForm:
+def canonical(schema: Schema, *, open_objects: bool | None = None) -> CanonicalForm:
     """Return the canonical form of a schema that `guided.schema.document.parse` returned. See `CanonicalForm`."""
     document = {} if schema is True else {"not": {}} if schema is False else schema
     return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")), open_objects)
 
 
 @lru_cache(maxsize=4)  # each backend that is tried asks for it
-def _form(text: str, open_objects: bool) -> CanonicalForm:
+def _form(text: str, open_objects: bool | None) -> CanonicalForm:
     return CanonicalForm(json.loads(text), open_objects=open_objects)
 
 
@@ -67,7 +67,7 @@ class CanonicalForm:
         InvalidConstraint: no value satisfies the schema, or the library does not take it.
     """
 
-    def __init__(self, document: dict[str, Any], *, open_objects: bool = True) -> None:
+    def __init__(self, document: dict[str, Any], *, open_objects: bool | None = None) -> None:
         self._open_objects = open_objects
         self._draft = draft_of(document)
         self._graph = SchemaGraph(document)
@@ -152,7 +152,7 @@ class CanonicalForm:
         if read.get("format", "date") not in FORMATS:
             del read["format"]  # an annotation
         result = _apart(_in_order(_closed(read), origin))
-        if not (self._open_objects or is_part):
+        if self._open_objects is False and not is_part:
             _close(result["allOf"][0] if "allOf" in result else result, origin)
         for part in (result, *result.get("allOf", ())):
             self._origins.setdefault(id(part), (part, origin))

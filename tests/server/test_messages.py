@@ -285,7 +285,7 @@ def test_what_has_no_effect(client_with: Make) -> None:
             "output_config.format",
             "(at '/type')",
         ),
-        ({"stop_token_ids": [5], "regex": "[ab]+"}, "stop_token_ids", "stop_token_ids: "),
+        ({"stop_token_ids": [5], "regex": "[ab]+"}, "stop_token_ids", "stop_token_ids could cut"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "MCP"),
         ({"json_shema": {}}, "json_shema", "json_schema"),
         ({"thread": {"type": "create"}}, "thread", "send all messages"),

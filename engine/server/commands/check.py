@@ -69,7 +69,7 @@ def check(
             vocabulary_of(tokenizer),
             kind=kind,
             backend=backend,
-            open_objects=not close_objects,
+            open_objects=False if close_objects else None,
             samples=samples,
             seed=seed,
             seconds=seconds,

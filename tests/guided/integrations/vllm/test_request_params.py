@@ -66,7 +66,7 @@ def test_the_options_of_the_server() -> None:
 
 def test_open_objects_reach_the_engine() -> None:
     found = guided_params(params({"open_objects": True}, json=SCHEMA), CONFIG)
-    assert found == GuidedParams(Constraint.json_schema(SCHEMA))
+    assert found == GuidedParams(Constraint.json_schema(SCHEMA, open_objects=True))
     assert GuidedParams.from_text(found.to_text()) == found
     with pytest.raises(InvalidRequest, match="true or false"):
         guided_params(params({"open_objects": "yes"}, json=SCHEMA), CONFIG)
