@@ -22,7 +22,8 @@ from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import is_number, listed, shortened, types_of
-from guided.schema.validation import Validator, draft_of, fault
+from guided.schema.spelling import rewrite, tidy
+from guided.schema.validation import TUPLES, Validator, draft_of, fault
 
 _Check = Callable[[Node, str], None]
 """Checks a subschema in a draft."""
@@ -38,6 +39,8 @@ _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
 _MAX_READ = 200_000
 """Number of characters that `relaxed` reads, which reads a schema once for each fault; a large one eight times."""
+_SINCE_2020 = {"$schema", "prefixItems", "$dynamicRef", "$dynamicAnchor"}
+"""Keywords of a schema that does not write tuples as draft 7 does."""
 _EXACT = re.compile(r"(?<!/properties)(?<!/\$defs)/(if|not|oneOf|contains)/")
 """Matches the pointers of subschemas that must not allow more: the whole would allow less then."""
 _NOT_ENFORCED = ("$comment", "not enforced")
@@ -84,7 +87,8 @@ def relaxed(schema: dict[str, Any], refused: Iterable[str] = ()) -> Any:
             _free(document, fault)
         for _ in range(8 + _MAX_READ // len(str(document))):
             try:
-                return _parse(document, [], False, _check_values)
+                _parse(document, [], False, _check_values)
+                return document
             except InvalidConstraint as error:
                 _free(document, error.pointer or "")
     return dict(_ANY_VALUE)
@@ -142,6 +146,11 @@ def _parse(
         raise InvalidConstraint("the schema is false: no value satisfies it", pointer="")
     if document is True:
         return True
+    schemas = tidy(document)
+    has_tuples = any(isinstance(schema.get("items"), list) for schema in schemas)
+    has_tuples = has_tuples and all(map(_SINCE_2020.isdisjoint, schemas))
+    if has_tuples:
+        document["$schema"] = TUPLES
     draft = draft_of(document)
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
@@ -151,7 +160,11 @@ def _parse(
     _check_alternatives(graph)
     notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)
     for node in graph.nodes():
-        _read_nullable(node.schema)
+        if has_tuples and isinstance(node.schema.get("items"), list) and len(notes) < MAX_NOTES:
+            notes.append(
+                f"{shortened(node.pointer('items'))} (read as the tuple of draft 7; since 2020-12: 'prefixItems')"
+            )
+        rewrite(node.schema)
         if node is not graph.root:
             node.schema.pop("$schema", None)  # parts are read in the document's draft
     return document
@@ -182,14 +195,6 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
     return document
 
 
-def _read_nullable(schema: dict[str, Any]) -> None:
-    """Write `nullable: true` of OpenAPI 3.0 as a type: null is allowed beside the type."""
-    kinds = schema.get("type")
-    if schema.get("nullable") is True and kinds is not None:
-        listed = [kinds] if isinstance(kinds, str) else kinds
-        schema["type"] = listed if "null" in listed else [*listed, "null"]
-
-
 def _check_subschema(node: Node, draft: str) -> None:
     """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
     schema = node.schema
@@ -198,6 +203,8 @@ def _check_subschema(node: Node, draft: str) -> None:
     if not isinstance(schema, dict):
         message = f"a schema is an object or a boolean, not {_TYPE_NAMES[type(schema)]}"
         raise InvalidConstraint(message, pointer=node.pointer())
+    if node.parent is None:
+        tidy(schema)
     if node.parent is None and (found := fault(schema, draft)):
         raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
     _check_sizes(schema, node)

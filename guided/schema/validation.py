@@ -34,6 +34,8 @@ def fault(document: dict[str, Any], draft: str) -> tuple[str, list[str | int]] |
         if path and path[-1] == "type":
             return _type_fault(error.instance, path)
         keyword = next((part for part in reversed(path) if isinstance(part, str)), "")
+        if keyword == "items" and isinstance(error.instance, list):
+            return "'items' is no list since 2020-12: a tuple is 'prefixItems', or '$schema' names an older draft", path
         return f"{keyword!r} is not valid: {bounded(error.message)}", path
     return None
 
@@ -54,6 +56,9 @@ _DRAFTS = {
     **{name: f"http://json-schema.org/{name}/schema#" for name in ("draft-04", "draft-06", "draft-07")},
     **{name: f"https://json-schema.org/draft/{name}/schema" for name in ("2019-09", "2020-12")},
 }
+
+TUPLES = _DRAFTS["2019-09"]
+"""The last draft where `items` may be a list. It reads everything else as 2020-12 does."""
 
 
 def finite(text: str) -> float:

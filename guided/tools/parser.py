@@ -31,7 +31,7 @@ _Value = TypeVar("_Value")
 _Steps = Generator[Piece | None, None, _Value]
 _SIGNIFICANT = regex.compile(r'\\.?|["{}\[\]]', regex.DOTALL)
 """Escapes, quotation marks and brackets in JSON."""
-_NAMED = r"(?P<name>[\w.-]+)(?=[^\w.-])"
+_NAMED = r"(?P<name>[\w.:-]+)(?=[^\w.-])"
 
 
 class OutputParser:
