@@ -177,7 +177,7 @@ class Constraint:
         document = read(tag, param)
         notes: list[str] = []
         closed: list[str] = []
-        schemas: dict[str, Any] = {}
+        schemas: list[tuple[str, Any]] = []
         options = {"open_objects": open_objects, "strict_schema": strict_schema}
         for content in contents(parse(document, param)):
             with located(content, param):
@@ -185,11 +185,11 @@ class Constraint:
             notes += [content.pointer + pointer for pointer in inner.not_enforced]
             closed += [content.pointer + pointer for pointer in inner.closed]
             if content.kind == "json_schema":
-                schemas[content.pointer] = inner.schema
+                schemas.append((content.pointer.removesuffix("/json_schema"), inner.schema))
         del notes[MAX_NOTES:], closed[MAX_NOTES:]
         document = json.loads(json.dumps(document))
-        for pointer, schema in schemas.items():
-            at(document, pointer.rpartition("/")[0])["json_schema"] = schema
+        for place, schema in schemas:
+            at(document, place)["json_schema"] = schema
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", param)
         spaces = _whitespace(whitespace, param)

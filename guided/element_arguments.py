@@ -52,7 +52,7 @@ class _Writer:
         for name, part in parts.items():
             at = f"{place}/properties/{escape(name)}"
             if not re.fullmatch(FREE_NAME, name) or html.unescape(name) != name or (self._style.item and name == ITEM):
-                raise self._refusal(f"the name {bounded(name, 60)!r}", place)
+                raise self._refusal(f"the name {bounded(name, 60)!r}", at)
             if part is not False:
                 element = self._element(name, _alone(part, form), at)
                 elements.append(element if name in root.get("required", ()) else Times(element, 0, 1))
@@ -97,7 +97,9 @@ class _Writer:
     def _named(self, text: str, place: str) -> list[Node]:
         """Return a text, with any name in the place of `{name}`."""
         before, any_name, after = text.partition(NAME)
-        name = [Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)] if any_name else []
+        name: list[Node] = (
+            [Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)] if any_name else []
+        )
         return [Text(before), *name]
 
     def _values(self, schema: Schema, types: tuple[str, ...], place: str) -> Iterator[Node]:
@@ -204,8 +206,8 @@ class ArgumentReader:
                     return option, end + len(close)
             end = text.find(close, end + 1)
         if NAME in self._style.end and close not in text[start:]:  # the mask allows the end of another name
-            after = self._style.end_pattern.search(text, start)
-            return (None, -1) if after is None else (text[start : after.start()], after.end())
+            for mark in self._style.end_pattern.finditer(text, start):
+                return text[start : mark.start()], mark.end()
         return None, -1
 
     def _options(self, text: str, kind: str) -> Iterator[Any]:

@@ -66,11 +66,8 @@ class _Lowering(FewKeywords):
     """Values with characters that JSON escapes are left out."""
 
     library = "lm-format-enforcer"
-
-    def __init__(self, constraint: Constraint) -> None:
-        self._inlined: list[dict[str, Any]] = []
-        """The references that are lowered as their targets at the moment, the outer ones first."""
-        super().__init__(constraint)
+    _inlined: tuple[dict[str, Any], ...] = ()
+    """The references that are lowered as their targets at the moment."""
 
     def any_value(self) -> dict[str, Any]:
         return {"anyOf": [{"type": kind} for kind in ALL_TYPES]}
@@ -82,11 +79,11 @@ class _Lowering(FewKeywords):
             return super().reference(schema)
         if schema in self._inlined:
             raise self.refusal(schema, "$ref", " to alternatives that contain themselves")
-        self._inlined.append(schema)
-        try:
-            return self.lower(target)
-        finally:
-            self._inlined.pop()
+        outer = self._inlined
+        self._inlined = (*outer, schema)
+        lowered = self.lower(target)
+        self._inlined = outer
+        return lowered
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         if "pattern" in schema:

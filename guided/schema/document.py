@@ -158,12 +158,8 @@ def _parse(
     graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
     graph.refuse_endless_references()
     _check_alternatives(graph)
-    notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)
+    notes += islice(_not_enforced(document, graph, strict, has_tuples), MAX_NOTES)
     for node in graph.nodes():
-        if has_tuples and isinstance(node.schema.get("items"), list) and len(notes) < MAX_NOTES:
-            notes.append(
-                f"{shortened(node.pointer('items'))} (read as the tuple of draft 7; since 2020-12: 'prefixItems')"
-            )
         rewrite(node.schema)
         if node is not graph.root:
             node.schema.pop("$schema", None)  # parts are read in the document's draft
@@ -205,8 +201,8 @@ def _check_subschema(node: Node, draft: str) -> None:
         raise InvalidConstraint(message, pointer=node.pointer())
     if node.parent is None:
         tidy(schema)
-    if node.parent is None and (found := fault(schema, draft)):
-        raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
+        if found := fault(schema, draft):
+            raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
     _check_sizes(schema, node)
     _check_satisfiable(schema, node)
 
@@ -259,8 +255,9 @@ def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
         raise InvalidConstraint(found[0][1], pointer=node.pointer(found[0][0]))
 
 
-def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) -> Iterator[str]:
-    """Yield unknown formats of strings, probably misspelt keywords, and a root without any keyword of JSON Schema."""
+def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool, has_tuples: bool) -> Iterator[str]:
+    """Yield unknown formats of strings, probably misspelt keywords, a root without any keyword of JSON Schema, and
+    with `has_tuples` those of draft 7."""
     if document and document.keys().isdisjoint((*_MEANT, *_OTHERS)):
         named = json.dumps(bounded(next(iter(document)), 60), ensure_ascii=False)
         yield f' (no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?)'
@@ -270,6 +267,8 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) ->
         for keyword, value in node.schema.items():
             if (keyword, value) == _NOT_ENFORCED:
                 yield shortened(node.pointer())
+            elif keyword == "items" and isinstance(value, list) and has_tuples:
+                yield f"{shortened(node.pointer(keyword))} (read as draft 7's tuple: since 2020-12 'prefixItems')"
             elif keyword == "format":
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):

@@ -11,12 +11,13 @@ _ESCAPE = (
     rf"|c[A-Za-z]|[pP](?:\{{[\w:=. ^-]+\}}|[CLMNPSZ])|k<[\w$]+>|N\{{[\w -]+\}}|U{_HEX}{{8}}|.?)"
 )
 _TOKEN = re.compile(_ESCAPE + r"|\[(?:[^\]\\]|\\.)*+\]|\{\d+(?:,\d*)?\}|[{}\]]", re.DOTALL | re.ASCII)
-_MEMBER = re.compile(rf"^-(?!-)|-$|({_ESCAPE}|.)(?:-({_ESCAPE}|.))?", re.DOTALL | re.ASCII)
-"""Matches a member of a class, or a range."""
+_MEMBER = re.compile(rf"(?!^-(?!-)|-\Z)({_ESCAPE}|.)(?:-({_ESCAPE}|.))?", re.DOTALL | re.ASCII)
+"""Matches a member of a class, or a range, but not a hyphen at an end of the class."""
 _SET = re.compile(r"\\[dDwWsSpP]")
 _KEPT = re.compile(r"\\(?:[dDwWsSbBtnrvfcAZz1-9^$\\.*+?()\[\]{}|/&~-]|..+)?")
 """Matches escapes that stay. Some of them are refused later: `\\1`, and `\\A`, an anchor elsewhere."""
-_ONLY_IN_CLASS = {r"\b": r"\x08", r"\B": "B", "[": r"\[", "&": r"\&", "~": r"\~", "-": r"\-"}
+_LITERALS = {"{": r"\{", "}": r"\}", "]": r"\]", "[^]": r"[\s\S]"}
+_IN_CLASS = {r"\b": r"\x08", r"\B": "B", "[": r"\[", "&": r"\&", "~": r"\~", "-": r"\-"}
 _FOREIGN = re.compile(r"\[[:.=]\^?\w+[:.=]\]|&&\[")
 """Matches POSIX classes and intersections. They are refused later, by name."""
 
@@ -31,10 +32,8 @@ def translate(pattern: str) -> str:
 
 def _written(token: re.Match[str]) -> str:
     text = token[0]
-    if text in "{}]":
-        return f"\\{text}"
-    if text == "[^]":
-        return r"[\s\S]"
+    if text in _LITERALS:
+        return _LITERALS[text]
     if text.startswith("["):
         begin = 1 + text.startswith("[^")
         return text[:begin] + _MEMBER.sub(_member, text[begin:-1]) + "]"
@@ -43,17 +42,11 @@ def _written(token: re.Match[str]) -> str:
 
 def _member(member: re.Match[str]) -> str:
     first, last = member.groups()
-    if first is None:
-        return member[0]
+    written = _IN_CLASS.get(first) or _escape(first)
     if last is None:
-        return _in_class(first)
+        return written
     dash = r"\-" if _SET.match(first) or _SET.match(last) else "-"
-    return _in_class(first) + dash + _in_class(last)
-
-
-def _in_class(text: str) -> str:
-    """Return one character or escape of a class."""
-    return _ONLY_IN_CLASS.get(text) or _escape(text)
+    return written + dash + (_IN_CLASS.get(last) or _escape(last))
 
 
 def _escape(text: str) -> str:

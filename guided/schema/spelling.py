@@ -39,25 +39,21 @@ def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
         if isinstance(schema, dict):
             schemas.append(schema)
             todo += [child for _, child, _ in children(schema)]
-    references = [str(schema.get("$ref")) for schema in schemas]
-    used = {part for reference in references for part in (reference, *reference.split("#", 1))}
+    references = {str(schema.get("$ref")) for schema in schemas}
     for schema in schemas:
         for keyword, value in list(schema.items()):
             is_null = value is None and keyword not in _VALUES
-            is_unknown = keyword in _IDENTIFIERS and _IDENTIFIERS[keyword].violation(value) and value not in used
-            if is_null or is_unknown or not isinstance(value, _ANNOTATIONS.get(keyword, object)):
+            is_name = keyword in _IDENTIFIERS and _IDENTIFIERS[keyword].violation(value) and value not in references
+            if is_null or is_name or not isinstance(value, _ANNOTATIONS.get(keyword, object)):
                 del schema[keyword]
     return schemas
 
 
 def rewrite(schema: dict[str, Any]) -> None:
     """Write one subschema with other keywords: patterns, `propertyOrdering` of Gemini, `nullable` of OpenAPI 3.0."""
-    for keyword in ("$ref", "$id"):
+    for keyword, written in (("$ref", _uri), ("$id", _uri), ("pattern", translate)):
         if isinstance(schema.get(keyword), str):
-            schema[keyword] = _uri(schema[keyword])
-    match schema:
-        case {"pattern": str(pattern)}:
-            schema["pattern"] = translate(pattern)
+            schema[keyword] = written(schema[keyword])
     match schema:
         case {"patternProperties": dict(parts)}:
             schema["patternProperties"] = {translate(pattern): part for pattern, part in parts.items()}

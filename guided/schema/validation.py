@@ -29,7 +29,8 @@ def fault(document: dict[str, Any], draft: str) -> tuple[str, list[str | int]] |
     """Return what the draft's meta-schema refuses in a schema, and the path to it; None if it is valid."""
     try:
         jsonschema_rs.meta.validate({**document, "$schema": draft})
-    except jsonschema_rs.ValidationError as error:
+    except jsonschema_rs.ValidationError as failure:
+        error = _innermost(failure)
         path = list(error.instance_path)
         if path and path[-1] == "type":
             return _type_fault(error.instance, path)
@@ -38,6 +39,13 @@ def fault(document: dict[str, Any], draft: str) -> tuple[str, list[str | int]] |
             return "'items' is no list since 2020-12: a tuple is 'prefixItems', or '$schema' names an older draft", path
         return f"{keyword!r} is not valid: {bounded(error.message)}", path
     return None
+
+
+def _innermost(error: jsonschema_rs.ValidationError) -> jsonschema_rs.ValidationError:
+    """Return the error in the alternative that goes deepest: `items` is a schema or a list of them before 2020-12."""
+    parts = [part for branch in getattr(error.kind, "context", ()) for part in branch]
+    inner = max(parts, key=lambda part: len(part.instance_path), default=error)
+    return _innermost(inner) if len(inner.instance_path) > len(error.instance_path) else error
 
 
 def _type_fault(named: Any, path: list[str | int]) -> tuple[str, list[str | int]]:

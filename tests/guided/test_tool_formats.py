@@ -53,6 +53,7 @@ LEAVES = st.sampled_from(
         {"type": "string", "maxLength": 3},
         {"enum": ["a", {"b": '}"]'}, None]},
         {"type": "string", "pattern": "^[a-c<{}]{1,3}$"},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
     ]
 )
 
@@ -66,7 +67,9 @@ def _object(parts: list[Any]) -> dict[str, Any]:
 SCHEMAS = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2).map(_object), max_leaves=4).map(
     lambda schema: schema if schema.get("type") == "object" else _object([schema])
 )
-FUNCTIONS = st.dictionaries(st.sampled_from(["f", "get_weather", "get_weather_v2"]), SCHEMAS, min_size=1, max_size=3)
+FUNCTIONS = st.dictionaries(
+    st.sampled_from(["f", "get_weather", "get_weather_v2", "mcp:f", "f:1"]), SCHEMAS, min_size=1, max_size=3
+)
 
 
 def written(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, marks: list[str]) -> str | None:
