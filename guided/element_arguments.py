@@ -52,7 +52,7 @@ class _Writer:
         for name, part in parts.items():
             at = f"{place}/properties/{escape(name)}"
             if not re.fullmatch(FREE_NAME, name) or html.unescape(name) != name or (self._style.item and name == ITEM):
-                raise self._refusal(f"the name {bounded(name, 60)!r}", at)
+                raise self._refusal(f"the name {bounded(name, 60)!r}", place)
             if part is not False:
                 element = self._element(name, _alone(part, form), at)
                 elements.append(element if name in root.get("required", ()) else Times(element, 0, 1))

@@ -21,7 +21,7 @@ _ANNOTATIONS: dict[str, type] = {
     **dict.fromkeys(("deprecated", "readOnly", "writeOnly"), bool),
     "examples": list,
 }
-_URI = Validator({"format": "uri-reference", "pattern": "^[^#]*#?$"})
+_URI = Validator({"format": "uri-reference", "pattern": "^(?!#/)"})
 _ANCHOR = Validator({"pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"})
 _IDENTIFIERS = {"$id": _URI, "id": _URI, "$anchor": _ANCHOR, "$dynamicAnchor": _ANCHOR}
 _NULL = {"type": "null"}

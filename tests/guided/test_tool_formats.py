@@ -351,3 +351,21 @@ def test_thoughts() -> None:
 def test_formats_are_chosen_from_the_template(template: str, tools: str | None, reasoning: str | None) -> None:
     assert detect(deepseek(template), TOOL_FORMATS) == tools
     assert detect(template, REASONING_FORMATS) == reasoning
+
+
+@pytest.mark.parametrize("parameters", [{"type": "object"}, {"$comment": "not enforced", "type": "object"}, {}])
+def test_elements_of_any_name_end_with_any_name(backends: Backends, vocabulary: Vocabulary, parameters: Any) -> None:
+    """MiniMax M3 writes a name at both ends of an element, which a mask can't compare."""
+    form = known_format("minimax_m3")
+    function = Function("ns:f", {**parameters, "type": "object"})
+    document = answer_format(Calls(form, [function], required=True, parallel=False), None)
+    grammar = backends["llguidance"].compile(Constraint.structural_tag({"format": document}))
+    elements = f"{M3}<a>x{M3}</a>{M3}<b c>y{M3}</d>"
+    for written, arguments in ((elements, {"a": "x", "b c": "y"}), ("", {})):
+        output = f'{M3}<tool_call>\n{M3}<invoke name="ns:f">{written}{M3}</invoke>\n{M3}</tool_call>'
+        matcher = grammar.matcher()
+        matcher.accept_tokens(vocabulary.encode(output))
+        assert matcher.is_accepting()
+        parser = OutputParser(tools=form, functions=[function], anywhere=False)
+        _, text, [(name, found)] = joined(grown(parser, output, lambda: 3))
+        assert (text, name, json.loads(found), parser.complete) == ("", "ns:f", arguments, True)
