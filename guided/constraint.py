@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import LIMITS
+from guided.schema.keywords import at
 from guided.structural_tag import Content, Node, contents, located, parse, read
 
 if TYPE_CHECKING:
@@ -182,13 +183,19 @@ class Constraint:
         document = read(tag, param)
         notes: list[str] = []
         closed: list[str] = []
+        schemas: list[tuple[str, Any]] = []
         options = {"open_objects": open_objects, "strict_schema": strict_schema}
         for content in contents(parse(document, param)):
             with located(content, param):
                 inner = cls.of_kind(content.kind, content.value, param=param, **options)
             notes += [content.pointer + pointer for pointer in inner.not_enforced]
             closed += [content.pointer + pointer for pointer in inner.closed]
+            if content.kind == "json_schema":
+                schemas.append((content.pointer.removesuffix("/json_schema"), inner.schema))
         del notes[MAX_NOTES:], closed[MAX_NOTES:]
+        document = json.loads(json.dumps(document))
+        for place, schema in schemas:
+            at(document, place)["json_schema"] = schema
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", param)
         spaces = _whitespace(whitespace, param)

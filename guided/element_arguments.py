@@ -15,7 +15,7 @@ from typing import Any
 
 from guided.element_styles import FREE_NAME, ITEM, NAME, SCALARS, STYLES, TYPES
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
-from guided.schema import string_pattern
+from guided.schema import document, string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
 from guided.schema.keywords import Schema, escape, listed
 from guided.schema.validation import Validator
@@ -47,8 +47,6 @@ class _Writer:
         form, root = self._only(schema, "object", place, "properties", "required", "additionalProperties")
         rest, parts = root.get("additionalProperties", True), root.get("properties", {})
         if not parts and rest is not False:
-            if NAME in self._style.end:
-                raise self._refusal("an object without named properties", place)
             return Times(self._element(None, _alone(rest, form), f"{place}/additionalProperties"), 0, None)
         elements = []
         for name, part in parts.items():
@@ -82,17 +80,27 @@ class _Writer:
 
     def _element(self, name: str | None, schema: Schema, place: str, begin: str = "") -> Node:
         """Return an element with a value of `schema`. Without `name`: with any name."""
-        end = self._style.mark(self._style.end, name or "")
+        end = self._style.mark(self._style.end, name or NAME)
         mark = end.rstrip("\n")
-        last = (Text(mark),) if mark == end else (Text(mark), Text("\n"))  # a text may contain the mark and more
+        last = [
+            *self._named(mark, place),
+            *([] if mark == end else [Text("\n")]),
+        ]  # a text may contain more than the mark
         options = []
         for kind, types in self._style.kinds.items():
-            before, any_name, after = self._style.mark(begin or self._style.begin, name or NAME, kind).partition(NAME)
-            free = (Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)) if any_name else ()
-            options += [Series((Text(before), *free, each, *last)) for each in self._values(schema, types, place)]
+            first = self._named(self._style.mark(begin or self._style.begin, name or NAME, kind), place)
+            options += [Series((*first, each, *last)) for each in self._values(schema, types, place)]
         if not options:
             raise self._refusal("this schema", place)
         return options[0] if len(options) == 1 else Either(tuple(dict.fromkeys(options)))
+
+    def _named(self, text: str, place: str) -> list[Node]:
+        """Return a text, with any name in the place of `{name}`."""
+        before, any_name, after = text.partition(NAME)
+        name: list[Node] = (
+            [Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)] if any_name else []
+        )
+        return [Text(before), *name]
 
     def _values(self, schema: Schema, types: tuple[str, ...], place: str) -> Iterator[Node]:
         """Yield the nodes of the values of `schema` with one of `types`."""
@@ -160,7 +168,7 @@ class ArgumentReader:
 
     def __init__(self, style: str, schema: Schema) -> None:
         self._style = STYLES[style]
-        self._validator = Validator(schema)
+        self._validator = Validator(document.parse(schema, "parameters"))
 
     def read(self, text: str, position: int, path: _Path = ()) -> tuple[Any, int]:
         """Return the values of the complete elements at `position`, and the position after them.
@@ -197,6 +205,9 @@ class ArgumentReader:
                 if self._fits(option, path):
                     return option, end + len(close)
             end = text.find(close, end + 1)
+        if NAME in self._style.end and close not in text[start:]:  # the mask allows the end of another name
+            for mark in self._style.end_pattern.finditer(text, start):
+                return text[start : mark.start()], mark.end()
         return None, -1
 
     def _options(self, text: str, kind: str) -> Iterator[Any]:

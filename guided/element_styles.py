@@ -38,6 +38,11 @@ class ElementStyle:
 
         return regex.compile(r"\s*(?:" + "|".join(map(_pattern, filter(None, (self.begin, self.item)))) + ")")
 
+    @cached_property
+    def end_pattern(self) -> Any:
+        """The compiled regex of `end`, with any name."""
+        return re.compile(_pattern(self.end))
+
     def mark(self, text: str, name: str, kind: str = "") -> str:
         """Return `text` with a property's name and a kind."""
         return text.replace(NAME, name).replace(_KIND, kind)

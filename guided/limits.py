@@ -77,15 +77,17 @@ class Limits:
     Upper bounds in a schema (maxLength, maxItems) are not limited: real schemas use 65,535 or a million for "large".
     """
     max_grammar_rules: int = 5_000
+    max_regex_alternatives: int = 10_000
+    """Total number in all alternations of a regex. As for choices: they are texts."""
     max_alternatives: int = 2_000
-    """Total number of alternatives in all `anyOf` and `oneOf` of a schema, or all alternations of a regex or grammar.
+    """Total number of alternatives in all `anyOf` and `oneOf` of a schema, or all alternations of a grammar.
 
     Lower than for choices: an alternative may be any subschema, and each has its own states.
     """
 
     def check_regex(self, pattern: str, param: str) -> None:
         """Raise `ConstraintTooLarge` for repetition bounds, alternatives or group nesting over the limits."""
-        self._measure(_REGEX_TOKEN.finditer(pattern), param)
+        self._measure(_REGEX_TOKEN.finditer(pattern), param, self.max_regex_alternatives)
 
     def check_grammar(self, text: str, param: str) -> None:
         """Raise `ConstraintTooLarge` for rules, repetitions, alternatives or brackets over the limits."""
@@ -93,7 +95,7 @@ class Limits:
         if rules > self.max_grammar_rules:
             message = f"the grammar has {rules} rules; the limit is {self.max_grammar_rules}"
             raise ConstraintTooLarge(message, param=param)
-        self._measure(_GRAMMAR_TOKEN.finditer(text), param)
+        self._measure(_GRAMMAR_TOKEN.finditer(text), param, self.max_alternatives)
 
     def too_many_alternatives(self, param: str, pointer: str | None) -> ConstraintTooLarge:
         """Return the error for more than `max_alternatives`."""
@@ -101,7 +103,7 @@ class Limits:
         message += f" ({self.max_choices} and {self.max_enum})"
         return ConstraintTooLarge(message, param=param, pointer=pointer)
 
-    def _measure(self, tokens: Iterable[re.Match[str]], param: str) -> None:
+    def _measure(self, tokens: Iterable[re.Match[str]], param: str, most: int) -> None:
         repeated = [1]
         """For each open bracket, the largest product of repetitions inside it so far."""
         closed = 1
@@ -113,8 +115,8 @@ class Limits:
             kind = token.lastgroup
             if kind == "bar":
                 bars += 1
-                if bars >= self.max_alternatives:
-                    raise self.too_many_alternatives(param, None)
+                if bars >= most:
+                    raise ConstraintTooLarge(f"there are more than {most} alternatives", param=param)
             elif kind == "bracket":
                 if token["bracket"] == "(":
                     repeated.append(1)

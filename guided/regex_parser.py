@@ -7,8 +7,8 @@ Python's own parser reads it: with the meaning of `re`, or in a JSON Schema that
     \\cJ                                      a control character
     (?<name>...)                             a group
     \\z                                       the end (in a regex, not in a schema's pattern)
-    [^]                                      any character (in a schema's pattern)
 
+A schema's pattern is read after `guided.schema.ecma` and a library that refuses what is malformed.
 Anything that no token mask can follow, or that the dialects read differently, is refused by name.
 """
 
@@ -52,20 +52,14 @@ _ESCAPE = (
     r"|\\c(?P<control>[A-Za-z])"
     r"|(?P<group>\(\?<[^\W\d][\w$]*+>)"
     r"|(?P<reference>\\k<[\w$]*+>)"
-    r"|\\.|\{,"
+    r"|\\."
 )
-_CLASS = r"|\[(?P<not>\^?)(?P<members>%s(?:[^\]\\]|\\.)*+)(?P<end>\]?)"
 _IN_CLASS = re.compile(_ESCAPE, re.DOTALL)
-_TOKEN = re.compile(_ESCAPE + _CLASS % r"\]?", re.DOTALL)
-_ECMA_TOKEN = re.compile(_ESCAPE + _CLASS % "", re.DOTALL)
-"""In ECMA-262, a class may be empty; in `re`, a bracket at its beginning is a member."""
+_TOKEN = re.compile(_ESCAPE + r"|\[(?P<not>\^?)(?P<members>\]?(?:[^\]\\]|\\.)*+)(?P<end>\]?)", re.DOTALL)
 _REFUSED_MEMBERS = {
     r"\[[:.=]\^?\w+[:.=]$": ("a POSIX class", "which dialects read differently: write one such as [a-z] or \\p{L}"),
     r"&&\[": ("'&&' between classes", "which only Rust reads as an intersection"),
 }
-_ONLY_PYTHON = (r"\A", r"\Z", r"\a", r"\N", r"\U", "{,")
-"""Syntax that has another meaning in ECMA-262."""
-_DIFFERS = "which is not the same in Python and in ECMA-262"
 _ECMA_LINES: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _ECMA_SPACES: Ranges = (
     *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
@@ -167,7 +161,7 @@ class _Reader:
 
     def parse(self) -> Any:
         """Return the lists of Python's parser."""
-        rewritten = (_ECMA_TOKEN if self.ecma else _TOKEN).sub(self._rewritten, self._pattern)
+        rewritten = _TOKEN.sub(self._rewritten, self._pattern)
         # Maximum length of a rewritten pattern: `\p{L}` takes 13,000.
         if len(rewritten) > max(300_000, 2 * len(self._pattern)):
             raise ConstraintTooLarge(f"{self._name} contains too many Unicode properties", param=self._param)
@@ -188,10 +182,6 @@ class _Reader:
         for syntax, (what, why) in _REFUSED_MEMBERS.items():
             if re.search(syntax, found["members"]):
                 raise self._unsupported(what, why)
-        if not found["members"] and found["end"]:  # in ECMA-262 only
-            if found["not"]:
-                return r"[\s\S]"
-            raise self._unsupported("'[]'", _DIFFERS)
         members = _IN_CLASS.sub(lambda inner: self._rewritten_escape(inner, in_class=True), found["members"])
         return f"[{found['not']}{members}{found['end']}"
 
@@ -215,8 +205,6 @@ class _Reader:
             return f"\\x{ord(found['control']) & 31:02x}"
         if found["reference"]:
             raise self._unsupported(f"a backreference ({bounded(text, 40)})")
-        if self.ecma and text in _ONLY_PYTHON and not (in_class and text == "{,"):
-            raise self._unsupported(repr(text), _DIFFERS)
         if text == r"\z" and not self.ecma and not in_class:
             return r"\Z"
         return "(" if found["group"] and not in_class else text
@@ -242,6 +230,8 @@ class _Reader:
             case "AT":
                 if not str(argument).startswith(("AT_BEGINNING", "AT_END")):
                     raise self._unsupported("a word boundary")
+                if self.ecma and str(argument).endswith("_STRING"):
+                    raise self._unsupported(r"'\A' or '\Z'", "which is a letter in ECMA-262: write ^ or $")
                 if not (start if str(argument).startswith("AT_BEGINNING") else end):
                     raise self._unsupported("an anchor in the middle")
                 return EMPTY

@@ -66,15 +66,24 @@ class _Lowering(FewKeywords):
     """Values with characters that JSON escapes are left out."""
 
     library = "lm-format-enforcer"
+    _inlined: tuple[dict[str, Any], ...] = ()
+    """The references that are lowered as their targets at the moment."""
 
     def any_value(self) -> dict[str, Any]:
         return {"anyOf": [{"type": kind} for kind in ALL_TYPES]}
 
     def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower a reference: to several alternatives as the alternatives, because their items would share a stack."""
         target = self.form.target(schema)
-        if not isinstance(target, dict) or not isinstance(target.get("type"), str):
-            raise self.refusal(schema, "$ref", " to several alternatives")  # their items would share a stack
-        return super().reference(schema)
+        if isinstance(target, dict) and isinstance(target.get("type"), str):
+            return super().reference(schema)
+        if schema in self._inlined:
+            raise self.refusal(schema, "$ref", " to alternatives that contain themselves")
+        outer = self._inlined
+        self._inlined = (*outer, schema)
+        lowered = self.lower(target)
+        self._inlined = outer
+        return lowered
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         if "pattern" in schema:

@@ -28,7 +28,7 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import COMPOUND, Schema, listed, shortened, unescape
+from guided.schema.keywords import COMPOUND, Schema, at, listed, shortened
 from guided.schema.origin import Origin
 from guided.schema.validation import PATTERNS, draft_of
 
@@ -232,7 +232,7 @@ class CanonicalForm:
         """Return the target of a reference of the library: it merges no recursive references."""
         if isinstance(part, bool) or "$ref" not in part:
             return part
-        return _at(self._library, unquote(part["$ref"].partition("#")[2]))
+        return at(self._library, unquote(part["$ref"].partition("#")[2]))
 
     def _combined(self, schema: dict[str, Any]) -> CanonicalSchema:
         """Return the library's form of a schema that is made of parts of its form."""
@@ -246,7 +246,7 @@ class CanonicalForm:
         if name is None:
             name = self._names[key] = f"d{len(self._names)}"
             source = self._source({"$ref": reference})
-            target = _at(self._library, unquote(reference.partition("#")[2]))
+            target = at(self._library, unquote(reference.partition("#")[2]))
             self.definitions[name] = self._read(
                 target, Origin.of(self._graph, [source]) if source else origin, is_part=is_part
             )
@@ -263,7 +263,7 @@ class CanonicalForm:
         if name.startswith(_OWN_NAME):
             place = unquote(name.removeprefix(_OWN_NAME)).partition("#")[2]
         try:
-            return self._graph.find(_at(self._graph.root.schema, place))
+            return self._graph.find(at(self._graph.root.schema, place))
         except (LookupError, ValueError, TypeError):
             return None
 
@@ -284,14 +284,6 @@ def _body(form: CanonicalSchema) -> Any:
 
 def _without_frame(schema: Any) -> Any:
     return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key not in _FRAME}
-
-
-def _at(document: Any, place: str) -> Any:
-    """Return the value at a JSON pointer."""
-    for token in place.split("/")[1:]:
-        name = unescape(token)
-        document = document[int(name) if isinstance(document, list) else name]
-    return document
 
 
 def _has_negation(schema: Any) -> bool:

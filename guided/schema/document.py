@@ -22,7 +22,8 @@ from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.keywords import escape, is_number, listed, shortened, types_of
-from guided.schema.validation import Validator, draft_of, fault
+from guided.schema.spelling import rewrite, tidy
+from guided.schema.validation import TUPLES, Validator, draft_of, fault
 
 _Check = Callable[[Node, str], None]
 """Checks a subschema in a draft."""
@@ -38,6 +39,8 @@ _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
 _MAX_READ = 200_000
 """Number of characters that `relaxed` reads, which reads a schema once for each fault; a large one eight times."""
+_SINCE_2020 = {"$schema", "prefixItems", "$dynamicRef", "$dynamicAnchor"}
+"""Keywords of a schema that does not write tuples as draft 7 does."""
 _EXACT = re.compile(r"(?<!/properties)(?<!/\$defs)/(if|not|oneOf|contains)/")
 """Matches the pointers of subschemas that must not allow more: the whole would allow less then."""
 _NOT_ENFORCED = ("$comment", "not enforced")
@@ -84,7 +87,8 @@ def relaxed(schema: dict[str, Any], refused: Iterable[str] = ()) -> Any:
             _free(document, fault)
         for _ in range(8 + _MAX_READ // len(str(document))):
             try:
-                return _parse(document, [], False, _check_values)
+                _parse(document, [], False, _check_values)
+                return document
             except InvalidConstraint as error:
                 _free(document, error.pointer or "")
     return dict(_ANY_VALUE)
@@ -143,6 +147,11 @@ def _parse(
         raise InvalidConstraint("the schema is false: no value satisfies it", pointer="")
     if document is True:
         return True
+    schemas = tidy(document)
+    has_tuples = any(isinstance(schema.get("items"), list) for schema in schemas)
+    has_tuples = has_tuples and all(map(_SINCE_2020.isdisjoint, schemas))
+    if has_tuples:
+        document["$schema"] = TUPLES
     draft = draft_of(document)
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
@@ -150,9 +159,9 @@ def _parse(
     graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
     graph.refuse_endless_references()
     _check_alternatives(graph)
-    notes += islice(_not_enforced(document, graph, strict), MAX_NOTES)
+    notes += islice(_not_enforced(document, graph, strict, has_tuples), MAX_NOTES)
     for node in graph.nodes():
-        _read_nullable(node.schema)
+        rewrite(node.schema)
         if node is not graph.root:
             node.schema.pop("$schema", None)  # parts are read in the document's draft
     return document
@@ -183,14 +192,6 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
     return document
 
 
-def _read_nullable(schema: dict[str, Any]) -> None:
-    """Write `nullable: true` of OpenAPI 3.0 as a type: null is allowed beside the type."""
-    kinds = schema.get("type")
-    if schema.get("nullable") is True and kinds is not None:
-        listed = [kinds] if isinstance(kinds, str) else kinds
-        schema["type"] = listed if "null" in listed else [*listed, "null"]
-
-
 def _check_subschema(node: Node, draft: str) -> None:
     """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
     schema = node.schema
@@ -199,8 +200,10 @@ def _check_subschema(node: Node, draft: str) -> None:
     if not isinstance(schema, dict):
         message = f"a schema is an object or a boolean, not {_TYPE_NAMES[type(schema)]}"
         raise InvalidConstraint(message, pointer=node.pointer())
-    if node.parent is None and (found := fault(schema, draft)):
-        raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
+    if node.parent is None:
+        tidy(schema)
+        if found := fault(schema, draft):
+            raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
     _check_sizes(schema, node)
     _check_satisfiable(schema, node)
 
@@ -248,8 +251,9 @@ def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
         raise InvalidConstraint(found[0][1], pointer=node.pointer(found[0][0]))
 
 
-def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) -> Iterator[str]:
-    """Yield unknown formats of strings, probably misspelt keywords, and a root without any keyword of JSON Schema."""
+def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool, has_tuples: bool) -> Iterator[str]:
+    """Yield unknown formats of strings, probably misspelt keywords, a root without any keyword of JSON Schema, and
+    with `has_tuples` those of draft 7."""
     if document.keys().isdisjoint((*_MEANT, *_OTHERS)) and (doubt := _doubt(document)):
         yield f" (no keyword of JSON Schema restricts this document{doubt})"
         return
@@ -258,6 +262,8 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool) ->
         for keyword, value in node.schema.items():
             if (keyword, value) == _NOT_ENFORCED:
                 yield shortened(node.pointer())
+            elif keyword == "items" and isinstance(value, list) and has_tuples:
+                yield f"{shortened(node.pointer(keyword))} (read as draft 7's tuple: since 2020-12 'prefixItems')"
             elif keyword == "format":
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):

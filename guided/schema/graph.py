@@ -128,7 +128,7 @@ class SchemaGraph:
                     continue
                 self._nodes[id(schema)] = node
                 self._unresolved.append(node)
-                inside = list(_children(schema))
+                inside = list(children(schema))
                 todo.extend((child, below, node, same) for below, child, same in reversed(inside))
             if parent is not None and same:
                 parent.same.append((str(path[0]), node))
@@ -170,7 +170,7 @@ class SchemaGraph:
             node.same.append((keyword, self._nodes[id(target)]))
 
     def _dangling(self, reference: str, where: str, error: Exception) -> InvalidConstraint:
-        quoted = bounded(reference, 120)
+        quoted = bounded(unquote(reference), 120)
         # A subclass of Unresolvable means that the document was found, but not the place within it.
         if reference.startswith("#") or type(error) is not referencing.exceptions.Unresolvable:
             message = f"the reference {quoted!r} leads to nothing in this document"
@@ -196,7 +196,7 @@ def closure(start: list[Node]) -> Iterator[Node]:
             todo.extend(reversed([*(child for _, child in node.same), *node.parts]))
 
 
-def _children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any, bool]]:
+def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any, bool]]:
     """Yield (path below `schema`, subschema, applies to the same value) of each subschema, in order."""
     for keyword, value in schema.items():
         same = keyword in _SAME

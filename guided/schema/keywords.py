@@ -58,6 +58,14 @@ def pointer(path: Iterable[str | int]) -> str:
     return "".join(f"/{escape(str(token))}" for token in path)
 
 
+def at(document: Any, place: str) -> Any:
+    """Return the value at a JSON pointer. Raises LookupError, ValueError or TypeError if there is none."""
+    for token in place.split("/")[1:]:
+        name = unescape(token)
+        document = document[int(name) if isinstance(document, list) else name]
+    return document
+
+
 def shortened(whole: str) -> str:
     """Return a pointer as valid Unicode, or that of its nearest ancestor of at most `MAX_ECHO` characters."""
     printable = bounded(whole, len(whole) * 10)

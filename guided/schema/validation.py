@@ -29,13 +29,23 @@ def fault(document: dict[str, Any], draft: str) -> tuple[str, list[str | int]] |
     """Return what the draft's meta-schema refuses in a schema, and the path to it; None if it is valid."""
     try:
         jsonschema_rs.meta.validate({**document, "$schema": draft})
-    except jsonschema_rs.ValidationError as error:
+    except jsonschema_rs.ValidationError as failure:
+        error = _innermost(failure)
         path = list(error.instance_path)
         if path and path[-1] == "type":
             return _type_fault(error.instance, path)
         keyword = next((part for part in reversed(path) if isinstance(part, str)), "")
+        if keyword == "items" and isinstance(error.instance, list):
+            return "'items' is no list since 2020-12: a tuple is 'prefixItems', or '$schema' names an older draft", path
         return f"{keyword!r} is not valid: {bounded(error.message)}", path
     return None
+
+
+def _innermost(error: jsonschema_rs.ValidationError) -> jsonschema_rs.ValidationError:
+    """Return the error in the alternative that goes deepest: `items` is a schema or a list of them before 2020-12."""
+    parts = [part for branch in getattr(error.kind, "context", ()) for part in branch]
+    inner = max(parts, key=lambda part: len(part.instance_path), default=error)
+    return _innermost(inner) if len(inner.instance_path) > len(error.instance_path) else error
 
 
 def _type_fault(named: Any, path: list[str | int]) -> tuple[str, list[str | int]]:
@@ -54,6 +64,9 @@ _DRAFTS = {
     **{name: f"http://json-schema.org/{name}/schema#" for name in ("draft-04", "draft-06", "draft-07")},
     **{name: f"https://json-schema.org/draft/{name}/schema" for name in ("2019-09", "2020-12")},
 }
+
+TUPLES = _DRAFTS["2019-09"]
+"""The last draft where `items` may be a list. It reads everything else as 2020-12 does."""
 
 
 def finite(text: str) -> float:

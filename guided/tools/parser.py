@@ -33,7 +33,8 @@ _Value = TypeVar("_Value")
 _Steps = Generator[Piece | None, None, _Value]
 _SIGNIFICANT = regex.compile(r'\\.?|["{}\[\]]', regex.DOTALL)
 """Escapes, quotation marks and brackets in JSON."""
-_NAMED = r"(?P<name>[\w.-]+)(?=[^\w.-])"
+_NAMED = r"(?P<name>[\w.:-]+)(?=[^\w.:-]|:\d+\s*<)"
+"""Regex of a function's name, up to its end. Kimi's format has a number after a colon there."""
 
 
 class OutputParser:

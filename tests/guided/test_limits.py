@@ -79,15 +79,22 @@ def test_time_is_linear_in_the_length(piece: str) -> None:
     unlimited.check_grammar(f"{text} root ::= a", "grammar")
 
 
-FEW = Limits(max_alternatives=3)
+FEW = Limits(max_regex_alternatives=3)
 
 
 @pytest.mark.parametrize("pattern", ["a|b|c|d", "(a|b)(c|d|e)", "((a|b)|(c|d))", "a|||b"])
 def test_alternations_over_the_limit_count_together(pattern: str) -> None:
-    with pytest.raises(
-        ConstraintTooLarge, match=r"more than 3 alternatives; 'choice' and 'enum' may have more \(10000"
-    ):
+    with pytest.raises(ConstraintTooLarge, match="more than 3 alternatives"):
         FEW.check_regex(pattern, "regex")
+
+
+def test_a_regex_may_have_as_many_alternatives_as_a_choice() -> None:
+    words = [f"w{index}" for index in range(LIMITS.max_choices)]
+    Constraint.regex("|".join(words))
+    Constraint.json_schema({"pattern": f"^({'|'.join(words)})$"})
+    for create in (Constraint.regex, lambda pattern: Constraint.json_schema({"pattern": pattern})):
+        with pytest.raises(ConstraintTooLarge, match="more than 10000 alternatives"):
+            create("|".join([*words, "x"]))
 
 
 def test_alternatives_of_schemas() -> None:

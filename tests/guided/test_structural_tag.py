@@ -203,7 +203,6 @@ def test_arguments_in_a_style_are_enforced(
         ("qwen_xml", {**NAMED, "minProperties": 1}, "/minProperties"),
         ("qwen_xml", {"type": "object", "properties": {"<": {}}}, "/properties/<"),
         ("qwen_xml", {"type": "array"}, ""),
-        ("minimax_m3_xml", {"type": "object"}, ""),
         ("cohere_xml", {"properties": {"a": {"type": "array", "uniqueItems": True}}}, "/properties/a/uniqueItems"),
     ],
 )

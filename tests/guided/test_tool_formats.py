@@ -53,6 +53,7 @@ LEAVES = st.sampled_from(
         {"type": "string", "maxLength": 3},
         {"enum": ["a", {"b": '}"]'}, None]},
         {"type": "string", "pattern": "^[a-c<{}]{1,3}$"},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
     ]
 )
 
@@ -66,7 +67,9 @@ def _object(parts: list[Any]) -> dict[str, Any]:
 SCHEMAS = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2).map(_object), max_leaves=4).map(
     lambda schema: schema if schema.get("type") == "object" else _object([schema])
 )
-FUNCTIONS = st.dictionaries(st.sampled_from(["f", "get_weather", "get_weather_v2"]), SCHEMAS, min_size=1, max_size=3)
+FUNCTIONS = st.dictionaries(
+    st.sampled_from(["f", "get_weather", "get_weather_v2", "mcp:f", "f:1"]), SCHEMAS, min_size=1, max_size=3
+)
 
 
 def written(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, marks: list[str]) -> str | None:
@@ -348,3 +351,21 @@ def test_thoughts() -> None:
 def test_formats_are_chosen_from_the_template(template: str, tools: str | None, reasoning: str | None) -> None:
     assert detect(deepseek(template), TOOL_FORMATS) == tools
     assert detect(template, REASONING_FORMATS) == reasoning
+
+
+@pytest.mark.parametrize("parameters", [{"type": "object"}, {"$comment": "not enforced", "type": "object"}, {}])
+def test_elements_of_any_name_end_with_any_name(backends: Backends, vocabulary: Vocabulary, parameters: Any) -> None:
+    """MiniMax M3 writes a name at both ends of an element, which a mask can't compare."""
+    form = known_format("minimax_m3")
+    function = Function("ns:f", {**parameters, "type": "object"})
+    document = answer_format(Calls(form, [function], required=True, parallel=False), None)
+    grammar = backends["llguidance"].compile(Constraint.structural_tag({"format": document}))
+    elements = f"{M3}<a>x{M3}</a>{M3}<b c>y{M3}</d>"
+    for written, arguments in ((elements, {"a": "x", "b c": "y"}), ("", {})):
+        output = f'{M3}<tool_call>\n{M3}<invoke name="ns:f">{written}{M3}</invoke>\n{M3}</tool_call>'
+        matcher = grammar.matcher()
+        matcher.accept_tokens(vocabulary.encode(output))
+        assert matcher.is_accepting()
+        parser = OutputParser(tools=form, functions=[function], anywhere=False)
+        _, text, [(name, found)] = joined(grown(parser, output, lambda: 3))
+        assert (text, name, json.loads(found), parser.complete) == ("", "ns:f", arguments, True)

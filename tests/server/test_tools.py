@@ -162,7 +162,7 @@ ODD = [
     odd("draft3", {"type": "any", "required": True}, strict=False),
     odd("number", {"type": "float"}),
     odd("bare", "string"),
-    odd("tuple", {"type": "array", "items": [{"type": "string"}]}),
+    odd("tuple", {"type": "array", "items": [{"type": "string"}], "prefixItems": [{}]}),
     odd("item", {"type": "array", "items": {"type": "STRING"}}),
     odd("values", {"type": "array", "items": {"type": "string"}, "enum": ["u", "v"]}),
     odd("digits", {"type": "integer", "enum": ["1", "2"]}),

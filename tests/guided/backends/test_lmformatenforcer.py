@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from byte_vocabulary import BYTES, accepts
+from byte_vocabulary import BYTES, accepts, tokens
 
 from guided.backends import Backends, candidates
 from guided.backends.lmformatenforcer import LMFormatEnforcerBackend
 from guided.constraint import Constraint
-from guided.errors import UnsupportedConstraint
+from guided.errors import TokenRejected, UnsupportedConstraint
 
 LISTS: Any = {"anyOf": [{"items": {"type": "null"}, "maxItems": 2}, {"items": {"type": "boolean"}, "minItems": 2}]}
 
@@ -48,3 +48,31 @@ def test_auto_does_not_take_it() -> None:
 def test_a_strict_schema_is_refused() -> None:
     with pytest.raises(UnsupportedConstraint, match="choose llguidance"):
         LMFormatEnforcerBackend(BYTES).compile(Constraint.json_schema({"type": "object"}, strict_schema=True))
+
+
+COLOUR: Any = {"enum": ["red", "blue"]}
+TREE: Any = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/T"}}, {"type": "boolean"}]}
+
+
+@pytest.mark.parametrize(
+    ("definitions", "begun", "others"),
+    [
+        ({"T": COLOUR}, ['{"a": "r', '{"a": "blue"'], ['{"a": "x', '{"a": 1']),
+        ({"T": {"const": 7}}, ['{"a": 7'], ['{"a": "', '{"a": n']),
+        (
+            {"T": {"anyOf": [{"$ref": "#/$defs/C"}, {"type": "null"}]}, "C": COLOUR},
+            ['{"a": n', '{"a": "b'],
+            ['{"a": t'],
+        ),
+        ({"T": TREE}, ['{"a": t', '{"a": [n'], ['{"a": n']),
+    ],
+    ids=str,
+)
+def test_a_reference_to_alternatives_is_masked(definitions: Any, begun: list[str], others: list[str]) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/T"}}, "required": ["a"], "$defs": definitions}
+    grammar = Backends(BYTES)["lm-format-enforcer"].compile(Constraint.json_schema(schema))
+    for text in begun:
+        grammar.matcher().accept_tokens(tokens(text))
+    for text in others:
+        with pytest.raises(TokenRejected):
+            grammar.matcher().accept_tokens(tokens(text))

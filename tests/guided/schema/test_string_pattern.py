@@ -79,14 +79,6 @@ def test_whitespace_is_that_of_json() -> None:
             string_pattern.whitespace(pattern)
 
 
-def test_what_python_and_ecma_262_read_differently_is_refused() -> None:
-    for pattern in (r"\Aa", r"a\Z", r"\a", r"[\a]", r"\N{DIGIT ONE}", r"\U0001f600", "[]a]", "a{,2}"):
-        with pytest.raises(UnsupportedConstraint, match="ECMA-262"):
-            parse_search(pattern)
-    for pattern in (r"\\A", r"\[]", r"[a\]{,2}]", r"[[]", r"a\{,2}"):
-        parse_search(pattern)
-
-
 @pytest.mark.parametrize(
     ("pattern", "least", "most"),
     [("^[a-z]+$", 2, 4), ("^[a-z]*$", 0, 3), ("^x[a-z]*y$", 3, 5), ("^[a-z]{3}$", 1, 9), ("^[ab]{2,}$", 0, 3)],

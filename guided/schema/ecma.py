@@ -1,0 +1,61 @@
+"""Patterns of JSON Schema as JavaScript reads them without the flag `u` (ECMA-262, annex B)."""
+
+from __future__ import annotations
+
+import json
+import re
+
+_HEX = "[0-9A-Fa-f]"
+_ESCAPE = (
+    rf"\\(?:u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}|u{_HEX}{{4}}|x{_HEX}{{2}}|[ux]\{{{_HEX}+\}}|0[0-7]{{0,2}}"
+    rf"|c[A-Za-z]|[pP](?:\{{[\w:=. ^-]+\}}|[CLMNPSZ])|k<[\w$]+>|N\{{[\w -]+\}}|U{_HEX}{{8}}|.?)"
+)
+_TOKEN = re.compile(_ESCAPE + r"|\[(?:[^\]\\]|\\.)*+\]|\{\d+(?:,\d*)?\}|[{}\]]", re.DOTALL | re.ASCII)
+_MEMBER = re.compile(rf"(?!^-(?!-)|-\Z)({_ESCAPE}|.)(?:-({_ESCAPE}|.))?", re.DOTALL | re.ASCII)
+"""Matches a member of a class, or a range, but not a hyphen at an end of the class."""
+_SET = re.compile(r"\\[dDwWsSpP]")
+_KEPT = re.compile(r"\\(?:[dDwWsSbBtnrvfcAZz1-9^$\\.*+?()\[\]{}|/&~-]|..+)?")
+"""Matches escapes that stay. Some of them are refused later: `\\1`, and `\\A`, an anchor elsewhere."""
+_LITERALS = {"{": r"\{", "}": r"\}", "]": r"\]", "[^]": r"[\s\S]"}
+_IN_CLASS = {r"\b": r"\x08", r"\B": "B", "[": r"\[", "&": r"\&", "~": r"\~", "-": r"\-"}
+_FOREIGN = re.compile(r"\[[:.=]\^?\w+[:.=]\]|&&\[")
+"""Matches POSIX classes and intersections. They are refused later, by name."""
+
+
+def translate(pattern: str) -> str:
+    """Return a pattern in the syntax that Python, Rust and ECMA-262 share. What is malformed stays as it is.
+
+    Literal braces and brackets are escaped, and hyphens beside `\\w` in a class. Needless escapes go: `\\_`, `\\e`.
+    """
+    return pattern if _FOREIGN.search(pattern) else _TOKEN.sub(_written, pattern)
+
+
+def _written(token: re.Match[str]) -> str:
+    text = token[0]
+    if text in _LITERALS:
+        return _LITERALS[text]
+    if text.startswith("["):
+        begin = 1 + text.startswith("[^")
+        return text[:begin] + _MEMBER.sub(_member, text[begin:-1]) + "]"
+    return _escape(text)
+
+
+def _member(member: re.Match[str]) -> str:
+    first, last = member.groups()
+    written = _IN_CLASS.get(first) or _escape(first)
+    if last is None:
+        return written
+    dash = r"\-" if _SET.match(first) or _SET.match(last) else "-"
+    return written + dash + (_IN_CLASS.get(last) or _escape(last))
+
+
+def _escape(text: str) -> str:
+    """Return an escape. Other text stays."""
+    if text.startswith(r"\0"):
+        return f"\\x{int(text[1:], 8):02x}"
+    if text.startswith(r"\c") and len(text) > 2:
+        return f"\\x{ord(text[2]) & 31:02x}"
+    if len(text) == len(r"\ud83d\ude00"):
+        return str(json.loads(f'"{text}"'))
+    is_needless = text.startswith("\\") and not _KEPT.fullmatch(text)
+    return text[1:] if is_needless else text

@@ -1,0 +1,86 @@
+"""Schemas as clients send them: what is harmless and no valid JSON Schema, or another dialect's, is rewritten.
+
+`tidy` makes a document valid before it is checked, and keeps the places of its subschemas. `rewrite` writes a checked
+subschema with keywords that every library reads.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import quote
+
+from guided.schema.ecma import translate
+from guided.schema.graph import children
+from guided.schema.validation import Validator
+
+_VALUES = ("const", "default", "type")
+"""Keywords that may be null, or where null is an error."""
+_ANNOTATIONS: dict[str, type] = {
+    **dict.fromkeys(("title", "description", "$comment", "contentEncoding", "contentMediaType"), str),
+    **dict.fromkeys(("deprecated", "readOnly", "writeOnly"), bool),
+    "examples": list,
+}
+_URI = Validator({"format": "uri-reference", "pattern": "^(?!#/)"})
+_ANCHOR = Validator({"pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"})
+_IDENTIFIERS = {"$id": _URI, "id": _URI, "$anchor": _ANCHOR, "$dynamicAnchor": _ANCHOR}
+_NULL = {"type": "null"}
+
+
+def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Make a document valid where its fault says nothing about values, and return its subschemas by position.
+
+    Keywords that are null and annotations of a wrong type are removed, and identifiers that are no URIs, unless a
+    reference has the same text.
+    """
+    schemas: list[dict[str, Any]] = []
+    todo: list[Any] = [document]
+    for schema in todo:  # which grows
+        if isinstance(schema, dict):
+            schemas.append(schema)
+            todo += [child for _, child, _ in children(schema)]
+    references = {str(schema.get("$ref")) for schema in schemas}
+    for schema in schemas:
+        for keyword, value in list(schema.items()):
+            is_null = value is None and keyword not in _VALUES
+            is_name = keyword in _IDENTIFIERS and _IDENTIFIERS[keyword].violation(value) and value not in references
+            if is_null or is_name or not isinstance(value, _ANNOTATIONS.get(keyword, object)):
+                del schema[keyword]
+    return schemas
+
+
+def rewrite(schema: dict[str, Any]) -> None:
+    """Write one subschema with other keywords: patterns, `propertyOrdering` of Gemini, `nullable` of OpenAPI 3.0."""
+    for keyword, written in (("$ref", _uri), ("$id", _uri), ("pattern", translate)):
+        if isinstance(schema.get(keyword), str):
+            schema[keyword] = written(schema[keyword])
+    match schema:
+        case {"patternProperties": dict(parts)}:
+            schema["patternProperties"] = {translate(pattern): part for pattern, part in parts.items()}
+    match schema:
+        case {"properties": dict(parts), "propertyOrdering": list(order)}:
+            names = [name for name in (*order, *parts) if isinstance(name, str) and name in parts]
+            schema["properties"] = {name: parts[name] for name in names}
+    if schema.pop("nullable", None) is True:
+        _allow_null(schema)
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Change each keyword that excludes null."""
+    if isinstance(schema.get("type"), str):
+        schema["type"] = [schema["type"]]
+    for keyword, null in (("type", "null"), ("enum", None), ("anyOf", _NULL)):
+        if null not in schema.get(keyword, [null]):
+            schema[keyword] = [*schema[keyword], null]
+    others = {keyword: schema.pop(keyword) for keyword in ("$ref", "const", "oneOf", "allOf") if keyword in schema}
+    if others:
+        schema["allOf"] = [{"anyOf": [others, _NULL]}]
+
+
+def _uri(text: str) -> str:
+    """Return a reference as a URI: only the first "#" in it is a mark, and a lone "%" is a character."""
+    base, mark, fragment = re.sub("%(?![0-9A-Fa-f]{2})", "%25", text).partition("#")
+    return quote(base, _SAFE) + mark + quote(fragment, _SAFE)
+
+
+_SAFE = "!$&'()*+,;=:@/?~%"
