@@ -90,7 +90,10 @@ def filler(v: Values, size: int) -> str:
             parts.append(PROSE[start : start + v.rng.randint(50, 1500)])
         else:
             request = request_of(v)
-            call, (result, _) = json.dumps(request.call, indent=v.rng.choice((None, 2))), outcome(v, request)
+            call, (result, _) = (
+                json.dumps({"name": request.name, "arguments": request.arguments}, indent=v.rng.choice((None, 2))),
+                outcome(v, request),
+            )
             parts.append(f"Task: {request.ask}\n\nAction:\n{call}\nObservation: {result}\n\n---")
     return "\n".join(parts)[: int(size * 1.2)]
 
@@ -107,16 +110,14 @@ def lengthened(v: Values, one: Example, size: int) -> Example:
     return one
 
 
-def called(request: Request, number: int) -> dict[str, Any]:
+def called(name: str, arguments: dict[str, Any], number: int) -> dict[str, Any]:
     """The message of a call."""
-    function = {**request.call, "arguments": json.dumps(request.arguments, ensure_ascii=False)}
-    call = {"id": f"call_{number}", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def returned(result: str, number: int) -> dict[str, Any]:
-    """The message of a result."""
-    return {"role": "tool", "tool_call_id": f"call_{number}", "content": result}
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": f"call_{number}", "type": "function", "function": function}],
+    }
 
 
 def conversation(v: Values) -> Example:
@@ -126,126 +127,72 @@ def conversation(v: Values) -> Example:
     requests: list[Request] = []
     for _ in range(rng.choices((1, 2, 3), (0.5, 0.3, 0.2))[0]):
         kind = rng.choices(("call", "two calls", "talk", "text"), (0.6, 0.08, 0.24, 0.08))[0]
-        if kind == "talk":
-            talk = talk_task(v)
-            turns += [{"role": "user", "content": talk.turns[0]}, {"role": "assistant", "content": talk.answer}]
-        elif kind == "text":
+        talk = talk_task(v)
+        ask, answer, now, is_trained = talk.turns[0], talk.answer, [], True
+        if kind == "text":
             told = tell(v, known_record(v))
+            ask = told.text
             answer = json.dumps(told.all if rng.random() < 0.5 else told.asked, ensure_ascii=False)
-            turns.append({"role": "user", "content": told.text})
-            if rng.random() < 0.4:  # a client has forced a call of whatever there is
-                requests.append(request_of(v))
-                number = len(turns)
-                turns.append({**called(requests[-1], number), "trained": False})
-                turns.append(returned(outcome(v, requests[-1])[0], number))
-            turns.append({"role": "assistant", "content": answer})
-        else:
+            now = [request_of(v)] if rng.random() < 0.4 else []  # a client has forced a call of whatever there is
+            is_trained = False
+        elif kind != "talk":
             now = [request_of(v) for _ in range(1 + (kind == "two calls"))]
-            turns.append({"role": "user", "content": " ".join(request.ask for request in now)})
-            answers = []
-            for number, request in enumerate(now, len(turns)):
-                result, answer = outcome(v, request)
-                answers.append(answer)
-                turns += [called(request, number), returned(result, number)]
-            turns.append({"role": "assistant", "content": " ".join(answers)})
-            requests += now
+            ask = " ".join(request.ask for request in now)
+        turns.append({"role": "user", "content": ask})
+        outcomes = [outcome(v, request) for request in now]
+        for number, (request, (result, _)) in enumerate(zip(now, outcomes, strict=True), len(turns)):
+            turns.append({**called(request.name, request.arguments, number), "trained": is_trained})
+            turns.append({"role": "tool", "tool_call_id": f"call_{number}", "content": result})
+        if kind.endswith(("call", "calls")):
+            answer = " ".join(words for _, words in outcomes)
+        turns.append({"role": "assistant", "content": answer})
+        requests += now
     system = rng.choice((None, rng.choice(DATA["agents"]), rng.choice(DATA["agents"])))
-    asked = {request.tool["function"]["name"] for request in requests}
-    tools = [
-        tool
-        for tool in offered(v, requests, 1, 6)
-        if tool["function"]["name"] in asked or family(tool)[0] != "calculate"  # small talk has sums
-    ]
+    names = {request.name for request in requests}
+    tools = offered(v, requests, 1, 6)
+    tools = [t for t in tools if t["function"]["name"] in names or family(t)[0] != "calculate"]  # small talk has sums
     how = rng.random()
     if how < 0.1:
-        tools, requests = [], []
-        if rng.random() < 0.5:  # nothing was ever offered
-            request = request_of(v)
-            while not request.places:
-                request = request_of(v)
+        tools = []
+        request = request_of(v)
+        if rng.random() < 0.5 and request.places:  # nothing was ever offered
             turns = [{"role": "user", "content": request.ask}, {"role": "assistant", "content": DATA["no function"]}]
-        for turn in turns:
-            turn["trained"] = not turn.get("tool_calls")
+        turns = [{**turn, "trained": not turn.get("tool_calls")} for turn in turns]
     elif how < 0.3:
         turns, tools, system = with_final_answer(v, turns, tools)
-    elif how < 0.35:
-        turns, tools, system = with_code(v, turns, tools)
-    one = Example(turns[:-1], turns[-1]["content"] or written_call(turns[-1]), system, tools=tools or None)
+    answer = turns[-1]["content"]
+    if not answer:
+        function = turns[-1]["tool_calls"][0]["function"]
+        answer = written({"name": function["name"], "arguments": json.loads(function["arguments"])})
+    one = Example(turns[:-1], answer, system, tools=tools or None)
     return lengthened(v, one, rng.randint(100, 2500)) if rng.random() < 0.25 else one
 
 
-def written_call(message: dict[str, Any]) -> str:
-    """The text of a message with a call."""
-    function = message["tool_calls"][0]["function"]
-    return written({"name": function["name"], "arguments": json.loads(function["arguments"])})
-
-
 def with_final_answer(v: Values, turns: list[Any], tools: list[Any]) -> tuple[list[Any], list[Any], str]:
-    """The conversation where answers are calls, too, and perhaps as smolagents' agent of calls sends it."""
+    """The first round, where the answer is a call, too, and perhaps as smolagents' agent sends it."""
     name, key = v.rng.choice((("final_answer", "answer"), ("final_result", "response"), ("final_answer", "answer")))
     parameters = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}
     function = {"name": name, "description": v.rng.choice(DATA["final"]), "parameters": parameters}
-    final = {"type": "function", "function": function}
-    turns = [turn for turn in turns if turn["role"] != "system"]
-    end = 1 + next(i for i, turn in enumerate(turns) if turn["role"] == "assistant" and turn["content"])
-    turns = turns[:end]
-    request = Request(final, "", {key: turns[-1]["content"]}, {})
-    turns[-1] = called(request, 9)
+    tool = {"type": "function", "function": function}
+    models = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    end = next(i for i in models if turns[i]["content"])
+    turns = [*turns[:end], called(name, {key: turns[end]["content"]}, end)]
     if v.rng.random() < 0.6:
         turns[0]["content"] = f"New task:\n{turns[0]['content']}"
-        end = v.rng.choice([i for i, turn in enumerate(turns) if turn["role"] == "assistant"])
-        turns = [as_text(turn, index < end) for index, turn in enumerate(turns[: end + 1])]
-    return turns, [*tools, final], filler(v, v.rng.randint(100, 3000))
+        end = v.rng.choice([i for i in models if i <= end])
+        turns = [as_text(turn) for turn in turns[:end]] + [turns[end]]
+    return turns, [*tools, tool], filler(v, v.rng.randint(100, 3000))
 
 
-def as_text(turn: dict[str, Any], history: bool) -> dict[str, Any]:
-    """A message as smolagents keeps it."""
+def as_text(turn: dict[str, Any]) -> dict[str, Any]:
+    """An earlier message as smolagents keeps it."""
     if turn["role"] == "tool":
         return {"role": "user", "content": f"Observation:\n{turn['content']}"}
-    if history and turn.get("tool_calls"):
-        [call] = turn["tool_calls"]
-        call = {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
-        return {"role": "assistant", "content": f"Calling tools:\n{[call]}", "trained": False}
-    return turn
-
-
-def with_code(v: Values, turns: list[Any], tools: list[Any]) -> tuple[list[Any], list[Any], str]:
-    """The conversation as smolagents' agent of code sends it: functions are described and called in Python."""
-    rng = v.rng
-    turns = turns[: 1 + next(i for i, turn in enumerate(turns) if turn["role"] == "assistant" and turn["content"])]
-    told = [{"role": "user", "content": f"New task:\n{turns[0]['content']}"}]
-    for turn in turns[1:]:
-        if turn["role"] == "tool":
-            text = f"Observation:\nExecution logs:\n{turn['content']}\nLast output from code snippet:\nNone"
-            told.append({"role": "user", "content": text})
-            continue
-        thought, code = "I know the answer.", f"final_answer({turn['content']!r})"
-        if turn.get("tool_calls"):
-            function = turn["tool_calls"][0]["function"]
-            name = identifier(function["name"])
-            arguments = json.loads(function["arguments"]).items()
-            given = ", ".join(f"{identifier(key)}={value!r}" for key, value in arguments)
-            thought, code = f"I will use `{name}`.", f"result = {name}({given})\nprint(result)"
-        text = f"Thought: {thought}\n<code>\n{code}\n</code>"
-        told.append({"role": "assistant", "content": text, "code": code})
-    end = rng.choice([i for i, turn in enumerate(told) if turn["role"] == "assistant"])
-    for number, turn in enumerate(told[:end]):
-        if "code" in turn:
-            function = {"name": "python_interpreter", "arguments": turn["code"]}
-            history = [{"id": f"call_{number}", "type": "function", "function": function}]
-            turn |= {"content": f"{turn['content']}\nCalling tools:\n{history}", "trained": False}
-    described = []
-    for tool in (each["function"] for each in tools):
-        properties = tool["parameters"]["properties"].items()
-        places = ", ".join(f"{identifier(key)}: {value['type']}" for key, value in properties)
-        docstring = f'    """{tool.get("description", "")}"""'
-        described.append(f"def {identifier(tool['name'])}({places}) -> string:\n{docstring}")
-    system = f"{filler(v, rng.randint(100, 4000))}\nWrite code between <code> and </code>."
-    return told[: end + 1], [], "\n\n".join([system, *described, rng.choice(DATA["rules"])])
-
-
-def identifier(name: str) -> str:
-    return name.replace("-", "_").replace(" ", "_")
+    if not turn.get("tool_calls"):
+        return turn
+    [call] = turn["tool_calls"]
+    call = {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+    return {"role": "assistant", "content": f"Calling tools:\n{[call]}", "trained": False}
 
 
 def long_task(v: Values) -> Example:

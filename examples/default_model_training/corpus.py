@@ -119,6 +119,8 @@ def talk_task(v: Values) -> Example:
     if kind < 0.65:
         a, b = rng.randint(0, 10), rng.randint(0, 10)
         sign, word, value = rng.choice((("+", "plus", a + b), ("-", "minus", a - b), ("*", "times", a * b)))
+        if rng.random() < 0.4:
+            return Example([f"Write {a} {word} {b} as an expression."], f"{a} {sign} {b}")
         asked = rng.choice(("{0}{1}{2}", "{0} {1} {2}", "{0} {3} {2}")).format(a, sign, b, word)
         return Example([rng.choice(DATA["sums"]).format(asked)], f"{a} {sign} {b} is {value}.")
     ask = rng.choice(DATA["questions"])
@@ -150,8 +152,8 @@ class Request:
     places: dict[str, Any]
 
     @property
-    def call(self) -> dict[str, Any]:
-        return {"name": self.tool["function"]["name"], "arguments": self.arguments}
+    def name(self) -> str:
+        return str(self.tool["function"]["name"])
 
 
 def request_of(v: Values, like: str = "") -> Request:
@@ -233,7 +235,11 @@ def written(call: dict[str, Any]) -> str:
 def call_task(v: Values) -> Example:
     """Call the one of two to four functions that the request is about."""
     request = request_of(v)
-    return Example([request.ask], written(request.call), tools=offered(v, [request], 2, 4))
+    return Example(
+        [request.ask],
+        written({"name": request.name, "arguments": request.arguments}),
+        tools=offered(v, [request], 2, 4),
+    )
 
 
 TASKS: tuple[tuple[Callable[[Values], Example], float], ...] = (

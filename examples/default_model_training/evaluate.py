@@ -10,15 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from examples.default_model_training.conversations import as_text, called, conversation, lengthened, returned
-from examples.default_model_training.corpus import Example, Request, call_task, schema_of
+from examples.default_model_training.conversations import as_text, called, conversation, lengthened
+from examples.default_model_training.corpus import Example, call_task, schema_of
 from examples.default_model_training.records import known_record, tell
 from examples.default_model_training.values import DATA, Values
 from guided.tools.formats import Calls, Function, answer_format, tool_format
@@ -64,103 +65,86 @@ def text_task(v: Values) -> Example:
     return Example([f"{ask}\n{told.text}"], json.dumps(told.asked, ensure_ascii=False))
 
 
-def held_out(make: Any, count: int, seed: int, size: int = 0) -> list[Example]:
+def held_out(make: Callable[[Values], Example], count: int, seed: int, size: int = 0) -> list[Example]:
     """Examples of one task with held-out values, alone or with `size` characters around them."""
-    examples = []
-    for index in range(count):
-        v = Values(random.Random(f"{seed}:{index}"), held_out=True)
-        one = make(v)
-        examples.append(lengthened(v, one, size) if size else one)
-    return examples
+    draws = [Values(random.Random(f"{seed}:{index}"), held_out=True) for index in range(count)]
+    examples = [make(v) for v in draws]
+    return [lengthened(v, one, size) for v, one in zip(draws, examples, strict=True)] if size else examples
 
 
-def values_right(llm: LLM, examples: list[Example]) -> float:
-    pairs = zip(answers(llm, examples), examples, strict=True)
-    return sum(parsed(text) == parsed(one.answer) for text, one in pairs) / len(examples)
-
-
-def calls_right(llm: LLM, examples: list[Example]) -> tuple[float, float]:
-    """The shares of right functions, and of right functions with right arguments."""
+def shares_right(llm: LLM, examples: list[Example]) -> tuple[float, float]:
+    """The shares of answers with everything right, and of those with the right function."""
     pairs = [(parsed(text), parsed(one.answer)) for text, one in zip(answers(llm, examples), examples, strict=True)]
-    functions = sum(isinstance(call, dict) and call["name"] == expected["name"] for call, expected in pairs)
-    return functions / len(pairs), sum(call == expected for call, expected in pairs) / len(pairs)
+    functions = sum(isinstance(got, dict) and got.get("name") == expected.get("name") for got, expected in pairs)
+    return sum(got == expected for got, expected in pairs) / len(pairs), functions / len(pairs)
 
 
-def conversations_end(llm: LLM, count: int, seed: int, show: int) -> tuple[float, float]:
-    """The shares of conversations that end, and that end with the expected answer."""
-    examples = [one for one in held_out(conversation, 2 * count, seed) if one.tools][:count]
-    running = []
-    for one in examples:
-        named = {
-            turn["tool_calls"][0]["id"]: turn["tool_calls"][0]["function"]["name"]
-            for turn in one.turns
-            if "tool_calls" in turn
-        }
-        results = {named[turn["tool_call_id"]]: turn["content"] for turn in one.turns if turn["role"] == "tool"}
-        users = [turn for turn in one.turns if turn["role"] == "user" and "Observation:" not in turn["content"]]
-        running.append((one, Example(users[:1], "", one.system, tools=one.tools), users[1:], results))
-    ended = right = 0
-    left = dict.fromkeys(range(len(running)), TURNS)
-    while left:
-        now = [*left]
-        for number, text in zip(now, answers(llm, [running[number][1] for number in now]), strict=True):
-            one, dialog, users, results = running[number]
-            call = parsed(text) if "<tool_call>" in text else None
-            if call is None or call["name"] in ("final_answer", "final_result"):
-                dialog.turns.append({"role": "assistant", "content": text})
-                if users:
-                    dialog.turns.append(users.pop(0))
-                    left[number] = TURNS
-                    continue
-                ended += "<tool_call>" not in text or call is not None
-                right += text == one.answer
-                show -= shown(one, dialog) if text != one.answer and show > 0 else 0
-                del left[number]
-                continue
-            message = called(Request({"function": call}, "", call["arguments"], {}), len(dialog.turns))
-            result = returned(results.get(call["name"], "ok"), len(dialog.turns))
-            is_text = dialog.turns[0]["content"].startswith("New task:")
-            dialog.turns += [as_text(turn, True) for turn in (message, result)] if is_text else [message, result]
-            left[number] -= 1
-            if not left[number]:
-                shown(one, dialog)
-                del left[number]
-    return ended / len(examples), right / len(examples)
+@dataclass
+class Dialog:
+    """A conversation with the model: its prompt, the user's messages to come, and what the functions return."""
+
+    prompt: Example
+    users: list[dict[str, Any]]
+    results: dict[str, str]
+    turns: int = 0
+    """Answers of the model since the user's last message."""
+
+    def continues(self, text: str) -> bool:
+        """Add an answer of the model and the message after it. False: the conversation has ended."""
+        messages, self.turns = self.prompt.turns, self.turns + 1
+        call = parsed(text) if "<tool_call>" in text else None
+        if call is None or call["name"] in ("final_answer", "final_result"):
+            messages.append({"role": "assistant", "content": text})
+            messages += self.users[:1]
+            self.turns = 0
+            return bool(self.users and self.users.pop(0))
+        added = [
+            called(call["name"], call["arguments"], len(messages)),
+            {"role": "tool", "content": self.results.get(call["name"], "ok")},
+        ]
+        messages += map(as_text, added) if messages[0]["content"].startswith("New task:") else added
+        return self.turns < TURNS
 
 
-def shown(one: Example, dialog: Example) -> int:
-    """Print a conversation."""
-    names = [tool["function"]["name"] for tool in one.tools or ()]
-    for turn in dialog.turns:
-        print(f"  {turn['role']}: {turn.get('tool_calls') or turn['content']}"[:400])
-    print(f"  expected: {one.answer} ({', '.join(names)})\n")
-    return 1
+def dialog_of(one: Example) -> Dialog:
+    calls = {
+        turn["tool_calls"][0]["id"]: turn["tool_calls"][0]["function"]["name"]
+        for turn in one.turns
+        if "tool_calls" in turn
+    }
+    results = {calls[turn["tool_call_id"]]: turn["content"] for turn in one.turns if turn["role"] == "tool"}
+    users = [turn for turn in one.turns if turn["role"] == "user" and not turn["content"].startswith("Observation:")]
+    return Dialog(Example(users[:1], "", one.system, tools=one.tools), users[1:], results)
+
+
+def share_ended(llm: LLM, examples: list[Example]) -> float:
+    """The share of conversations in which each of the user's messages gets an answer without a call."""
+    dialogs = [dialog_of(one) for one in examples]
+    running = dialogs
+    while running:
+        texts = answers(llm, [dialog.prompt for dialog in running])
+        running = [dialog for dialog, text in zip(running, texts, strict=True) if dialog.continues(text)]
+    return sum(dialog.turns == 0 for dialog in dialogs) / len(dialogs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", type=Path, default=checkpoint_path(), help="checkpoint")
+    parser.add_argument("model", nargs="?", default=checkpoint_path(), help="checkpoint")
     parser.add_argument("--count", type=int, default=200, help="examples of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of the examples")
     parser.add_argument("--tokens", type=int, nargs="*", default=(3000, 6000), help="lengths of long prompts")
-    parser.add_argument("--show", type=int, default=0, help="conversations to print that end otherwise than expected")
     args = parser.parse_args()
-    config = EngineConfig(max_num_seqs=32)
-    with LLM(str(args.model), "inline", config=config) as llm:
-        print(
-            f"texts: {values_right(llm, held_out(text_task, args.count, args.seed)):.1%} with all values right",
-            flush=True,
-        )
-        right = calls_right(llm, held_out(call_task, args.count, args.seed))
-        print("calls: {:.1%} of the right function, {:.1%} with the right arguments".format(*right), flush=True)
-        ends = conversations_end(llm, args.count, args.seed, args.show)
-        print("conversations: {:.1%} end, {:.1%} as expected".format(*ends), flush=True)
-        for tokens in args.tokens:
-            examples = held_out(text_task, args.count // 4, args.seed, int(tokens / 0.65))
-            print(f"texts in {tokens} tokens: {values_right(llm, examples):.1%} with all values right", flush=True)
-        [tool, *_] = held_out(call_task, 1, args.seed)[0].tools or ()
-        for ask, text in zip(TALK, answers(llm, [Example([ask], "", tools=[tool]) for ask in TALK]), strict=True):
-            print(f"{ask} -> {text!r}")
+    with LLM(str(args.model), "inline", config=EngineConfig(max_num_seqs=32)) as llm:
+        offers = held_out(conversation, 2 * args.count, args.seed)
+        print(f"conversations that end: {share_ended(llm, [one for one in offers if one.tools][: args.count]):.1%}")
+        right = shares_right(llm, held_out(call_task, args.count, args.seed))
+        print(f"calls with the right arguments, and of the right function: {right[0]:.1%}, {right[1]:.1%}")
+        for tokens in (0, *args.tokens):
+            right = shares_right(llm, held_out(text_task, args.count, args.seed, tokens * 3 // 2))
+            print(f"texts with all values right, {tokens} tokens before or after: {right[0]:.1%}", flush=True)
+        tools = held_out(call_task, 1, args.seed)[0].tools
+        for ask, text in zip(TALK, answers(llm, [Example([ask], "", tools=tools) for ask in TALK]), strict=True):
+            print(f"{ask} -> {text}")
 
 
 if __name__ == "__main__":
