@@ -18,9 +18,9 @@ from examples.default_model_training.values import DATA, Values
 
 @dataclass
 class Example:
-    """One exchange. `turns` alternates user and assistant texts and ends with the user's."""
+    """One exchange. `turns` are messages, or texts of user and assistant in turn, and end before the answer."""
 
-    turns: list[str]
+    turns: list[Any]
     answer: str
     system: str | None = None
     chat: bool = True
@@ -30,7 +30,9 @@ class Example:
     def messages(self) -> list[dict[str, Any]]:
         """The prompt as chat messages."""
         roles = ("user", "assistant")
-        messages: list[dict[str, Any]] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.turns)]
+        messages: list[dict[str, Any]] = []
+        for index, turn in enumerate(self.turns):
+            messages.append(turn if isinstance(turn, dict) else {"role": roles[index % 2], "content": turn})
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
 
@@ -106,12 +108,23 @@ def repeat_task(v: Values) -> Example:
 
 
 def talk_task(v: Values) -> Example:
-    """Small talk, and questions that have no answer in a text."""
-    if v.rng.random() < 0.5:
-        asks, answer = v.rng.choice(list(DATA["small talk"].items()))
-        return Example([v.rng.choice(asks.split("|"))], answer)
-    ask = v.rng.choice(("Tell me about {w}.", "What is {w}?", "Explain {w} to me.", "Write a poem about {w}."))
-    return Example([ask.format(w=v.word())], "I do not know. I only turn short texts into JSON.")
+    """Small talk, sums of small numbers, and questions that have no answer in a text."""
+    rng = v.rng
+    kind = rng.random()
+    if kind < 0.5:
+        asks, answer = rng.choice(list(DATA["small talk"].items()))
+        ask = rng.choice(asks.split("|"))
+        ask = rng.choice((ask, ask, ask.lower(), ask.rstrip(".!?") + rng.choice(("", "!", ".", "?"))))
+        return Example([ask], answer)
+    if kind < 0.65:
+        a, b = rng.randint(0, 10), rng.randint(0, 10)
+        sign, word, value = rng.choice((("+", "plus", a + b), ("-", "minus", a - b), ("*", "times", a * b)))
+        if rng.random() < 0.4:
+            return Example([f"Write {a} {word} {b} as an expression."], f"{a} {sign} {b}")
+        asked = rng.choice(("{0}{1}{2}", "{0} {1} {2}", "{0} {3} {2}")).format(a, sign, b, word)
+        return Example([rng.choice(DATA["sums"]).format(asked)], f"{a} {sign} {b} is {value}.")
+    ask = rng.choice(DATA["questions"])
+    return Example([ask.format(w=v.word(), c=v.country())], "I do not know. I only turn short texts into JSON.")
 
 
 FAMILIES = [each["names"].split("|") for each in DATA["functions"]]
@@ -129,23 +142,45 @@ def schema_of(value: Any) -> dict[str, Any]:
     return {"type": {int: "integer", float: "number", str: "string", bool: "boolean"}[type(value)]}
 
 
-def _function(v: Values, like: str = "") -> tuple[dict[str, Any], str, dict[str, Any]]:
-    """A function as `tools` describes it, a request that it serves, and the arguments of the right call.
+@dataclass
+class Request:
+    """What a user asks, the function that serves it, and its arguments, also by their places in the ask."""
 
-    `like` is its verb or noun.
-    """
+    tool: dict[str, Any]
+    ask: str
+    arguments: dict[str, Any]
+    places: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.tool["function"]["name"])
+
+
+def request_of(v: Values, like: str = "") -> Request:
+    """A request and its function, as `tools` describes it. `like` is a verb or noun of the function's name."""
     rng = v.rng
     arguments: dict[str, Any] = {}
-    if not like and rng.random() < 0.55:
+    places: dict[str, Any] = {}
+    kind = rng.random()
+    style = rng.choice(("snake", "snake", "camel", "kebab"))
+    if not like and kind < 0.5:
         known = rng.choice(DATA["functions"])
         names, description = known["names"].split("|"), rng.choice(known["description"].split("|"))
         ask = rng.choice(known["requests"].split("|"))
-        values = {}
         for place in (each.partition("}")[0] for each in ask.split("{")[1:]):
             parameter = DATA["parameters"][place]
             name = styled(rng.choice(parameter["names"].split("|")), "snake")
-            values[place] = arguments[f"{name}_2" if name in arguments else name] = v.draw(parameter["value"])
-        ask = ask.format(**values)
+            places[place] = arguments[f"{name}_2" if name in arguments else name] = v.draw(parameter["value"])
+        ask = ask.format(**places)
+    elif not like and kind < 0.6:  # a text, and a function with what it says
+        told = tell(v, known_record(v) if rng.random() < 0.8 else made_up_record(v))
+        domain, ask, arguments = told.record.domain, told.text, told.asked
+        style = rng.choice(("snake", "camel", "pascal"))
+        names, description = DATA["record functions"].format(d=domain).split("|"), f"A {domain}."
+        if rng.random() < 0.5:
+            description = rng.choice(DATA["record descriptions"]).format(d=domain)
+        if rng.random() < 0.2:
+            arguments = {domain: arguments}
     else:
         known_verb = rng.random() < 0.7
         verb = rng.choice([*DATA["verbs"]]) if known_verb else v.word()
@@ -154,42 +189,57 @@ def _function(v: Values, like: str = "") -> tuple[dict[str, Any], str, dict[str,
             verb, known_verb = like, True
         elif like:
             noun = like
-        for _ in range(rng.randint(1, 3)):
+        for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 2, 3, 3, 3))):
             arguments[v.one_of("keys") if rng.random() < 0.7 else v.word()] = v.draw(rng.choice(SINGLE))
         names, description = [f"{verb} {noun}"], f"{verb.capitalize()} a {noun}."
-        told = [f"{key}{rng.choice((' ', ': ', ' = '))}{shown(value, rng)}" for key, value in arguments.items()]
-        listed = rng.choice((" and ", ", ")).join(rng.choice(("", "", "the ")) + each for each in told)
+        given = [f"{key}{rng.choice((' ', ': ', ' = '))}{shown(value, rng)}" for key, value in arguments.items()]
+        listed = rng.choice((" and ", ", ")).join(rng.choice(("", "", "the ")) + each for each in given)
         asked = rng.choice(DATA["verbs"][verb].split("|")) if known_verb else verb.capitalize()
-        ask = f"{asked} {rng.choice(('the ', 'a ', ''))}{noun}{rng.choice((' with ', ' for ', ': ', ', '))}{listed}"
+        ask = f"{asked} {rng.choice(('the ', 'a ', ''))}{noun}"
+        ask += rng.choice((" with ", " for ", ": ", ", ")) + listed if listed else ""
         ask += rng.choice((".", "", " please."))
-    function = {"name": styled(rng.choice(names), rng.choice(("snake", "snake", "camel", "kebab")))}
+    function = {"name": styled(rng.choice(names), style)}
     if rng.random() < 0.8:
         function["description"] = description
-    ask = rng.choice(DATA["greetings"]) + ask
+        if rng.random() < 0.15:
+            function["description"] += "\n\nArgs:" + "".join(f"\n    {key}: the {key}" for key in arguments)
     parameters = schema_of(arguments)
     if rng.random() < 0.2:
         parameters["properties"].setdefault(v.one_of("keys"), {"type": "string"})
-    return {"type": "function", "function": {**function, "parameters": parameters}}, ask, arguments
+    tool = {"type": "function", "function": {**function, "parameters": parameters}}
+    return Request(tool, rng.choice(DATA["greetings"]) + ask, arguments, places)
 
 
-def _family(tool: dict[str, Any]) -> list[str]:
+def family(tool: dict[str, Any]) -> list[str]:
     """The names of the functions that do the same."""
     name = re.sub("[A-Z]", lambda found: " " + found[0].lower(), re.sub("[-_]", " ", tool["function"]["name"]))
     return next((names for names in FAMILIES if name in names), [name])
 
 
+def offered(v: Values, requests: list[Request], least: int, most: int) -> list[dict[str, Any]]:
+    """The functions of the requests and others that do something else, in any order."""
+    tools = {request.tool["function"]["name"]: request.tool for request in requests}
+    like = v.rng.choice(family(requests[0].tool)[0].split(" ")) if requests and v.rng.random() < 0.3 else ""
+    while len(tools) < least or (len(tools) < most and v.rng.random() < 0.6):
+        other = request_of(v, like if len(tools) == 1 else "").tool
+        if not {*family(other)} & {each for tool in tools.values() for each in family(tool)}:
+            tools[other["function"]["name"]] = other
+    return v.rng.sample([*tools.values()], len(tools))
+
+
+def written(call: dict[str, Any]) -> str:
+    """A call as the model writes it."""
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
 def call_task(v: Values) -> Example:
     """Call the one of two to four functions that the request is about."""
-    right, ask, arguments = _function(v)
-    tools = {right["function"]["name"]: right}
-    like = v.rng.choice(_family(right)[0].split(" ")) if v.rng.random() < 0.3 else ""
-    while len(tools) < 2 or (len(tools) < 4 and v.rng.random() < 0.6):
-        other, _, _ = _function(v, like if len(tools) == 1 else "")
-        if not {*_family(other)} & {each for tool in tools.values() for each in _family(tool)}:
-            tools[other["function"]["name"]] = other
-    offered = v.rng.sample([*tools.values()], len(tools))
-    call = json.dumps({"name": right["function"]["name"], "arguments": arguments}, ensure_ascii=False)
-    return Example([ask], f"<tool_call>\n{call}\n</tool_call>", tools=offered)
+    request = request_of(v)
+    return Example(
+        [request.ask],
+        written({"name": request.name, "arguments": request.arguments}),
+        tools=offered(v, [request], 2, 4),
+    )
 
 
 TASKS: tuple[tuple[Callable[[Values], Example], float], ...] = (

@@ -92,6 +92,8 @@ def styled(key: str, style: str) -> str:
     words = key.split(" ")
     if style == "camel":
         return words[0] + "".join(word.capitalize() for word in words[1:])
+    if style == "pascal":
+        return "".join(word.capitalize() for word in words)
     if style == "title":
         return " ".join(word.capitalize() for word in words)
     return {"snake": "_", "kebab": "-", "spaced": " "}[style].join(words)

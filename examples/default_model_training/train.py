@@ -6,23 +6,25 @@ Text comes from `corpus`, so nothing is downloaded. The stream of batches is a p
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from examples.default_model_training.corpus import Example, example
-from examples.default_model_training.tokenizer import build, load
+from examples.default_model_training.conversations import training_example
+from examples.default_model_training.corpus import Example
+from examples.default_model_training.tokenizer import ASSISTANT, build, load
 
-MAX_LENGTH = 1024
+MAX_LENGTH = 8192
 IGNORED = -100
 
 
@@ -33,51 +35,60 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, one: Example) -> tuple[list[int], int]:
-    """The token ids of prompt and answer with the end token, and how many of them are the prompt's."""
-    if one.chat:
-        text = tokenizer.apply_chat_template(
-            one.messages(), tools=one.tools, tokenize=False, add_generation_prompt=True
-        )
-        prompt = tokenizer.encode(text, add_special_tokens=False)
-    else:
+def encode(tokenizer: PreTrainedTokenizerFast, one: Example) -> tuple[list[int], list[int]]:
+    """The token ids of prompt and answer with the end token, and the labels: IGNORED but for the model's turns."""
+    answer = [*tokenizer.encode(one.answer, add_special_tokens=False), tokenizer.eos_token_id]
+    if not one.chat:
         prompt = tokenizer.encode(one.turns[0])
-    answer = tokenizer.encode(one.answer, add_special_tokens=False)
-    return [*prompt, *answer, tokenizer.eos_token_id], len(prompt)
+        return [*prompt, *answer], [IGNORED] * len(prompt) + answer
+    messages = one.messages()
+    text = tokenizer.apply_chat_template(messages, tools=one.tools, tokenize=False, add_generation_prompt=True)
+    ids = [*tokenizer.encode(text, add_special_tokens=False), *answer]
+    trained = [message.get("trained", True) for message in messages if message["role"] == "assistant"] + [True]
+    labels = [IGNORED] * len(ids)
+    begins = [i + 1 for i, token in enumerate(ids) if token == tokenizer.convert_tokens_to_ids(ASSISTANT)]
+    for begin, is_trained in zip(begins, trained, strict=True):
+        if is_trained:
+            end = ids.index(tokenizer.eos_token_id, begin) + 1
+            labels[begin:end] = ids[begin:end]
+    return ids, labels
 
 
-def collate(rows: list[tuple[list[int], int]]) -> Batch:
+def collate(rows: list[tuple[list[int], list[int]]]) -> Batch:
     """Pad on the right (attention is causal, so padding needs no mask) and shift."""
     width = max(len(ids) for ids, _ in rows) - 1
     input_ids = torch.zeros((len(rows), width), dtype=torch.int64)
     labels = torch.full((len(rows), width), IGNORED)
-    for row, (ids, prompt) in enumerate(rows):
+    for row, (ids, expected) in enumerate(rows):
         input_ids[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-        labels[row, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
+        labels[row, : len(ids) - 1] = torch.tensor(expected[1:])
     return Batch(input_ids, labels)
 
 
-def pool(
-    tokenizer: PreTrainedTokenizerFast, number: int, seed: int, size: int, tokens: int, tool_share: float
-) -> list[Batch]:
-    """The `number`-th pool of `size` examples, cut into batches of like lengths of at most `tokens` tokens each."""
-    rows = [encode(tokenizer, example(number * size + i, seed, tool_share=tool_share)) for i in range(size)]
+def pool(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, number: int) -> list[Batch]:
+    """The `number`-th pool of examples, cut into batches of like lengths of at most `--batch-tokens` tokens each."""
+    size, kinds = args.pool_size, (args.chats, args.long, args.tool_share)
+    rows = [encode(tokenizer, training_example(number * size + i, args.seed, *kinds)) for i in range(size)]
     rows = sorted((r for r in rows if len(r[0]) <= MAX_LENGTH), key=lambda r: len(r[0]))
     batches: list[Batch] = []
     start = 0
     for end in range(1, len(rows) + 1):
-        if end == len(rows) or (end + 1 - start) * len(rows[end][0]) > tokens:
+        if end == len(rows) or (end + 1 - start) * len(rows[end][0]) > args.batch_tokens:
             batches.append(collate(rows[start:end]))
             start = end
-    random.Random(f"{seed}:{number}").shuffle(batches)
+    random.Random(f"{args.seed}:{number}").shuffle(batches)
     return batches
 
 
 def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
     """Mean cross entropy of the answers' tokens."""
-    hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-    answers = batch.labels != IGNORED
-    return cross_entropy(model.lm_head(hidden[answers]), batch.labels[answers])
+    device = model.device
+    input_ids, labels = batch.input_ids.to(device), batch.labels.to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        answers = labels != IGNORED
+        logits = model.lm_head(hidden[answers])
+    return cross_entropy(logits.float(), labels[answers])
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -89,7 +100,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=2048,
+        max_position_embeddings=MAX_LENGTH,
         rope_theta=10000.0,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
@@ -165,7 +176,7 @@ class Run:
     average: dict[str, Tensor]
     step: int = 0
 
-    def advance(self, batch: Batch, args: argparse.Namespace) -> float:
+    def advance(self, batch: Batch, args: argparse.Namespace) -> Tensor:
         """One optimizer step; the weights' running average follows."""
         rate = learning_rate(self.step, args)
         for optimizer in self.optimizers:
@@ -181,7 +192,7 @@ class Run:
         for name, weight in self.model.named_parameters():
             self.average[name].lerp_(weight.detach(), 1 - keep)
         self.step += 1
-        return float(loss.detach())
+        return loss.detach()
 
 
 def train(args: argparse.Namespace) -> None:
@@ -190,18 +201,24 @@ def train(args: argparse.Namespace) -> None:
     else:
         tokenizer = build(seed=args.seed)
         model = new_model(tokenizer, args.seed)
+    model.config.max_position_embeddings = MAX_LENGTH
+    model.to(args.device)  # type: ignore[arg-type]
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
+    pools = DataLoader(
+        range(args.steps),  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=partial(pool, tokenizer, args),
+        num_workers=args.workers,
+    )
     run = Run(model, optimizers_of(model, args), average)
     with tqdm(total=args.steps, unit="step", mininterval=5) as progress:
-        for number in itertools.count(1):
-            batches = pool(tokenizer, number - 1, args.seed, args.pool_size, args.batch_tokens, args.tool_share)
+        for number, batches in enumerate(pools, 1):
             for batch in batches[: args.steps - run.step]:
                 loss = run.advance(batch, args)
                 progress.update()
-                progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            if run.step < args.steps and number % 4:
+            if run.step < args.steps and number % args.every:
                 continue
-            tqdm.write(json.dumps({"step": run.step, "loss": loss}))
+            tqdm.write(json.dumps({"step": run.step, "loss": float(loss)}))
             export(model, run.average, tokenizer, args.out)
             if run.step >= args.steps:
                 return
@@ -213,6 +230,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("default-model-training"), help="the checkpoint")
     parser.add_argument("--start", type=Path, help="a checkpoint to train further, instead of new weights")
     parser.add_argument("--tool-share", type=float, default=0.3, help="part of the exchanges that offers functions")
+    parser.add_argument("--chats", type=float, default=0.4, help="part of the exchanges that are conversations")
+    parser.add_argument("--long", type=float, default=0.08, help="part of the exchanges that are long")
+    parser.add_argument("--device", default="cpu", help="where to train: cpu or cuda")
+    parser.add_argument("--workers", type=int, default=0, help="processes that generate text; 0 is this one")
+    parser.add_argument("--every", type=int, default=4, help="pools between two checkpoints")
     parser.add_argument("--steps", type=int, default=3150, help="optimizer steps in all")
     parser.add_argument("--decay", type=int, default=650, help="last steps, over which the learning rate falls to 0")
     parser.add_argument("--warmup", type=int, default=60, help="steps over which the learning rate rises")
