@@ -29,10 +29,11 @@ from engine.server.errors import OLLAMA_PATH, ollama_error
 from engine.server.fields import Body, Many, Schema
 from engine.server.generation import Job
 from engine.server.protocol import ChatRequest, GuidedInfo, Message, thinking_variables
-from engine.server.routes import RESPONSES, BodyRoute, JobResponse
+from engine.server.routes import BodyRoute, JobResponse
 from guided.errors import GuidedError
 from guided.tools.parser import Piece
 
+_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
 _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Options that have other names in a chat."""
 
@@ -119,13 +120,13 @@ router = APIRouter(prefix=OLLAMA_PATH, tags=["generation"], route_class=BodyRout
 models = APIRouter(prefix=OLLAMA_PATH, tags=["models"], responses=_ERRORS)
 
 
-@router.post("/generate", responses=RESPONSES)
+@router.post("/generate", responses=_RESPONSES)
 def answer_prompt(body: GenerateRequest, request: Request, context: Context) -> Response:
     """Answer a prompt in the shape of Ollama's API."""
     return answer_chat(body, request, context)
 
 
-@router.post("/chat", responses=RESPONSES)
+@router.post("/chat", responses=_RESPONSES)
 def answer_chat(body: OllamaRequest, request: Request, context: Context) -> Response:
     """Answer a chat in the shape of Ollama's API."""
     if not body.messages:

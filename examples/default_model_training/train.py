@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,9 +202,9 @@ def train(args: argparse.Namespace) -> None:
         tokenizer = build(seed=args.seed)
         model = new_model(tokenizer, args.seed)
     model.config.max_position_embeddings = MAX_LENGTH
-    model.to(args.device)  # type: ignore[arg-type]
+    model.to(args.device)
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
-    pools = DataLoader(
+    pools: Any = DataLoader(
         range(args.steps),  # type: ignore[arg-type]
         batch_size=None,
         collate_fn=partial(pool, tokenizer, args),

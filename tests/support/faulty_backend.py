@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from scripted_grammar import ScriptedMatcher
 
 from guided.backends import Adapter
-from guided.backends.base import CompiledGrammar
+from guided.backends.base import Backend, CompiledGrammar
 from guided.constraint import Constraint
 from guided.errors import TokenRejected
 from guided.vocabulary import Vocabulary
@@ -185,7 +185,7 @@ class _Grammar(CompiledGrammar):
         return b""
 
 
-class FaultyBackend:
+class FaultyBackend(Backend):
     """See the module."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
