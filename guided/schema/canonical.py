@@ -143,7 +143,7 @@ class CanonicalForm:
     def _read_keywords(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         read: dict[str, Any] = {}
         keywords = schema.keys() - _FRAME
-        inner = is_part or len(keywords) > 1 or "allOf" in keywords
+        inner = self._open_objects is False and (is_part or len(keywords) > 1 or "allOf" in keywords)
         for keyword, value in schema.items():
             if keyword in keywords:
                 read |= self._keyword(schema, keyword, value, origin, inner)
@@ -172,7 +172,7 @@ class CanonicalForm:
                 return {keyword: [part for part in parts if part is not False]}
             case "allOf":
                 order = sorted(value, key=lambda part: origin.place(part, self._source(part)))
-                return {keyword: [self._read(part, origin, is_part=True) for part in order]}
+                return {keyword: [self._read(part, origin, is_part=is_part) for part in order]}
             case "not" | "if" | "then" | "else":
                 return {keyword: self._read(value, origin)}
             case "properties":
@@ -347,7 +347,8 @@ def _close(schema: dict[str, Any], origin: Origin) -> None:
     if names is None or schema.get("type") != "object" or not schema.keys().isdisjoint(_OPEN):
         return
     properties = schema.get("properties", {})
-    named = {name: properties.get(name, True) for name in (*names, *properties)}
+    restricted = [name for name, part in properties.items() if part is not True]
+    named = {name: properties.get(name, True) for name in (*names, *restricted)}
     if schema.get("minProperties", 0) <= len(named):
         schema |= {"properties": named, "additionalProperties": False}
 

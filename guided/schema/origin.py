@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,8 @@ class Origin:
     """In the order in which they name properties: what a `$ref` or `allOf` before `properties` applies comes first."""
     always: list[Node]
     """Those of `nodes` that are no alternative and no condition."""
+    naming: Sequence[Node] | None = None
+    """Those that name the properties of the object: without conditions that probably do not hold. None: `nodes`."""
 
     @classmethod
     def of(cls, graph: SchemaGraph, starts: list[Node]) -> Origin:
@@ -70,9 +72,10 @@ class Origin:
 
         None: it says so, or names none. What is under `not` and `if` does not count.
         """
+        naming = self.nodes if self.naming is None else self.naming
         negated = [child for node in self.nodes for keyword, child in node.same if keyword in ("not", "if")]
         left_out = set(map(id, _closure(negated, always=False)))
-        described = [node for node in self.nodes if id(node) not in left_out]
+        described = [node for node in naming if id(node) not in left_out]
         if not any("properties" in node.schema for node in described):
             return None
         if any(keyword in node.schema for node in described for keyword in _OPENING):
@@ -109,13 +112,16 @@ class Origin:
         wanted = _described(part)
         if not wanted or not self._groups:
             return self
-        chosen = []
-        for keyword, group in self._groups.items():
-            node, described = max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted))
-            if keyword[1] in _UNIONS or described <= wanted:
-                chosen.append(node)
+        best = [
+            max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted)) for group in self._groups.values()
+        ]
+        chosen = [node for node, _ in best]
         nodes = [*self.always, *(node for node in _closure(chosen, always=False) if node not in self.always)]
-        return Origin(self.graph, nodes, [*self.always, *_closure(chosen, always=True)])
+        holding = [node for (_, keyword), (node, _) in zip(self._groups, best, strict=True) if keyword in _UNIONS]
+        for (_, keyword), group in self._groups.items():
+            holding += [node for node, described in group if keyword not in _UNIONS and described <= wanted]
+        named = [*self.always, *_closure(holding, always=False)]
+        return Origin(self.graph, nodes, [*self.always, *_closure(chosen, always=True)], named)
 
     @cached_property
     def _groups(self) -> dict[tuple[int, str], list[tuple[Node, set[Any]]]]:
@@ -125,8 +131,7 @@ class Origin:
             for keyword, child in node.same:
                 if keyword not in _ALWAYS:
                     described = set[Any]().union(*(_described(one.schema) for one in _closure([child], always=False)))
-                    owner = node if keyword in _UNIONS else child
-                    groups.setdefault((id(owner), keyword), []).append((child, described))
+                    groups.setdefault((id(node), keyword), []).append((child, described))
         return groups
 
     def place(self, part: dict[str, Any], target: Node | None) -> int:
