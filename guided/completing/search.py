@@ -103,8 +103,9 @@ class Completions:
         self._mark = spelled.index(_MARK) if _MARK in spelled else -1
 
     def of(self, grammar: CompiledGrammar) -> Completions:
-        """Return a copy for one grammar, with its special tokens and literals. It shares all tables."""
+        """Return a copy for one grammar, with its special tokens and literals. It shares the tables of the vocabulary."""
         shared = copy(self)
+        shared._row = np.empty_like(self._row)  # a worker's two threads fill rows of different grammars at once
         shared._literals = grammar.literals
         special = grammar.special_token_ids
         names = {name.encode(): token for name, token in self._names.items() if token in special}
