@@ -195,9 +195,9 @@ def test_check_has_a_status_and_reports(tmp_path: Path) -> None:
     reports = [json.loads(line) for line in text.splitlines()]
     assert (code, [report["accepted"] for report in reports]) == (1, [True, False])
     assert "lookaround" in reports[1]["error"]
-    unread = [str(tmp_path / name) for name in ("bytes.json", "nosuch.json", "date.yaml")]
+    unread = [str(tmp_path / name) for name in ("bytes.json", "nosuch.json", "bad.yaml")]
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe{}")
-    (tmp_path / "date.yaml").write_text("a: 2031-01-01")
+    (tmp_path / "bad.yaml").write_text("a: [1")
     code, text = run("check", unread[0], good, *unread[1:], schema)
     assert (code, text.count(": accepted")) == (2, 2)
     assert [f"{file}: can't be read: " in text for file in unread] == [True] * 3
