@@ -93,6 +93,12 @@ class LineBreaks:
         """By byte: word and bit of the first token that begins with it. In vocabularies, this is the byte itself."""
         self._parts = [token for token in vocabulary.text_token_ids if _PART.match(self._contents[token])]
         self._mask = lru_cache(maxsize=64)(self._find_mask)
+        self._word, self._bit = self._first.get(b"\n"[0], (0, 0))
+        ends = {token: self._contents[token][-1:] for token in vocabulary.text_token_ids}
+        self._blank = frozenset(token for token, end in ends.items() if end in (b" ", b"\n"))
+        """Tokens after which a line break may have begun."""
+        for tail in (b"", b"\0", b'"', *(bytes([byte]) for byte in b"[{,: \n"), b"[\n", b"{\n"):
+            self._mask(tail, frozenset())  # now, and not at some sequence's token
 
     def permitted(self, output: Sequence[int], row: _Row, special: frozenset[int]) -> _Row:
         """Return the mask of the usual text tokens after `output`, and of `special` tokens.
@@ -100,8 +106,11 @@ class LineBreaks:
         Args:
             row: int32 `[words]`: the tokens that the library allows.
         """
+        can_break = row.item(self._word) >> self._bit & 1
+        if not can_break and output and output[-1] not in self._blank:
+            return self._mask(b"", special)  # most positions: in a string or a number
         if self._allows(row, b"x"):
-            return self._mask(b"\0" if self._allows(row, b"\n") else b"", special)
+            return self._mask(b"\0" if can_break else b"", special)
         text = self._contents[output[-1]] if output else b""
         if text.isspace():
             text = self._vocabulary.decode(output[-40:])  # more than `MAX_INDENT`

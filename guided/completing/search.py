@@ -103,7 +103,7 @@ class Completions:
         self._mark = spelled.index(_MARK) if _MARK in spelled else -1
 
     def of(self, grammar: CompiledGrammar) -> Completions:
-        """Return a copy for one grammar, with its special tokens and literals. It shares the tables of the vocabulary."""
+        """Return a copy for one grammar, with its special tokens and literals. It shares the other tables."""
         shared = copy(self)
         shared._row = np.empty_like(self._row)  # a worker's two threads fill rows of different grammars at once
         shared._literals = grammar.literals
