@@ -323,8 +323,10 @@ class LLMEngine:
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
-            why = "allowed_token_ids, bad_words or a logits processor forbid every token (or all logits are NaN)"
-            self._fail(batch.sequences[row].group, DeadEnd(why))
+            reason: GuidedError = InternalError("no token of this step has a finite logit")
+            if batch.sequences[row].restriction is not None:
+                reason = DeadEnd("allowed_token_ids or bad_words forbid every token that the constraint allows")
+            self._fail(batch.sequences[row].group, reason)
         return sampled
 
     def _skip(self, batch: Batch, report: ApplyReport) -> frozenset[int]:
