@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence as Tokens
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.kv_cache import KVCache, gather_bytes
 from engine.model_loader import LoadedModel
-from engine.ranks import CacheSize
+from engine.ranks import CacheSize, Selection, select_rows
+from engine.sequence import Sequence
 
 
 def read_batch(batch: Batch, blocks: BlockManager) -> PagedContext:
@@ -67,19 +69,27 @@ class ModelRunner:
             self._cache = self._model.new_cache(num_blocks, self._block_size)
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
-        return self._execute(read_batch(batch, self.blocks))
+        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input. Without a token to compute
+        there is none, and the result is empty."""
+        return self._execute(read_batch(batch, self.blocks)) if batch.computes else torch.empty(0)
 
     def _execute(self, step: PagedContext) -> torch.Tensor:
         with self._everywhere(step):
             return step.run(self._model.body, self._cache, self._model.device)
 
-    def compute_logits(self, hidden: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
-        """Compute the logits of these rows, or of all, of the last hidden states: float32 `[rows, vocab]`."""
-        if rows is not None:
-            hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
-        with self._everywhere(rows):
-            logits: torch.Tensor = self._model.head(hidden)
+    def select(self, hidden: torch.Tensor, rows: list[int] | None, kept: Tokens[Sequence] = ()) -> torch.Tensor:
+        """Return these rows of the step's hidden states, or all, and the ones that sequences have kept: `[rows,
+        hidden]`."""
+        states = [one.hidden for one in kept if one.hidden is not None]
+        if self._model.ranks is not None:
+            with self._everywhere(Selection(rows, [state.tolist() for state in states])):
+                pass
+        return select_rows(hidden, rows, states)
+
+    def compute_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Compute the logits of what `select` has returned: float32 `[rows, vocab]`."""
+        with self._everywhere(None):
+            logits: torch.Tensor = self._model.head(rows)
         return logits.float()
 
     @torch.inference_mode()
@@ -95,7 +105,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         hidden = self._execute(PagedContext(packed, prefills))
-        self.compute_logits(hidden, [0] * rows).softmax(-1).sort(-1)  # as for top_p
+        self.compute_logits(self.select(hidden, [0] * rows)).softmax(-1).sort(-1)  # as for top_p
         del hidden
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before

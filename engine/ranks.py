@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -32,6 +32,20 @@ class CacheSize(NamedTuple):
     num_blocks: int
     block_size: int
     threads: int
+
+
+class Selection(NamedTuple):
+    """Select rows of the last hidden states, None: all, and add others after them."""
+
+    rows: list[int] | None
+    kept: list[list[float]]
+
+
+def select_rows(hidden: torch.Tensor, rows: list[int] | None, kept: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return these rows of `hidden`, or all, and `kept` after them: `[rows, hidden]`."""
+    if rows is not None:
+        hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
+    return torch.cat([hidden.to(kept[0]), torch.stack([*kept])]) if kept else hidden
 
 
 class Ranks:
@@ -104,7 +118,7 @@ class Ranks:
 def serve(descriptor: int, load_part: Callable[[str, LoadOptions], Any]) -> None:
     """Run one rank other than 0, until the engine closes the socket `descriptor`, or until the first error, which the
     other ranks notice in their next collective operation. The messages are the rank's setup, then `CacheSize`s,
-    `PagedContext`s, and rows of the last hidden states to run the head on (None: all)."""
+    `PagedContext`s, `Selection`s, and None to run the head on what was selected last."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError):
         rank, port, name, options, device_type = connection.recv()
@@ -113,7 +127,8 @@ def serve(descriptor: int, load_part: Callable[[str, LoadOptions], Any]) -> None
         size = options.tensor_parallel_size
         join(open_store(port, size), rank, size, device_type)
         model = load_part(name, options)
-        cache, hidden = model.new_cache(1, 1), torch.empty(0)
+        cache = model.new_cache(1, 1)
+        hidden = selected = torch.empty(0)
         while True:
             message = connection.recv()
             if isinstance(message, PagedContext):
@@ -121,8 +136,11 @@ def serve(descriptor: int, load_part: Callable[[str, LoadOptions], Any]) -> None
             elif isinstance(message, CacheSize):
                 torch.set_num_threads(message.threads)
                 cache = model.new_cache(message.num_blocks, message.block_size)
+            elif isinstance(message, Selection):
+                kept = [hidden.new_tensor(state) for state in message.kept]
+                selected = select_rows(hidden, message.rows, kept)
             else:
-                model.head(hidden if message is None else hidden[message])
+                model.head(selected)
     distributed.destroy_process_group()
 
 

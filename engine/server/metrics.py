@@ -159,7 +159,6 @@ class Metrics(Collector):
             ("mask_wait_seconds", "Part of the exposed: waiting for masks.", stats.wait_seconds),
             ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
             ("mask_late_rows", "Rows without a mask at the step's deadline.", stats.late_rows),
-            ("mask_rows_computed_again", "Rows computed a second time after a late mask.", stats.computed_again),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"guided_{name}", text, value=value)
