@@ -2,13 +2,16 @@
 
 transformers' modeling code calls the function through its `AttentionInterface`. All sequences of a step are flattened
 in one row: chunks of prefills first, then one token of each decoding one. (The layout is vLLM's, arXiv:2309.06180.)
+The step is a context variable, because not every model passes its keywords on to its attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +26,46 @@ ATTENTION = "guided_paged"
 
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
 """Keywords that models pass to attention functions and that this one can ignore."""
+_MAX_SCORES = 1 << 26
+"""Attention scores of a prefill that are in memory at once, where torch's own attention cannot compute them."""
 
 
 class UnsupportedModelError(ValueError):
     """The engine cannot serve this model. The message says why."""
+
+
+class Span(NamedTuple):
+    """Which tokens before it a token attends to. None, None: all."""
+
+    window: int | None = None
+    """The number of the last tokens, with the token itself."""
+    chunk: int | None = None
+    """Those of its chunk, which begins at a multiple of this position."""
+
+    def first(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the position of the first token that tokens at these positions attend to."""
+        if self.chunk is not None:
+            return positions // self.chunk * self.chunk
+        return positions * 0 if self.window is None else positions + 1 - self.window
+
+    @property
+    def limit(self) -> int | None:
+        """The maximum number of tokens at the beginning of a sequence that attend to all before them."""
+        return self.window if self.chunk is None else self.chunk
+
+
+class Scores(NamedTuple):
+    """What a layer does to its attention scores."""
+
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """`[heads]`: the score of a key without a value."""
+
+    @property
+    def are_changed(self) -> bool:
+        """torch's own attention cannot compute them."""
+        return self.softcap is not None or self.sinks is not None
 
 
 Prefill = tuple[int, int, int, NDArray[np.int64] | None]
@@ -53,7 +92,8 @@ class PagedContext:
             cache.copy_blocks(self.copies)
         tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
         self.move(cache, slots)
-        output = body(input_ids=tokens[None], position_ids=positions[None], paged=self, use_cache=False)
+        with running(self):
+            output = body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -67,19 +107,17 @@ class PagedContext:
         tables = torch.from_numpy(self.tables).to(slots.device, non_blocking=True)
         self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
         """(tables, lengths) of decoding sequences of which the keys are gathered together."""
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, Span], torch.Tensor] = {}
 
-    def mask(self, part: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, part: int, span: Span, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask `[sequences, 1, 1, slots]` of the keys of a part, built once per step."""
-        mask = self._masks.get((part, window))
+        mask = self._masks.get((part, span))
         if mask is None:
             tables, lengths = self.decodes[part]
             positions = torch.arange(tables.shape[1] * self.cache.block_size, device=lengths.device)
-            hidden = positions >= lengths[:, None]
-            if window is not None:
-                hidden |= positions < (lengths - window)[:, None]
+            hidden = (positions >= lengths[:, None]) | (positions < span.first(lengths - 1)[:, None])
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            mask = self._masks[part, window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+            mask = self._masks[part, span] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
         return mask
 
 
@@ -102,6 +140,19 @@ def split_decodes(
     return parts
 
 
+_step: ContextVar[PagedContext] = ContextVar("step")
+
+
+@contextmanager
+def running(step: PagedContext) -> Iterator[None]:
+    """Give the step to the attention of a model that runs in this context."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -109,39 +160,56 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedContext,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Store this layer's keys and values, `[1, kv_heads, tokens, dim]`, and compute the attention of `query`,
-    `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights. `sliding_window` is the number of
-    tokens that a token attends to, including itself; None: all. `attention_mask` is always None."""
+    `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights.
+
+    Args:
+        sliding_window: number of tokens that a token attends to, with itself. None: all.
+        softcap: bound of the scores, which a tanh keeps.
+        s_aux: attention sinks `[heads]`: the score of a key without a value.
+        attention_mask: None.
+    """
     others["attention_mask"] = attention_mask
     unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
     if unknown:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
         )
+    paged = _step.get()
     layer: int = module.layer_idx  # type: ignore[assignment]
+    span = Span(sliding_window, _chunk_size(module))
+    scores = Scores(scaling, softcap, s_aux)
     paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:
-        return _decode(query, paged, layer, scaling, sliding_window, key.shape[1]), None
+        return _decode(query, paged, layer, scores, span, key.shape[1]), None
     parts: list[torch.Tensor] = []
     for (start, end, before, _), table in zip(paged.prefills, paged.prefill_tables, strict=True):
         part = slice(start, end)
         keys, values = key[..., part, :], value[..., part, :]
         if table is not None:
             keys, values = paged.cache.gather(layer, table)
-        parts.append(_prefill(query[..., part, :], keys, values, before, scaling, sliding_window))
+        parts.append(_prefill(query[..., part, :], keys, values, before, scores, span))
     first = paged.prefills[-1][1]
     if first < query.shape[2]:
-        parts.append(_decode(query[:, :, first:], paged, layer, scaling, sliding_window, key.shape[1]))
+        parts.append(_decode(query[:, :, first:], paged, layer, scores, span, key.shape[1]))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
+def _chunk_size(module: Any) -> int | None:
+    """Return the size of the chunks of a layer with chunked attention. Llama 4 does not pass it to the function."""
+    layer_types = getattr(module.config, "layer_types", None)
+    is_chunked = layer_types and layer_types[module.layer_idx] == "chunked_attention"
+    return module.config.attention_chunk_size if is_chunked else None
+
+
 def _prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scaling: float | None, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scores: Scores, span: Span
 ) -> torch.Tensor:
     """Attention within one sequence, with `before` tokens before the first of `query`: `[1, heads, tokens, dim]` in,
     `[1, tokens, heads, dim]` out. Keys after the last of `query` are ignored."""
@@ -151,16 +219,19 @@ def _prefill(
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     mask = None
-    if before or (window is not None and window < tokens):
-        mask = torch.ones(tokens, total, dtype=torch.bool, device=query.device).tril_(before)
-        if window is not None:
-            mask = mask.triu_(before + 1 - window)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
-    return attended.transpose(1, 2)
+    if before or scores.are_changed or (span.limit is not None and span.limit < tokens):
+        positions = torch.arange(total, device=query.device)
+        rows = positions[before:, None]
+        mask = (positions <= rows) & (positions >= span.first(rows))
+    # All scores of a long prompt would not fit into the memory.
+    size = max(1, _MAX_SCORES // (query.shape[1] * total)) if scores.are_changed else tokens
+    masks = [None] if mask is None else mask.split(size)
+    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(query.split(size, 2), masks, strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
 def _decode(
-    query: torch.Tensor, paged: PagedContext, layer: int, scaling: float | None, window: int | None, kv_heads: int
+    query: torch.Tensor, paged: PagedContext, layer: int, scores: Scores, span: Span, kv_heads: int
 ) -> torch.Tensor:
     """Attention of one token per sequence: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out."""
     _, heads, decodes, dim = query.shape
@@ -170,9 +241,29 @@ def _decode(
     rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
     for part, ((tables, _), own) in enumerate(zip(paged.decodes, rows, strict=True)):
         keys, values = paged.cache.gather(layer, tables)
-        mask = paged.mask(part, window, query.dtype)
-        parts.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scaling))
+        parts.append(_attend(own, keys, values, paged.mask(part, span, query.dtype), scores))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
+    """Attention of `query`, `[rows, heads, tokens, dim]`, to as many heads of keys. `mask` is additive, or True where a
+    token attends to a key. None: to all keys until its own."""
+    if not scores.are_changed:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling
+        )
+    assert mask is not None
+    weights = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scores.scaling is None else scores.scaling)
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    weights = weights.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else weights + mask
+    keys = weights.shape[3]
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(weights.dtype).view(query.shape[1], -1, 1)
+        weights = torch.cat([weights, sinks.expand(*weights.shape[:3], 1)], dim=3)
+    return weights.softmax(3, dtype=torch.float32)[..., :keys].to(value.dtype) @ value
 
 
 # There is no entry in `AttentionMaskInterface`: without one, transformers builds no mask, and does not search the

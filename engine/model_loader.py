@@ -14,6 +14,7 @@ from engine.attention import ATTENTION, PagedContext, UnsupportedModelError
 from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
 from engine.model_files import complete, gguf_file, pretrained, read_gguf_config
+from engine.model_head import heads_of
 from engine.ranks import Ranks
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
@@ -163,8 +164,8 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
     """Check a transformers `...ForCausalLM`, give it the paged attention and run a probe."""
     config = model.config.get_text_config(decoder=True)
     model = model.eval().requires_grad_(False)
-    layers = _probe(model)
-    head = model.get_output_embeddings()
+    layers, head = _probe(model)
+    weight = model.get_output_embeddings().weight
     return LoadedModel(
         name=name,
         config=config,
@@ -173,11 +174,11 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         layers=layers,
         tokenizer=tokenizer,
         vocabulary=Vocabulary.from_tokenizer(
-            tokenizer, padded_vocab_size=head.weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
+            tokenizer, padded_vocab_size=weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
         ),
         max_model_len=getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 1 << 20),
-        dtype=head.weight.dtype,
-        device=head.weight.device,
+        dtype=weight.dtype,
+        device=weight.device,
     )
 
 
@@ -234,11 +235,9 @@ def _check_config(config: Any) -> None:
     text = config.get_text_config(decoder=True)
     others = ", ".join(sorted({*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}))
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-    caps = [getattr(text, f"{name}_logit_softcapping", None) for name in ("attn", "final")]
     reasons = {
         "it is not a causal language model of transformers": not is_causal,
         "its code does not support other attention backends": not is_pluggable,
-        "soft caps are not supported": any(cap is not None for cap in caps),
         f"it has {others} layers": others,
         f"{rope} RoPE depends on the longest sequence of a batch": rope in ("dynamic", "longrope"),
     }
@@ -260,12 +259,12 @@ class _Recorder(KVCache):
         self.layers[layer] = LayerShapes(key.shape[1], key.shape[2], value.shape[2])
 
 
-def _probe(model: Any) -> dict[int, LayerShapes]:
+def _probe(model: Any) -> tuple[dict[int, LayerShapes], torch.nn.Module]:
     """Run two short sequences flattened in one row, and compare the logits with those of eager attention. No flag of a
-    model says what this shows: nothing mixes the sequences, and only the head follows the hidden states."""
+    model says what this shows: nothing mixes the sequences, and which head makes its logits. Returns that head too."""
     name = type(model).__name__
-    body, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()
-    device = head.weight.device
+    body, weight = getattr(model, model.base_model_prefix), model.get_output_embeddings().weight
+    device = weight.device
     size = model.config.get_text_config(decoder=True).vocab_size
     prompts = [torch.arange(1, 10) * 7 % size, torch.arange(1, 6) * 11 % size]
     first, total = len(prompts[0]), sum(map(len, prompts))
@@ -279,7 +278,8 @@ def _probe(model: Any) -> dict[int, LayerShapes]:
             hidden = context.run(body, recorder, device)
         except TypeError as error:
             raise UnsupportedModelError(f"{name} can't be served: {error}") from error
-        ours = head(hidden).float()
+        heads = heads_of(model, hidden)
+        candidates = [(head, head(hidden).float()) for head in heads]
         model.set_attn_implementation("eager")
         theirs = torch.cat(
             [model(input_ids=prompt[None].to(device), use_cache=False).logits[0] for prompt in prompts]
@@ -287,11 +287,17 @@ def _probe(model: Any) -> dict[int, LayerShapes]:
         model.set_attn_implementation(ATTENTION)
     if not recorder.layers:
         raise UnsupportedModelError(f"{name} can't be served: it does not call the attention backend")
+    for head, ours in candidates:
+        if _alike(ours, theirs, _SAME[weight.dtype]):
+            return dict(sorted(recorder.layers.items())), head
+    raise UnsupportedModelError(f"{name} can't be served: its logits with paged attention differ from eager's")
+
+
+def _alike(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> bool:
+    if ours.shape != theirs.shape or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
+        return False
     pairs = torch.stack([ours.flatten(), theirs.flatten()])
-    alike = ours.shape == theirs.shape and torch.corrcoef(pairs.double())[0, 1] >= _SAME[head.weight.dtype]
-    if not alike or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
-        raise UnsupportedModelError(f"{name} can't be served: its logits with paged attention differ from eager's")
-    return dict(sorted(recorder.layers.items()))
+    return bool(torch.corrcoef(pairs.double())[0, 1] >= least)
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:

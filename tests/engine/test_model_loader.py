@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -48,7 +47,6 @@ def test_an_unknown_dtype_is_refused(tiny_llama_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma2Config(**TINY), "soft caps"),
         (MambaConfig(vocab_size=640, hidden_size=32, num_hidden_layers=1), "attention backend"),
         (T5Config(vocab_size=640), "not a causal language model"),
         (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "RoPE"),
@@ -68,8 +66,8 @@ def test_unknown_arguments_of_the_attention_are_refused(tiny_tokenizer: PreTrain
         prepare_model(model.float(), tiny_tokenizer)
 
 
-def test_a_model_that_scales_its_logits_is_found_out(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """No flag says so: the probe sees that the head is not all there is after the hidden states."""
+def test_logits_are_those_of_the_models_own_forward(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """No flag says that a model scales or caps its logits after the head."""
 
     class Scaled(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,10 +75,19 @@ def test_a_model_that_scales_its_logits_is_found_out(tiny_tokenizer: PreTrainedT
             output.logits = output.logits * 3.0
             return output
 
+    class Shifted(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(input_ids, **kwargs)
+            if input_ids is not None:
+                output.logits = output.logits.roll(1, -1)
+            return output
+
     config = LlamaConfig(**TINY)
     plain = LlamaForCausalLM(config)
     scaled = Scaled(config)
     scaled.load_state_dict(plain.state_dict())
-    prepare_model(copy.deepcopy(plain), tiny_tokenizer)
+    hidden = torch.randn(3, 32)
+    expected = prepare_model(copy.deepcopy(plain), tiny_tokenizer).head(hidden)
+    torch.testing.assert_close(prepare_model(scaled, tiny_tokenizer).head(hidden), 3.0 * expected)
     with pytest.raises(UnsupportedModelError, match="logits with paged attention differ"):
-        prepare_model(scaled, tiny_tokenizer)
+        prepare_model(Shifted(config), tiny_tokenizer)
