@@ -170,7 +170,8 @@ class WorkerConnection:
         self.sequences[slot] = state
         state.worker, state.slot, state.waiting_since = self, slot, 0.0
         version = self._next_version(slot, len(tokens))
-        self.requests.append(Open(slot, version, grammar.key, tokens, sequence.request_id, sequence.budget))
+        opening = (slot, version, grammar.key, tokens, sequence.request_id, sequence.budget, sequence.final)
+        self.requests.append(Open(*opening))
         if left := self._loaded.use(grammar.key, grammar.nbytes):
             self.requests.append(Unload(left))
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from actors.connection import SequenceState, StepPart, WorkerConnection, last_tokens, send_all
-from actors.protocol import FREE, STEERED
+from actors.protocol import CHECKED, FAILED, FREE, STEERED
 from guided.backends import BACKENDS
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
 from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
-from guided.sequence import GuidedSequence
+from guided.sequence import GuidedSequence, VetoReport
 
 _LOOK_SECONDS = 0.001
 """Poll interval while waiting for masks, workers and slots: a worker that finishes just before `wake` is set sends no
@@ -263,8 +263,13 @@ class Dispatcher:
                 found.forced |= forced_runs(table.forced[slots], rows)
             found.seconds += float(table.seconds[slots].sum())
             ready_rows += len(rows)
-            for index in np.flatnonzero(table.status[part.slots] == STEERED).tolist():
-                part.states[index].sequence.steered = True
+            status = table.status[part.slots]
+            for index in np.flatnonzero((status > FAILED) & part.ready).tolist():
+                sequence = part.states[index].sequence
+                sequence.steered = sequence.steered or bool(status[index] & STEERED)
+                if status[index] & CHECKED:
+                    length, final, keyword = table.veto[part.slots[index]].item()
+                    found.note(int(part.rows[index]), sequence, VetoReport(length, final, keyword.decode()))
             if self._late:
                 self._late.difference_update(part.ready_states())
         step.all_ready = ready_rows == len(step.sequences)

@@ -184,7 +184,7 @@ class RemoteSteps:
     def _lines(self, slots: NDArray[np.intp], failures: list[bytes]) -> Lines:
         table = self._table
         ready = table.ready[slots]  # before the others: a line that is filled again meanwhile has the older version
-        columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced")}
+        columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced", "veto")}
         masks = table.mask[slots]
         words = np.flatnonzero(masks != self._sent_mask[slots]).astype(np.int32)
         self._sent_ready[slots], self._sent_mask[slots] = ready, masks

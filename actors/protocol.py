@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from guided.constraint import Constraint
 from guided.errors import Wire
@@ -39,7 +39,8 @@ EDIT = 1 << 32
 """One edit, in a version."""
 FREE = -1
 """`ready` of a slot that no sequence has held yet."""
-OK, FAILED, STEERED = 0, 1, 2
+OK, FAILED, STEERED, CHECKED = 0, 1, 2, 4
+"""Values of `status`. The last two may be combined."""
 IDLE, IMPORTING, UNKNOWN = -1, -2, -3
 """`busy` of a thread that fills no row, of one that imports a grammar library, which takes seconds, and of an actor on
 another node that has not said yet what it fills."""
@@ -55,7 +56,8 @@ _NONCE_BYTES = 32
 _MARK_OFFSET = 64
 _MARK = np.dtype([("since", "f8", THREADS), ("busy", "i4", THREADS), ("filled", "i8"), ("wake", "i4")])
 _COLUMNS_OFFSET = 128
-_LINE_BYTES = 8 + 8 + 4 + 4 + 4 + 4 * MAX_FORCED_TOKENS
+_VETO = np.dtype([("length", "i4"), ("final", "i4"), ("keyword", "S24")])
+_LINE_BYTES = 8 + 8 + 4 + 4 + 4 + 4 * MAX_FORCED_TOKENS + _VETO.itemsize
 """Size of a line of the table, but for its mask."""
 
 
@@ -173,6 +175,8 @@ class Open(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
     request_id: str = ""
     budget: int | None = None
     """The constraint is completed within so many output tokens."""
+    final: int | None = None
+    """Output tokens after so many may be taken back. None: all stay."""
 
 
 class Edit(msgspec.Struct, array_like=True, tag=4, gc=False, frozen=True):
@@ -214,12 +218,14 @@ class SlotTable:
     tokens: NDArray[np.int32]
     """`[slots]`, by the engine: the output token since the last mask."""
     status: NDArray[np.int32]
-    """`[slots]`, by the worker: `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget; or
-    `FAILED`: the sequence is over, and a message says why."""
+    """`[slots]`, by the worker: `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget;
+    `CHECKED`: tokens may be taken back, see `veto`; or `FAILED`: the sequence is over, and a message says why."""
     seconds: NDArray[np.float32]
     """`[slots]`, by the worker: seconds that accepting the tokens and filling the mask took."""
     forced: NDArray[np.int32]
     """`[slots, MAX_FORCED_TOKENS]`, by the worker: the tokens from here on that have no alternative; -1 behind them."""
+    veto: NDArray[np.void]
+    """`[slots]`, by the worker: the fields of a `VetoReport`, with status `CHECKED`."""
     mask: NDArray[np.int32]
     """`[slots, words]`, by the worker: the token bitmask."""
     mark: NDArray[np.void]
@@ -236,7 +242,7 @@ class SlotTable:
         """Return the table that lies in `memory`."""
         offset = _COLUMNS_OFFSET
 
-        def column(dtype: type[np.generic], *shape: int) -> NDArray[Any]:
+        def column(dtype: DTypeLike, *shape: int) -> NDArray[Any]:
             nonlocal offset
             array = np.ndarray((slots, *shape), dtype, memory, offset)
             offset += array.nbytes
@@ -249,6 +255,7 @@ class SlotTable:
             status=column(np.int32),
             seconds=column(np.float32),
             forced=column(np.int32, MAX_FORCED_TOKENS),
+            veto=column(_VETO),
             mask=column(np.int32, words),
             mark=np.ndarray(1, _MARK, memory, _MARK_OFFSET),
         )

@@ -290,8 +290,13 @@ class StepServer:
         state.seconds = self._seconds[slot] = seconds
         state.grammar.seconds = min(state.grammar.seconds, seconds)
         if error is None:
-            if slot in self._worker.steered:
-                table.status[slot] = STEERED
+            status = STEERED if slot in self._worker.steered else OK
+            vetoes = self._worker.vetoes.get(slot)
+            if vetoes is not None:
+                status |= CHECKED
+                table.veto[slot] = vetoes.report()
+            if status:
+                table.status[slot] = status
             self._ready[slot] = target
         else:
             table.status[slot] = FAILED
@@ -310,7 +315,7 @@ class StepServer:
                 self._since[thread] = time.monotonic()
                 self._busy[thread] = opening.slot
                 grammar.source = load = backend.load(load.constraint, load.dumped)
-        self._worker.open(opening.slot, load, tokens=opening.tokens, budget=opening.budget)
+        self._worker.open(opening.slot, load, tokens=opening.tokens, budget=opening.budget, final=opening.final)
 
     def _wake_engine(self) -> None:
         if self._wake[0]:

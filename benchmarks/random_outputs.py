@@ -7,6 +7,9 @@ could. An output that ends with a stop token is validated as a whole by code tha
 (`benchmarks/random_constraints/validation.py`). No server is needed. The work is done in a process that is replaced
 when it crashes or takes longer than `--limit` seconds for one constraint and backend.
 
+With `--checked`, a model answers the schemas of ../shared/data/checked-dev.jsonl.gz, each of which has a keyword that is
+checked: see `benchmarks/random_constraints/checked.py`.
+
 Prints a line per backend and kind, and every violation: an invalid output, a row that fails, a crash of a library. The
 exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`. Writes
 random_outputs.{json,png}.
@@ -30,6 +33,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from benchmarks import report
+from benchmarks.random_constraints import checked
 from benchmarks.random_constraints.languages import Case, random_choice, random_grammar, random_regex
 from benchmarks.random_constraints.schemas import random_schema, schema_case
 from benchmarks.workload import read_rows
@@ -45,6 +49,7 @@ from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
 WAYS = (AUTO, *BACKENDS)
+CHECKED = report.ROOT.parent / "shared/data/checked-dev.jsonl.gz"
 _OUTCOMES = {
     "stop": "valid stop",
     "invalid": "INVALID stop",
@@ -199,7 +204,14 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=15.0, help="seconds for one constraint and backend")
     parser.add_argument("--schemas", type=Path, help="MaskBench's schemas (.jsonl.gz) instead of random constraints")
     parser.add_argument("--backend", choices=WAYS, action="append", help="default: all, and auto")
+    parser.add_argument("--checked", action="store_true", help="answers of a model under keywords that are checked")
+    parser.add_argument("--model", help="with --checked: a model instead of the embedded one")
+    parser.add_argument("--way", default=AUTO, help="with --checked: the backend")
+    parser.add_argument("--verbose", action="store_true", help="with --checked: print every answer")
     options = parser.parse_args()
+    if options.checked:
+        options.schemas = options.schemas or CHECKED
+        checked.main(options)
     if options.quick:
         options.count = 200
     started_on = report.machine()

@@ -244,6 +244,8 @@ class LLMEngine:
             is_new = grammar.compiled_at >= group.arrival_time
             group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds if is_new else 0.0
             group.checked = grammar.checked
+            if grammar.checked and not group.sampling_params.use_beam_search:
+                group.allow_vetoes()
             group.compiled_time = time.monotonic()
         except Exception as error:
             other = BackendError(f"compiling failed: {bounded(repr(error))}")
@@ -309,7 +311,7 @@ class LLMEngine:
         """Sample a token for each row. Rows with a failed mask or logits processor are skipped, and their groups end.
         Rows with a late mask are skipped, and their sequences do not run until it is ready."""
         skipped: frozenset[int] = frozenset()
-        if report.failed or report.late or self.logits_processors.failed or batch.beams:
+        if report.failed or report.late or report.vetoes or self.logits_processors.failed or batch.beams:
             skipped = self._skip(batch, report)
         for row, free_places in batch.searched:
             if row not in skipped and logits[row, self.model.vocabulary.stop_token_ids[0]] > -torch.inf:
@@ -327,7 +329,7 @@ class LLMEngine:
         return sampled
 
     def _skip(self, batch: Batch, report: ApplyReport) -> frozenset[int]:
-        """End the groups of failed rows, and note the late ones. Returns these rows."""
+        """End the groups of failed rows, take back what is vetoed, and note the late rows. Returns these rows."""
         late_ids = set(report.late)
         late: list[int] = []
         skipped = set(self.logits_processors.failed)
@@ -336,6 +338,11 @@ class LLMEngine:
             error = report.failed.get(sequence.seq_id)
             if error is not None:
                 self._fail(sequence.group, error)
+                skipped.add(row)
+            elif (veto := report.vetoes.get(sequence.seq_id)) is not None:
+                self._take_back(batch, row, sequence.num_output_tokens - veto.length)
+                sequence.vetoes[veto.keyword] += 1
+                self.stats.vetoes[veto.keyword] += 1
                 skipped.add(row)
             elif sequence.seq_id in late_ids:
                 late.append(row)
@@ -401,6 +408,14 @@ class LLMEngine:
             any_ended |= sequence.is_finished()
         return any_ended
 
+    def _take_back(self, batch: Batch, row: int, count: int) -> None:
+        """Remove the last `count` output tokens of a row: from output, blocks and matcher."""
+        sequence = batch.sequences[row]
+        batch.is_repeatable = False  # penalties are counted again
+        sequence.roll_back(count)
+        self.scheduler.rewind(batch, row)
+        self.processor.rollback(sequence.seq_id, sequence.num_output_tokens)
+
     def _follow(self, edit: SampledEdit, batch: Batch, row: int) -> None:
         """Roll back, append and stop, as the edit of a row says: output, blocks and matcher."""
         sequence = batch.sequences[row]
@@ -410,9 +425,7 @@ class LLMEngine:
         if edit.rollback:
             if not 0 < edit.rollback <= max(1, processor.max_rollback):  # the newest token was not sent
                 raise InternalError(f"{edit.rollback} tokens to roll back; the limit is {processor.max_rollback}")
-            sequence.roll_back(min(edit.rollback, sequence.num_output_tokens))
-            self.scheduler.rewind(batch, row)
-            processor.rollback(sequence.seq_id, sequence.num_output_tokens)
+            self._take_back(batch, row, min(edit.rollback, sequence.num_output_tokens))
         masked = sequence.params.logprobs_mode == "masked"
         for token in edit.append:
             is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length

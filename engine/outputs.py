@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.logprobs import TokenLogprobs
@@ -51,6 +51,8 @@ class CompletionOutput:
     """`complete` has forbidden tokens, because the rest would not have fit in `max_tokens`."""
     mask_details: MaskDetails | None = None
     """Of `token_ids`, if the request asked for them."""
+    vetoes: dict[str, int] = field(default_factory=dict)
+    """Number of times that tokens were taken back because they violated a keyword that is checked, by keyword."""
 
     @property
     def has_stopped(self) -> bool:
@@ -70,7 +72,7 @@ class CompletionOutput:
         params, finished, guided = sequence.params, sequence.is_finished(), sequence.guided
         wants_logprobs = params.logprobs is not None
         has_sum = params.needs_logprobs or params.use_beam_search
-        held_back = 0 if finished else sequence.group.held_back
+        held_back = 0 if finished else sequence.held_back
         count = max(0, sequence.num_output_tokens - held_back)
         if wants_logprobs:  # those of forced tokens come with the next step
             count = min(count, len(sequence.output_logprobs))
@@ -99,6 +101,7 @@ class CompletionOutput:
             params.output_type,
             guided is not None and guided.steered,
             details,
+            dict(sequence.vetoes),
         )
 
 

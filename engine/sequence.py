@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -148,12 +149,20 @@ class Sequence:
         after a rollback of the sampled token. To sample the next token, only the head and the mask run again."""
         self.group: SequenceGroup
         self.details = MaskDetails() if params.mask_details or params.resample else None
+        self.vetoes: Counter[str] = Counter()
+        """Number of times that tokens were taken back, by the keyword of the schema that they violated."""
         self.guided: GuidedSequence | None = None
         """Its view for post-processors, if it has a constraint or one of them handles all rows."""
 
     @property
     def num_output_tokens(self) -> int:
         return self.length - len(self.data.prompt_token_ids)
+
+    @property
+    def held_back(self) -> int:
+        """Number of newest tokens that outputs do not show before the end, because they may be taken back."""
+        final = None if self.guided is None else self.guided.final
+        return self.group.held_back if final is None else max(self.group.held_back, self.num_output_tokens - final)
 
     def is_finished(self) -> bool:
         """Return whether it has ended."""
@@ -300,6 +309,12 @@ class SequenceGroup:
                 budget=budget,
                 mask_seconds=0.0 if params.mask_details else None,
             )
+
+    def allow_vetoes(self) -> None:
+        """Have the masks take tokens back that violate a keyword that is checked."""
+        for sequence in self.sequences:
+            if sequence.guided is not None:
+                sequence.guided.final = 0
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -38,6 +39,8 @@ class EngineStats:
     kept_mass: list[int] = field(default_factory=lambda: [0] * len(KEPT_MASS_BOUNDS))
     """Number of measured masks, by the first of `KEPT_MASS_BOUNDS` that the kept mass does not exceed."""
     kept_mass_sum: float = 0.0
+    vetoes: Counter[str] = field(default_factory=Counter)
+    """Number of times that tokens were taken back, by the keyword of the schema that they violated."""
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
 

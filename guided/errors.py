@@ -120,6 +120,8 @@ class TokenRejected(BackendError):
 class ConstraintNotMet(InternalError):
     code = "constraint_not_met"
     retryable = True
+    keyword = ""
+    """The keyword of the schema that is violated."""
 
 
 class MaskTimeout(InternalError):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.pools.protocol import Grammar
-from guided.sequence import GuidedSequence
+from guided.sequence import GuidedSequence, VetoReport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +35,8 @@ class ApplyReport:
     late: list[int] = field(default_factory=list)
     """Ids of sequences without a mask at the deadline. They must not be sampled in this step: compute their last token
     again once `decided` returns them."""
+    vetoes: dict[int, VetoReport] = field(default_factory=dict)
+    """By id: sequences of which tokens are taken back. They must not be sampled in this step."""
     wait_seconds: float = 0.0
     """Seconds that `apply` waited for masks. Together with `prepare`, the exposed mask time."""
     mask_seconds: float = 0.0
@@ -45,6 +47,7 @@ class ApplyReport:
     def add(self, other: ApplyReport) -> None:
         """Add the report of another post-processor about the same step."""
         self.failed |= other.failed
+        self.vetoes |= other.vetoes
         self.late = sorted({*self.late, *other.late} - self.failed.keys())
         self.wait_seconds += other.wait_seconds
         self.mask_seconds += other.mask_seconds

@@ -158,6 +158,7 @@ class GuidedProcessor(LogitPostProcessor):
             step = self._wait_for_first(sequences, started + FIRST_MASK_SECONDS, step.seconds)
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
         self._forced = [(sequences[row], len(sequences[row].output_token_ids), run) for row, run in step.forced.items()]
+        report.vetoes = {sequences[row].sequence_id: veto for row, veto in step.vetoes.items()}
         report.late = [sequences[row].sequence_id for row in step.late]
         if self._timed:
             for part in step.ready:

@@ -25,10 +25,24 @@ class GuidedSequence:
     """The model's first stop token."""
     budget: int | None = None
     """The output tokens within which the constraint must be completed. None: the mask ignores the engine's limit."""
+    final: int | None = None
+    """Set by the pool: the first `final` output tokens stay. It may take the others back (`StepMasks.vetoes`), if the
+    engine has set this to 0 because a keyword is only checked. None: no token is taken back."""
     steered: bool = False
     """Set by the pool: a mask was restricted, so that the output fits in `budget`."""
     mask_seconds: float | None = None
     """The post-processor adds the time that the workers take for this sequence's masks, unless it is None."""
+
+
+class VetoReport(NamedTuple):
+    """What a worker says of a sequence of which it may take tokens back, after it has written the mask."""
+
+    length: int
+    """The mask is that after so many output tokens. If the output has more, the others are taken back."""
+    final: int
+    """So many output tokens are never taken back."""
+    keyword: str = ""
+    """The keyword of the schema that was violated last."""
 
 
 class SequenceOutput(NamedTuple):

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,6 +165,27 @@ class Vocabulary:
             else:
                 raise InvalidRequest(f"no token of the vocabulary spells {data[start : start + 4]!r}")
         return tokens
+
+    def beginning_with(self, texts: Iterable[bytes]) -> NDArray[np.int32]:
+        """Return a mask of the text tokens that begin with one of `texts`: int32 `[words]`."""
+        ids, contents = self._sorted, self.token_bytes.__getitem__
+        found: list[int] = []
+        for text in texts:
+            start = bisect_left(ids, text, key=contents)
+            found += ids[start : bisect_left(ids, text + b"\xff", key=contents)]
+        return pack(found, self.padded_vocab_size)
+
+    def along(self, text: bytes) -> NDArray[np.int32]:
+        """Return a mask of the text tokens with which an output can go on like `text`: int32 `[words]`."""
+        prefixes = (self._by_bytes.get(text[:length]) for length in range(1, self._longest + 1))
+        return pack([token for token in prefixes if token is not None], self.padded_vocab_size) | self.beginning_with(
+            [text]
+        )
+
+    @cached_property
+    def _sorted(self) -> list[int]:
+        """Text tokens by their bytes."""
+        return sorted(self.text_token_ids, key=self.token_bytes.__getitem__)
 
     @cached_property
     def _text_tokens(self) -> frozenset[int]:

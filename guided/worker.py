@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import CompiledGrammar, Matcher, guard
+from guided.backends.base import CompiledGrammar, Matcher, OutputRule, guard
 from guided.bitmask import pack
 from guided.completing.search import BudgetedSequence, Completions
-from guided.errors import BackendError, DeadEnd, GuidedError
+from guided.errors import BackendError, ConstraintNotMet, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from guided.backends.checked import CheckedMatcher
+    from guided.tags.follower import Violation
+    from guided.vetoes import Vetoes
 
 _native = guard("the grammar library")
 _LOOK_AHEAD_SECONDS = 0.002
@@ -33,6 +39,8 @@ class _SlotState:
     """Tokens that the sequence's grammar may allow."""
     grammar: CompiledGrammar
     matcher: Matcher | None = None
+    rules: Sequence[OutputRule] = ()
+    """Applied to each of its masks."""
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
     edit: tuple[int, Sequence[int]] | None = None
@@ -41,6 +49,81 @@ class _SlotState:
     """Completes the output within its budget, if it has one."""
     error: GuidedError | None = None
     """Why the sequence is over."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Have the matcher accept new tokens."""
+        assert self.matcher is not None
+        if self.budgeted is None:
+            self.matcher.accept_tokens(tokens)
+        else:
+            self.budgeted.accept(self.matcher, tokens)
+        self.tokens.extend(tokens)
+
+    def roll_back(self, length: int) -> None:
+        """Take back the tokens after the first `length`, at least one."""
+        assert self.matcher is not None
+        self.matcher.rollback(len(self.tokens) - length)
+        if self.budgeted is not None:
+            self.budgeted.roll_back(length)
+        del self.tokens[length:]
+
+    def retries(self, error: GuidedError) -> Iterator[None]:
+        """Go back to places from which the sequence may go on after an error; yields at each."""
+        yield from ()
+
+
+class _VetoedSlot(_SlotState):
+    """A sequence of which tokens may be taken back."""
+
+    vetoes: Vetoes
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Accept new tokens up to the first one that violates the schema, and forbid that one.
+
+        Raises `ConstraintNotMet` where the output has to go back further, or there were too many vetoes.
+        """
+        for token in tokens:
+            violation = self._add(token)
+            if violation is not None:
+                self.vetoes.add(violation)
+                break
+
+    def _add(self, token: int) -> Violation | None:
+        """Accept a token, or return why it must not follow."""
+        violation = self.vetoes.follow(token)
+        if violation is None:
+            super().accept([token])
+            violation = self.vetoes.look_for_content()
+            if violation is not None:
+                self.roll_back(len(self.tokens) - 1)
+        return violation
+
+    def roll_back(self, length: int) -> None:
+        super().roll_back(length)
+        self.vetoes.roll_back(length)
+
+    def retries(self, error: GuidedError) -> Iterator[None]:
+        """Go back to where another text is possible: first within the value of the last veto, then token by token."""
+        vetoes, tokens, end = self.vetoes, list(self.tokens), len(self.tokens)
+        if vetoes.is_over or not isinstance(error, ConstraintNotMet | DeadEnd):
+            return
+        texts = {place: vetoes.text(place) for place in range(vetoes.final, end)}
+        start = vetoes.restart()
+        if start < end:
+            vetoed = vetoes.forbidden
+            self.roll_back(start)
+            for place in range(start, end):
+                before = vetoes.forbidden
+                vetoes.forbidden = before | vetoes.along(texts[place])
+                yield
+                vetoes.forbidden = before
+                self._add(tokens[place])
+            vetoes.forbidden = vetoed
+        yield
+        for place in reversed(texts):
+            self.roll_back(place)
+            vetoes.forbidden = vetoes.forbidden | vetoes.along(texts[place])
+            yield
 
 
 class MaskWorker:
@@ -64,23 +147,39 @@ class MaskWorker:
         """Created for the first sequence with a budget."""
         self.steered: set[int] = set()
         """Slots in which a mask was restricted, so that the output fits in its budget."""
+        self.vetoes: dict[int, Vetoes] = {}
+        """By slot: the vetoes of sequences of which tokens may be taken back."""
 
     @property
     def num_open(self) -> int:
         """Slots in use."""
         return len(self._slots)
 
-    def open(self, slot: int, grammar: CompiledGrammar, tokens: Sequence[int] = (), budget: int | None = None) -> None:
+    def open(
+        self,
+        slot: int,
+        grammar: CompiledGrammar,
+        tokens: Sequence[int] = (),
+        budget: int | None = None,
+        final: int | None = None,
+    ) -> None:
         """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
 
         Args:
             tokens: the sequence's whole output so far.
             budget: the constraint is completed within so many output tokens, with the stop token.
+            final: tokens after the first `final` may be taken back, as `vetoes` reports after each `fill`. None: all
+                stay.
         """
-        state = self._slots[slot] = _SlotState(self._permitted, grammar, edit=(0, tokens))
+        form = _VetoedSlot if final is not None and grammar.checked else _SlotState
+        state = self._slots[slot] = form(self._permitted, grammar, rules=grammar.rules, edit=(0, tokens))
         self.steered.discard(slot)
+        self.vetoes.pop(slot, None)
         try:
             self._start(state, grammar, budget)
+            if isinstance(state, _VetoedSlot):
+                self.vetoes[slot] = state.vetoes = self._vetoes(state.matcher, final or 0)
+                state.rules = [*grammar.rules, state.vetoes]
         except GuidedError as error:
             state.error = error
 
@@ -93,6 +192,11 @@ class MaskWorker:
             if budget is not None:
                 self._completions = self._completions or Completions(self._vocabulary)
                 state.budgeted = BudgetedSequence(self._completions.of(grammar), budget)
+
+    def _vetoes(self, matcher: Matcher | None, final: int) -> Vetoes:
+        from guided.vetoes import Vetoes  # needed only where something is checked
+
+        return Vetoes(cast("CheckedMatcher", matcher), self._vocabulary, final)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""
@@ -114,6 +218,7 @@ class MaskWorker:
         """Close matchers. Free slots are ignored."""
         for slot in slots:
             self._slots.pop(slot, None)
+            self.vetoes.pop(slot, None)
 
     def fill(self, slot: int, tokens: Sequence[int], row: NDArray[np.int32]) -> GuidedError | None:
         """Accept new tokens and write the next mask.
@@ -135,8 +240,18 @@ class MaskWorker:
                 if state.budgeted is not None and state.budgeted.steered:
                     self.steered.add(slot)
             except GuidedError as error:
-                state.error, state.matcher = error, None
+                if not self._is_mended(state, error, row):
+                    state.error, state.matcher = error, None
         return state.error
+
+    def _is_mended(self, state: _SlotState, error: GuidedError, row: NDArray[np.int32]) -> bool:
+        """Return whether a mask could be written after the output went back."""
+        for _ in state.retries(error):
+            with contextlib.suppress(ConstraintNotMet, DeadEnd), _native:
+                assert state.matcher is not None
+                self._write(state, state.matcher, state.tokens, row)
+                return True
+        return False
 
     def look_ahead(self, slot: int, row: NDArray[np.int32], run: NDArray[np.int32]) -> None:
         """Write the forced tokens from a mask on: each is the only one that its mask allows, and would be sampled.
@@ -169,16 +284,12 @@ class MaskWorker:
         matcher = state.matcher
         assert matcher is not None
         if state.edit is not None:
-            tokens = self._rewind(state, matcher, tokens)
+            tokens = self._rewind(state, tokens)
         if tokens:
-            if state.budgeted is None:
-                matcher.accept_tokens(tokens)
-            else:
-                state.budgeted.accept(matcher, tokens)
-            state.tokens.extend(tokens)
+            state.accept(tokens)
         self._write(state, matcher, state.tokens, row)
 
-    def _rewind(self, state: _SlotState, matcher: Matcher, new_tokens: Sequence[int]) -> Sequence[int]:
+    def _rewind(self, state: _SlotState, new_tokens: Sequence[int]) -> Sequence[int]:
         """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
         assert state.edit is not None
         (start, tokens), state.edit = state.edit, None
@@ -186,10 +297,7 @@ class MaskWorker:
         pairs = zip(state.tokens[start:], tokens, strict=False)
         keep = start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if keep < len(state.tokens):
-            matcher.rollback(len(state.tokens) - keep)
-            if state.budgeted is not None:
-                state.budgeted.roll_back(keep)
-            del state.tokens[keep:]
+            state.roll_back(keep)
         return tokens[keep - start :]
 
     def _write(
@@ -206,7 +314,7 @@ class MaskWorker:
             if lines:
                 permitted = lines.permitted(output, row, state.grammar.special_token_ids)
             np.bitwise_and(row, permitted, out=row)
-            for rule in state.grammar.rules:
+            for rule in state.rules:
                 rule.restrict(output, row, accepting)
             if state.budgeted is not None and matcher is state.matcher:
                 state.budgeted.restrict(matcher, row)

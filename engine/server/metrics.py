@@ -169,4 +169,5 @@ class Metrics(Collector):
         text = "Probability of the allowed tokens before the mask, of a few rows now and then."
         yield HistogramMetricFamily("guided_kept_mass", text, kept, stats.kept_mass_sum)
         yield from pool_metrics([health.pool])
+        yield counts_by("vetoes", "Tokens taken back because of a checked keyword.", "keyword", Counts(stats.vetoes))
         yield counts_by("engine_failures", "Groups that ended with an error.", "code", Counts(stats.failures))

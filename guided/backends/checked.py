@@ -22,7 +22,8 @@ from guided.structural_tag import Content, contents
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from guided.tags.content_reader import ContentReader
+    from guided.schema.beginnings import Beginnings
+    from guided.tags.content_reader import ContentReader, Reading
 
 _CHECKED = b"checked:"
 """Prefix of the serialisation of a grammar that is checked."""
@@ -96,21 +97,22 @@ class CheckedBackend(Backend):
 
 def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabulary) -> ContentReader:
     """Return the reader that validates the contents with a pointer in `checked`."""
-    from guided.schema.validation import Validator  # imported for the first grammar that is checked
+    from guided.schema.beginnings import Beginnings  # imported for the first grammar that is checked
     from guided.tags.content_reader import ContentReader
 
     tag = constraint.kind == "structural_tag"
     node = constraint.tag if tag else Content("json_schema", constraint.source or '{"type": "object"}', "")
-    validators = {}
+    schemas = {}
     for content in contents(node):
-        within = any(f"{place}/".startswith(f"{content.pointer}/") for place in checked)
+        within = [place for place in checked if f"{place}/".startswith(f"{content.pointer}/")]
         if within and content.kind == "json_schema":
+            places = [place.removeprefix(content.pointer) for place in within]
             try:
-                validators[content.pointer] = Validator(constraint.inner(content).schema)
+                schemas[content.pointer] = Beginnings(constraint.inner(content).schema, places)
             except ValueError as error:
                 message = f"the schema can't be validated: {bounded(error)}"
                 raise InvalidConstraint(message, param=constraint.kind, pointer=content.pointer) from None
-    return ContentReader(node, validators, vocabulary)
+    return ContentReader(node, schemas, vocabulary)
 
 
 class CheckedGrammar(CompiledGrammar):
@@ -168,12 +170,23 @@ class CheckedMatcher(TextMatcher):
     def forced_tokens(self) -> list[int]:
         return [] if self._terminated else self._inner.forced_tokens()
 
-    def violation(self) -> ConstraintNotMet | None:
-        """Return why the output may not go on, or why it may not end though the library has it complete."""
+    def open_content(self) -> tuple[Beginnings, int] | None:
+        """Return the schema of the content that the output ends in, if it is checked, and the content's first byte."""
+        found = self._grammar.reader.open_content(self._reading())
+        if found is None:
+            return None
+        text = self._grammar.vocabulary.spelled(self._tokens).decode("utf-8", "ignore")
+        return found[0], len(text[: found[1]].encode())
+
+    def _reading(self) -> Reading:
         if self._readings[-1].length < len(self._tokens):
             text = self._grammar.vocabulary.spelled(self._tokens)
             self._readings.append(self._grammar.reader.read(self._readings[-1], text, len(self._tokens)))
-        reading = self._readings[-1]
+        return self._readings[-1]
+
+    def violation(self) -> ConstraintNotMet | None:
+        """Return why the output may not go on, or why it may not end though the library has it complete."""
+        reading = self._reading()
         if reading.complete or (reading.states and not self._inner.is_accepting()):
             return None
         return reading.violation or ConstraintNotMet("the output could not be read as JSON", param="json_schema")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -78,9 +77,7 @@ class Completions:
         self._stop = vocabulary.stop_token_ids[0]
         self._encode = lru_cache(maxsize=4096)(lambda text: tuple(vocabulary.encode(text)))
         ids, contents, width = vocabulary.text_token_ids, vocabulary.token_bytes, len(permitted) * 32
-        self._sorted = sorted(ids, key=contents.__getitem__)
-        """Text tokens by their bytes."""
-        self._bytes_of = contents.__getitem__
+        self._vocabulary = vocabulary
         self._by_length = np.array(sorted(ids, key=lambda token: len(contents[token])), np.int64)
         self._first_bytes = np.array([int.from_bytes(content[:1]) for content in contents])
         never = frozenset(_MARKUP) | frozenset(range(32)) | {127}
@@ -160,13 +157,8 @@ class Completions:
 
     def beginning_with(self, tokens: Sequence[int]) -> NDArray[np.int32]:
         """Return a mask of the tokens that begin with one of `tokens`: int32 `[words]`."""
-        begun = list(tokens)
-        for token in tokens:
-            prefix = self.spelled([token])
-            start = bisect_left(self._sorted, prefix, key=self._bytes_of)
-            stop = bisect_left(self._sorted, prefix + b"\xff", key=self._bytes_of)
-            begun += self._sorted[start:stop]
-        return pack(begun, len(self._permitted) * 32)
+        begun = self._vocabulary.beginning_with([self.spelled([token]) for token in tokens])
+        return begun | pack(tokens, len(begun) * 32)
 
     def _shortened(self, matcher: Matcher, found: Completion) -> Completion:
         """Leave out members of JSON objects, one by one, where the matcher accepts the rest."""

@@ -114,6 +114,9 @@ class InlinePool:
             self._seconds[row] = time.perf_counter() - began
             if error is None:
                 ready.append(row)
+                vetoes = self._worker.vetoes.get(sequence.sequence_id)
+                if vetoes is not None:
+                    step.note(row, sequence, vetoes.report())
                 if self._forced_tokens:
                     self._worker.look_ahead(sequence.sequence_id, self._masks[row], self._runs[row])
             else:
@@ -131,7 +134,7 @@ class InlinePool:
         opening = self._grammars.pop(slot, None)
         if opening is not None:
             assert opening.compiled is not None
-            self._worker.open(slot, opening.compiled, budget=sequence.budget)
+            self._worker.open(slot, opening.compiled, budget=sequence.budget, final=sequence.final)
         known = self._worker.length(slot)
         if known > len(tokens):
             self._worker.edit(slot, len(tokens), ())

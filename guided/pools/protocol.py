@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from guided.backends.base import CompiledGrammar
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.sequence import GuidedSequence
+from guided.sequence import GuidedSequence, VetoReport
 from guided.vocabulary import Vocabulary
 
 
@@ -71,6 +71,15 @@ class StepMasks:
     forced: dict[int, list[int]] = field(default_factory=dict)
     """Forced tokens by row: the only allowed token, and the tokens after it that have no alternative either. Contains
     runs of at least two tokens, and only if the pool looks ahead (`forced_tokens`)."""
+    vetoes: dict[int, VetoReport] = field(default_factory=dict)
+    """Rows of which tokens are taken back, only of sequences with `final`: the mask is that after fewer tokens. Declare
+    it with `rollback`, and submit the sequence again: the mask will forbid the token that was taken back."""
+
+    def note(self, row: int, sequence: GuidedSequence, report: VetoReport) -> None:
+        """Note what a worker says of a row with a mask."""
+        sequence.final = report.final
+        if report.length < len(sequence.output_token_ids):
+            self.vetoes[row] = report
 
 
 WorkerState = Literal["starting", "up", "restarting", "down"]

@@ -96,6 +96,10 @@ class Validator:
             document, validate_formats=True, pattern_options=PATTERNS, offline=True
         )
 
+    def errors(self, document: Any) -> Iterator[jsonschema_rs.ValidationError]:
+        """Yield all errors. Raises ValueError or RecursionError for what cannot be validated."""
+        yield from self._native.iter_errors(document)
+
     def paths(self, document: Any) -> Iterator[tuple[str | int, ...]]:
         """Yield the paths to the values that violate the schema."""
         for error in self._native.iter_errors(document):
@@ -107,11 +111,22 @@ class Validator:
             error = next(self._native.iter_errors(document), None)
         except (ValueError, RecursionError) as failure:
             return not_validated(failure)
-        if error is None:
-            return None
-        where, keyword = pointer(error.instance_path) or "the root", pointer(error.schema_path)
-        return ConstraintNotMet(
-            f"the output is complete and violates the schema at {bounded(where)}: {bounded(error.message)}",
-            param="json_schema",
-            pointer=keyword,
-        )
+        return None if error is None else described(error)
+
+
+def keyword_of(error: jsonschema_rs.ValidationError) -> str:
+    """Return the keyword that is violated."""
+    name = error.kind.name
+    return str(error.evaluation_path[-1]) if name == "falseSchema" and error.evaluation_path else name
+
+
+def described(error: jsonschema_rs.ValidationError) -> ConstraintNotMet:
+    """Return the error for an output that violates a schema."""
+    where, keyword = pointer(error.instance_path) or "the root", pointer(error.schema_path)
+    found = ConstraintNotMet(
+        f"the output is complete and violates the schema at {bounded(where)}: {bounded(error.message)}",
+        param="json_schema",
+        pointer=keyword,
+    )
+    found.keyword = keyword_of(error)
+    return found

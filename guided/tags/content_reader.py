@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from guided.errors import ConstraintNotMet
-from guided.schema.validation import Validator, finite, not_validated
+from guided.schema.beginnings import Beginnings
+from guided.schema.validation import finite, not_validated
 from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token
 from guided.vocabulary import Vocabulary
 
@@ -46,11 +47,11 @@ class ContentReader:
     Args:
         node: the structural tag. It contains no grammars, because their ends are not known here. A regex ends where the
             literal after it first occurs.
-        validators: by pointer of a content: the validator of its schema. Other contents are valid.
+        schemas: by pointer of a content: the validator of its beginnings. Other contents are valid.
     """
 
-    def __init__(self, node: Node, validators: Mapping[str, Validator], vocabulary: Vocabulary) -> None:
-        self._validators = validators
+    def __init__(self, node: Node, schemas: Mapping[str, Beginnings], vocabulary: Vocabulary) -> None:
+        self._schemas = schemas
         self.reads_tag = not isinstance(node, Content)
         """Other text may follow a content. If not, the content ends with the output."""
         self.vocabulary = vocabulary
@@ -80,6 +81,18 @@ class ContentReader:
                 todo += following
                 waiting += [] if wait is None else [(wait, items)]
         return Reading(length, tuple(waiting), complete, violation)
+
+    def open_content(self, reading: Reading) -> tuple[Beginnings, int] | None:
+        """Return the schema of the content that an output ends in, if it is validated, and the content's beginning."""
+        begun = {
+            (position, items[0].pointer)
+            for position, items in reading.states
+            if items and isinstance(items[0], Content) and items[0].pointer in self._schemas
+        }
+        if len(begun) != 1:
+            return None
+        position, pointer = begun.pop()
+        return self._schemas[pointer], position
 
     def _follow(self, first: Node, rest: _Items, text: str, position: int) -> tuple[list[_State], int | None]:
         """Return the states after `first`, and the position from which to look at it again when there is more text."""
@@ -155,8 +168,8 @@ class ContentReader:
         except (ValueError, RecursionError) as failure:
             return None, False, not_validated(failure)
         grows = isinstance(value, int | float) and _MORE_OF_A_NUMBER.fullmatch(text, end) is not None
-        validator = self._validators.get(content.pointer)
-        violation = None if validator is None else validator.violation(value)
+        schema = self._schemas.get(content.pointer)
+        violation = None if schema is None else schema.validator.violation(value)
         if violation is not None and content.pointer:
             violation.param, violation.pointer = "structural_tag", content.pointer + (violation.pointer or "")
         return end, grows, violation
