@@ -7,15 +7,17 @@ at which another text is possible; each value once. No token is taken back that 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.schema.beginnings import ANY_OTHER, Patterns
 from guided.sequence import VetoReport
-from guided.tags.follower import Follower, OpenValue, Violation
+from guided.tags.follower import Condition, Follower, OpenValue, Violation
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -24,7 +26,13 @@ if TYPE_CHECKING:
 MAX_VETOES, MAX_OF_VALUE = 64, 16
 """Vetoes of one output, and within one of its values."""
 _PATIENCE = 4
-"""Vetoes within a value after which the output goes back to the value's beginning."""
+"""Vetoes within a value after which the output goes back to its beginning; after twice as many to before it."""
+_CHECK_SECONDS = 0.004
+"""Time for the comparison of the tokens that could follow within a string with its pattern."""
+_ESCAPED = '"\\/\t\r\b\f'
+_OTHERS = [bytes([byte]) for byte in range(0xC2, 0xF5)]
+"""The first bytes of characters beyond ASCII."""
+_BLANKS = (b" ", b"\n", b"\r", b"\t")
 MAX_HELD = 64
 """Maximum number of tokens that are held back because they may be taken back."""
 
@@ -46,9 +54,13 @@ class Vetoes:
         """Vetoes within a value, by the token in which it began."""
         self._restarted: set[int] = set()
         self._total = 0
+        self._back = range(0)
+        """See `way_back`."""
+        self._strict: list[Patterns] = []
+        """Patterns that needed a veto. Strings under them get masks of the tokens that may follow."""
         self.final = final
         """So many tokens are never taken back: they may have been sent."""
-        self._last: Violation | None = None
+        self.last: Violation | None = None
         """The newest veto."""
         self._nothing = np.zeros_like(vocabulary.text_mask)
         begun = matcher.open_content()
@@ -75,6 +87,10 @@ class Vetoes:
             content = None if top is None else (content[0], top)
         self._ends.append(len(self._output))
         self._open.append(content)
+        if content is not None and self._strict:
+            condition = content[0].condition(content[1], self._output)
+            if condition is not None and condition.lists in self._strict:
+                self.forbidden = self._against(condition)
         return None
 
     def look_for_content(self) -> Violation | None:
@@ -104,35 +120,66 @@ class Vetoes:
 
         Raises `ConstraintNotMet` where the output has to go back further, or there were too many vetoes.
         """
-        self._last = violation
-        self._total += 1
-        self._counts[violation.token] += 1
-        count = self._counts[violation.token]
-        if count > MAX_OF_VALUE:
-            self._total = MAX_VETOES + 1
+        self.last = violation
         self.forbidden = self.forbidden | self._vocabulary.beginning_with(violation.beginnings)
-        if self.is_over or (count == _PATIENCE and self._can_restart):
+        if violation.condition is not None:
+            self._strict.append(violation.condition.lists)
+            self.forbidden = self.forbidden | self._against(violation.condition)
+        self._count(violation.token)
+        if self._back or self.is_over:
             raise violation.error
+
+    def _count(self, token: int) -> None:
+        """Count a veto in the value that began in a token, and decide whether to go back further."""
+        self._total += 1
+        self._counts[token] += 1
+        if self._counts[token] > MAX_OF_VALUE:
+            self._total = MAX_VETOES + 1
+        end = len(self._ends) - 1
+        if self._counts[token] == _PATIENCE and self.final <= token < end and token not in self._restarted:
+            self._restarted.add(token)
+            self._back = range(token, end)
+        elif self._counts[token] == 2 * _PATIENCE and self.final < token:
+            self._back = range(token - 1, self.final - 1, -1)
+
+    def way_back(self) -> range:
+        """Return the numbers of tokens after which to look for another text, one after the other.
+
+        They ascend within a value to which the output goes back. They descend where no token is left.
+        """
+        end, content = len(self._ends) - 1, self._open[-1]
+        if not self._back:
+            self._count(end if content is None else content[1].token)
+        back, self._back = self._back or range(end - 1, self.final - 1, -1), range(0)
+        return range(0) if self.is_over else back
+
+    def _against(self, condition: Condition) -> NDArray[np.int32]:
+        """Return the mask of the tokens that can't follow within a string: all, or those that are found in time."""
+        vocabulary = self._vocabulary
+        wrong: list[bytes] = []
+        good = [""]
+        deadline = time.thread_time() + _CHECK_SECONDS
+        for text in good:  # grows
+            spelled = condition.begin + text.encode()
+            for char in [*vocabulary.characters_after(spelled), ANY_OTHER]:
+                if char == '"':
+                    is_good = condition.can_end(text)
+                elif char == "\\":
+                    is_good = any(condition.can_follow(text + escaped) for escaped in _ESCAPED)
+                else:
+                    is_good = condition.can_follow(text + char)
+                if not is_good:
+                    wrong += [spelled + byte for byte in (_OTHERS if char == ANY_OTHER else [char.encode()])]
+                elif char not in '"\\' + ANY_OTHER:
+                    good.append(text + char)
+            if time.thread_time() > deadline:
+                break
+        return vocabulary.beginning_with(wrong)
 
     @property
     def is_over(self) -> bool:
         """Whether there were too many vetoes."""
         return self._total > MAX_VETOES
-
-    @property
-    def _can_restart(self) -> bool:
-        """Whether the output may go back to the beginning of the value of the newest veto."""
-        last = self._last
-        return last is not None and last.token >= self.final and last.token not in self._restarted
-
-    def restart(self) -> int:
-        """Return the number of tokens before the value of the newest veto, if the output may go back to it; if not,
-        that of all tokens. It counts as a veto."""
-        self._total += 1
-        if self._last is None or not self._can_restart:
-            return len(self._ends) - 1
-        self._restarted.add(self._last.token)
-        return self._last.token
 
     @property
     def forbidden(self) -> NDArray[np.int32]:
@@ -144,8 +191,9 @@ class Vetoes:
         self._forbidden[len(self._ends) - 1] = mask
 
     def along(self, text: bytes) -> NDArray[np.int32]:
-        """Return the mask of the tokens with which the output would go on like `text`."""
-        return self._vocabulary.along(text)
+        """Return the mask of the tokens with which the output would go on like `text`, perhaps after a blank."""
+        vocabulary = self._vocabulary
+        return vocabulary.along(text) | vocabulary.along(text.lstrip()) | vocabulary.beginning_with(_BLANKS)
 
     def text(self, start: int) -> bytes:
         """Return the text of the tokens from number `start` on."""
@@ -156,4 +204,4 @@ class Vetoes:
         length, content = len(self._ends) - 1, self._open[-1]
         held_from = None if content is None else content[1].held_from
         self.final = max(self.final, length if held_from is None else held_from, length - MAX_HELD)
-        return VetoReport(length, self.final, "" if self._last is None else self._last.error.keyword)
+        return VetoReport(length, self.final, "" if self.last is None else self.last.error.keyword)

@@ -67,6 +67,10 @@ class _SlotState:
             self.budgeted.roll_back(length)
         del self.tokens[length:]
 
+    def reason(self, error: GuidedError) -> GuidedError:
+        """Return why the sequence is over."""
+        return error
+
     def retries(self, error: GuidedError) -> Iterator[None]:
         """Go back to places from which the sequence may go on after an error; yields at each."""
         yield from ()
@@ -102,27 +106,29 @@ class _VetoedSlot(_SlotState):
         super().roll_back(length)
         self.vetoes.roll_back(length)
 
+    def reason(self, error: GuidedError) -> GuidedError:
+        last = self.vetoes.last
+        return last.error if isinstance(error, DeadEnd) and last is not None else error
+
     def retries(self, error: GuidedError) -> Iterator[None]:
         """Go back to where another text is possible: first within the value of the last veto, then token by token."""
-        vetoes, tokens, end = self.vetoes, list(self.tokens), len(self.tokens)
-        if vetoes.is_over or not isinstance(error, ConstraintNotMet | DeadEnd):
+        vetoes, tokens = self.vetoes, list(self.tokens)
+        if not isinstance(error, ConstraintNotMet | DeadEnd):
             return
-        texts = {place: vetoes.text(place) for place in range(vetoes.final, end)}
-        start = vetoes.restart()
-        if start < end:
-            vetoed = vetoes.forbidden
-            self.roll_back(start)
-            for place in range(start, end):
-                before = vetoes.forbidden
-                vetoes.forbidden = before | vetoes.along(texts[place])
-                yield
+        way = vetoes.way_back()
+        texts = {length: vetoes.text(length) for length in way}
+        ascends, vetoed = way.step > 0, vetoes.forbidden
+        for length in way:
+            if length < len(self.tokens):
+                self.roll_back(length)
+            before = vetoes.forbidden
+            vetoes.forbidden = before | vetoes.along(texts[length])
+            yield
+            if ascends:
                 vetoes.forbidden = before
-                self._add(tokens[place])
+                self._add(tokens[length])
+        if ascends:
             vetoes.forbidden = vetoed
-        yield
-        for place in reversed(texts):
-            self.roll_back(place)
-            vetoes.forbidden = vetoes.forbidden | vetoes.along(texts[place])
             yield
 
 
@@ -241,7 +247,7 @@ class MaskWorker:
                     self.steered.add(slot)
             except GuidedError as error:
                 if not self._is_mended(state, error, row):
-                    state.error, state.matcher = error, None
+                    state.error, state.matcher = state.reason(error), None
         return state.error
 
     def _is_mended(self, state: _SlotState, error: GuidedError, row: NDArray[np.int32]) -> bool:

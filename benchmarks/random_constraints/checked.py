@@ -60,7 +60,11 @@ def _answers(
     for schema in schemas:
         try:
             made = SamplingParams(
-                json_schema=schema, temperature=temperature, max_tokens=MAX_TOKENS, seed=options.seed, backend=options.way
+                json_schema=schema,
+                temperature=temperature,
+                max_tokens=MAX_TOKENS,
+                seed=options.seed,
+                backend=options.way,
             )
         except InvalidConstraint:
             counts["refused"] += 1

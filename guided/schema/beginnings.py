@@ -11,10 +11,10 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from guided.schema.graph import REFERENCES, Node, SchemaGraph
-from guided.schema.keywords import Schema
+from guided.schema.keywords import NUMERIC, Schema
 from guided.errors import ConstraintNotMet
 from guided.schema.validation import Validator, described, keyword_of
 
@@ -22,16 +22,29 @@ if TYPE_CHECKING:
     from jsonschema_rs import ValidationError
 
 Path = list[str | int]
+Patterns = list[list[str]]
+"""A text matches one of each list."""
+PlaceKind = Literal["begin", "end", "key", "comma", "within"]
+"""A place in a document: after the first character of a value, after a value, a key, a comma; another one."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies")
 """Keywords with subschemas by name."""
 _MEMBERS = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
 _ITEMS = ("items", "prefixItems", "additionalItems", "unevaluatedItems")
+_OF_WHOLE = frozenset(
+    (*NUMERIC, "uniqueItems", "minItems", "maxItems", "contains", "minContains", "maxContains", "minProperties")
+    + ("maxProperties", "propertyNames", "required", "pattern", "format", "minLength", "maxLength")
+)
+"""Keywords that no value within an open one violates."""
 _COUNTS = ("maxItems", "maxProperties")
 _OTHERS = ("properties", "patternProperties", "prefixItems")
 """Keywords for members and items to which `additionalProperties` and `items` do not apply."""
 _FINAL = ("maxItems", "maxProperties", "propertyNames", "additionalProperties", "type")
 """Keywords that an open value violates for ever."""
 _LOOKS_AROUND = re.compile(r"\(\?<?!")
+ANY_OTHER = "\uffff"
+"""A character that stands for each one beyond ASCII."""
+_ASCII = re.compile(r"(?:[^\\\x80-\U0010ffff]|\\[^pPuxUN])*")
+"""Matches patterns that treat all characters beyond ASCII alike."""
 _TIMEOUT = 0.01
 """Seconds for one comparison of a text with a pattern."""
 _KEPT = 256
@@ -48,10 +61,12 @@ class Applied:
     """One of them has a keyword that the mask does not enforce."""
     is_bounded: bool
     """It is a bound on the number of members or items."""
-    texts: list[list[str]] = field(default_factory=list)
-    """Patterns that are checked, if it is a string: it matches one of each list."""
-    names: list[list[str]] = field(default_factory=list)
-    """The same for its keys, if it is an object."""
+    is_loose: bool
+    """It says something of the members and items, too."""
+    texts: Patterns = field(default_factory=list)
+    """Of a string."""
+    names: Patterns = field(default_factory=list)
+    """Of the keys of an object."""
     below: dict[str | int, Applied] = field(default_factory=dict)
     """What applies to members and items, by key or index."""
 
@@ -118,53 +133,58 @@ class Beginnings:
                 todo.extend(inner)
         marked = [self._marked[node] for node in nodes if node in self._marked]
         is_bounded = any(not keywords.isdisjoint(_COUNTS) for keywords in marked)
-        found = Applied(nodes, bool(marked), is_bounded)
+        is_loose = any(not keywords or keywords.difference(_OF_WHOLE) for keywords in marked)
+        found = Applied(nodes, bool(marked), is_bounded, is_loose)
         for node, certain in nodes.items():
-            if certain and node in self._marked:
-                self._add_patterns(found, node.schema, self._marked[node])
+            if certain:
+                found.texts += _texts(node.schema)
+                found.names += _names(node.schema)
         return found
 
-    def _add_patterns(self, found: Applied, schema: dict[str, Any], checked: set[str]) -> None:
-        if "pattern" in checked and _is_safe(schema["pattern"]):
-            found.texts.append([schema["pattern"]])
-        names = schema.get("propertyNames")
-        if "propertyNames" in checked and isinstance(names, dict) and _is_safe(names.get("pattern", "(?!$)")):
-            found.names.append([names["pattern"]])
-        if "additionalProperties" in checked and schema["additionalProperties"] is False:
-            patterns = [f"^{re.escape(name)}$" for name in schema.get("properties", ())]
-            patterns += schema.get("patternProperties", ())
-            if all(map(_is_safe, patterns)):
-                found.names.append(patterns)
-
-    def violation(
-        self, text: str, path: Path | None, *, unfinished: bool = False, counts: bool = False
-    ) -> ConstraintNotMet | None:
-        """Return what is finally wrong with a beginning that was closed.
+    def violation(self, text: str, path: Path | None, kind: PlaceKind) -> ConstraintNotMet | None:
+        """Return what is finally wrong with a beginning.
 
         Args:
-            text: the closed beginning.
+            text: the beginning, closed.
             path: the keys and indices of the innermost open value. None: no value is open.
-            unfinished: that value is a placeholder. If not, it is an object or an array with complete members.
-            counts: the placeholder stands for any member or item: only their number counts.
         """
         try:
-            for error in self.validator.errors(json.loads(text)):
-                if counts and error.kind.name not in _COUNTS:
-                    continue
-                if _is_final(error, path, unfinished):
-                    return described(error)
+            errors = self.validator.errors(json.loads(text))
+            error = next((error for error in errors if _is_final(error, path, kind)), None)
         except (ValueError, RecursionError):
-            pass  # the validation at the end says so
-        return None
+            return None  # the validation at the end says so
+        return None if error is None else described(error)
 
 
-def can_go_on(text: str, patterns: Sequence[str]) -> bool:
-    """Return whether a text with this beginning may have a match of one of `patterns`."""
+def _texts(schema: dict[str, Any]) -> Patterns:
+    """Return the patterns of the strings that satisfy a schema."""
+    lists = [[schema["pattern"]]] if "pattern" in schema else []
+    branches = schema.get("anyOf", [])
+    if branches and all(isinstance(branch, dict) and "pattern" in branch for branch in branches):
+        lists.append([branch["pattern"] for branch in branches])
+    return [patterns for patterns in lists if all(map(_is_safe, patterns))]
+
+
+def _names(schema: dict[str, Any]) -> Patterns:
+    """Return the patterns of the keys of objects that satisfy a schema."""
+    names = schema.get("propertyNames")
+    lists = _texts(names) if isinstance(names, dict) else []
+    if schema.get("additionalProperties") is False:
+        named = "|".join(map(re.escape, schema.get("properties", ())))
+        patterns = [f"^(?:{named})\\Z", *schema.get("patternProperties", ())]
+        lists += [patterns] if all(map(_is_safe, patterns)) else []
+    return lists
+
+
+def matches(text: str, patterns: Sequence[str], *, partial: bool) -> bool:
+    """Return whether one of `patterns` has a match in a text; with `partial`, whether a longer text may have one."""
     import regex  # only workers with such a schema need it
 
+    if text.endswith(ANY_OTHER) and not all(map(_ASCII.fullmatch, patterns)):
+        return True
     try:
         compiled = (regex.compile(pattern, regex.ASCII) for pattern in patterns)
-        return any(pattern.search(text, partial=True, timeout=_TIMEOUT) for pattern in compiled)
+        return any(pattern.search(text, partial=partial, timeout=_TIMEOUT) for pattern in compiled)
     except (regex.error, TimeoutError):
         return True
 
@@ -174,23 +194,26 @@ def _is_safe(pattern: str) -> bool:
     return not (_LOOKS_AROUND.search(pattern) and ("$" in pattern or r"\b" in pattern.lower()))
 
 
-def _is_final(error: ValidationError, path: Path | None, unfinished: bool) -> bool:
+def _is_final(error: ValidationError, path: Path | None, kind: PlaceKind) -> bool:
     """Return whether no continuation mends an error of the closed beginning."""
-    place = error.instance_path
     if path is None:
         return True
+    place, keyword = error.instance_path, keyword_of(error)
+    if kind == "comma":
+        return keyword in _COUNTS and place == path
     if _depends(error, path):
         return False
     if place != path[: len(place)]:
         return True  # the value is complete
-    if place == path and unfinished:
-        return False
-    keyword = keyword_of(error)
-    if keyword == "uniqueItems":
-        return place == path
+    if place == path and kind == "key":
+        return False  # the value is a placeholder
     if keyword in ("anyOf", "oneOf"):
         branches: list[list[ValidationError]] = error.kind.as_dict()["context"]
-        return all(any(_is_final(inner, path, unfinished) for inner in branch) for branch in branches)
+        return all(any(_is_final(inner, path, kind) for inner in branch) for branch in branches)
+    if place == path and kind == "begin":
+        return keyword == "type"
+    if keyword == "uniqueItems":
+        return place == path
     return keyword in _FINAL
 
 

@@ -8,14 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from guided.errors import ConstraintNotMet
-from guided.schema.beginnings import Applied, Beginnings, Path, can_go_on
+from guided.schema.beginnings import Applied, Beginnings, Path, Patterns, PlaceKind, matches
 
 _QUOTE, _OBJECT, _ARRAY, _CONTENT, _KEY, _SCALAR = b'"{[ k0'
 """Kinds of open values: a string, an object, an array, the frame around a content; a key, a number or literal."""
-_CLOSING = {_OBJECT: "}", _ARRAY: "]", _CONTENT: ""}
+_CLOSING = {_QUOTE: '"', _OBJECT: "}", _ARRAY: "]", _CONTENT: "", _SCALAR: ""}
+_REST = {"t": "rue", "f": "alse", "n": "ull", "-": "0"}
+"""What completes a number or literal after its first character."""
 _REST_OF_SCALAR = re.compile(rb"[^\s,\]}]*")
+_FIRST = ('"', "{", "[", "-0123456789", "t", "f", "n")
+"""The first characters of values, by type."""
 _AFTER_SCALAR = [b",", b"]", b"}", b" ", b"\n"]
-_IN_STRING = [chr(code) for code in range(32, 127)]
+_BESIDES_COMMA = [bytes([byte]) for byte in b"0123456789.eE+- \n\r\t"]
 
 
 class OpenValue(NamedTuple):
@@ -49,6 +53,43 @@ class OpenValue(NamedTuple):
             return self.token
         return None if self.parent is None else self.parent.held_from
 
+    @property
+    def is_loose(self) -> bool:
+        """Whether any part of it may violate a keyword that is checked."""
+        return self.applied.is_loose or (self.parent is not None and self.parent.is_loose)
+
+
+class _Place(NamedTuple):
+    """A place in an output at which it can be wrong."""
+
+    at: int
+    """The number of bytes before it."""
+    top: OpenValue
+    """The innermost open value."""
+    kind: PlaceKind
+    value: OpenValue
+    """What has begun or ended here."""
+    rest: str = ""
+    """What makes the text valid once it is closed."""
+
+
+class Condition(NamedTuple):
+    """What a string or key that is open has to match."""
+
+    lists: Patterns
+    text: str
+    """Its text so far."""
+    begin: bytes = b""
+    """The beginning of the next token that belongs to the text so far: a quotation mark."""
+
+    def can_follow(self, more: str) -> bool:
+        """Return whether it can go on with a text."""
+        return all(matches(self.text + more, patterns, partial=True) for patterns in self.lists)
+
+    def can_end(self, more: str) -> bool:
+        """Return whether it can end after a text."""
+        return all(matches(self.text + more, patterns, partial=False) for patterns in self.lists)
+
 
 class Violation(NamedTuple):
     """Why a token must not follow an output."""
@@ -57,7 +98,9 @@ class Violation(NamedTuple):
     token: int
     """The number of the token in which the invalid value began."""
     beginnings: Sequence[bytes]
-    """Tokens that begin with one of these violate the schema as well."""
+    """Tokens that begin with one of these are not to follow either."""
+    condition: Condition | None = None
+    """Of the string or key that is open, before the token or its first quotation mark."""
 
 
 class Follower:
@@ -86,93 +129,116 @@ class Follower:
             token: the number of the token. None: the content has ended.
         """
         start = at
-        for now, ended, at in self._values(top, output, at, token):
-            if ended is None:
-                return now, self._in_text(now, output, start, at)
-            violation = self._after(now, ended, output, start, at)
-            if violation is not None or now.kind == _CONTENT:
+        for place in self._places(top, output, at, token):
+            top = place.top
+            violation = self._at(place, output, start)
+            if violation is not None or top.kind == _CONTENT:
                 return None, violation
-        raise AssertionError("the last item has no ended value")
+        return top, self._in_text(top, output, start)
 
-    def _values(
-        self, top: OpenValue, output: bytes, at: int, token: int
-    ) -> Iterator[tuple[OpenValue, OpenValue | None, int]]:
-        """Yield the innermost open value after each value and key, the value or key, and its end; None at the end."""
+    def _places(self, top: OpenValue, output: bytes, at: int, token: int) -> Iterator[_Place]:
+        """Yield the places in a token, then the innermost open value at its end."""
         while at < len(output):
             byte = output[at]
             if top.kind in (_QUOTE, _KEY):
                 end = _end_of_string(output, at)
                 if end is None:
                     break
-                at, ended, top = end, top, _around(top)
-                if ended.kind == _KEY:
-                    key = json.loads(output[ended.begin : at], strict=False)
+                at, value, top = end, top, _around(top)
+                if value.kind == _KEY:
+                    key = json.loads(output[value.begin : at], strict=False)
                     top = top._replace(place=key)
-                yield top, ended, at
+                is_key = value.kind == _KEY
+                yield _Place(at, top, "key" if is_key else "end", value, ":null" if is_key else "")
             elif top.kind == _SCALAR:
                 rest = _REST_OF_SCALAR.match(output, at)
                 at = len(output) if rest is None else rest.end()
                 if at < len(output):
-                    ended, top = top, _around(top)
-                    yield top, ended, at
+                    value, top = top, _around(top)
+                    yield _Place(at, top, "end", value)
             elif byte in b" \t\r\n:":
                 at += 1
             elif byte in b"}]":
                 at += 1
-                ended, top = top, _around(top)
-                yield top, ended, at
+                value, top = top, _around(top)
+                yield _Place(at, top, "end", value)
             elif byte == ord(","):
                 at += 1
                 top = top._replace(place=top.place + 1 if isinstance(top.place, int) else None)
-                if top.applied.is_bounded:
-                    yield top, top, at
+                yield _Place(at, top, "comma", top, "null" if top.kind == _ARRAY else '"":null')
+            elif top.kind == _OBJECT and top.place is None:
+                top = OpenValue(_KEY, token, at, top.applied, top)
+                at += 1
             else:
                 kind = byte if byte in (_QUOTE, _OBJECT, _ARRAY) else _SCALAR
-                if top.kind == _OBJECT and top.place is None:
-                    kind, applied = _KEY, top.applied
-                elif top.kind == _CONTENT:
-                    applied = top.applied
-                else:
-                    assert top.place is not None
-                    applied = self._beginnings.below(top.applied, top.place)
+                applied = top.applied if top.place is None else self._beginnings.below(top.applied, top.place)
                 top = OpenValue(kind, token, at, applied, top, 0 if kind == _ARRAY else None)
-                at += kind != _SCALAR
-        yield top, None, len(output)
+                at += 1
+                yield _Place(at, top, "begin", top)
+        yield _Place(at, top, "within", top)
 
-    def _after(self, top: OpenValue, ended: OpenValue, output: bytes, start: int, at: int) -> Violation | None:
-        """Return what is wrong after a value, a key, or the comma of a container (then `ended` is `top`)."""
-        if ended.held_from is None:
-            return None
-        path = None if top.parent is None else top.parent.path
-        is_key, is_comma, placeholder = ended.kind == _KEY, ended is top, ""
-        if is_key:
-            placeholder, path = ":null", top.path
-        elif is_comma:
-            placeholder = "null" if top.kind == _ARRAY else '"":null'
-        text = output[self._begin : at].decode("utf-8", "replace") + placeholder + top.closing
-        error = self._beginnings.violation(text, path, unfinished=is_key, counts=is_comma)
-        if error is None:
+    def _at(self, place: _Place, output: bytes, start: int) -> Violation | None:
+        """Return what is wrong at a place."""
+        at, top, kind, value, rest = place
+        around = top.parent
+        path = None if around is None else around.path
+        if kind == "key":
+            path = top.path
+        can_be_wrong = {
+            "key": top.is_loose or top.applied.is_checked,
+            "end": top.is_loose or top.applied.is_checked or value.applied.is_checked,
+            "comma": top.applied.is_bounded,
+            "begin": around is not None and around.is_loose,
+            "within": False,
+        }
+        if not can_be_wrong[kind]:
             return None
         written = output[start:at]
-        ends = _AFTER_SCALAR if ended.kind == _SCALAR else [b""]
-        return Violation(error, ended.token, [written + end for end in ends])
+        if kind == "begin":
+            return self._at_begin(value, path or [], output, written)
+        text = output[self._begin : at].decode("utf-8", "replace") + rest + top.closing
+        error = self._beginnings.violation(text, path, kind)
+        if error is None:
+            return None
+        bad = [written]
+        if kind == "end" and value.kind == _SCALAR:
+            bad = [written + end for end in _AFTER_SCALAR]
+        elif kind == "end" and value.kind != _QUOTE and at == start + 1 and output[start - 1] not in b"{[,":
+            bad += _BESIDES_COMMA  # the token has also ended the last member, which stays as it is
+        return Violation(error, value.token, bad)
 
-    def _in_text(self, top: OpenValue, output: bytes, start: int, at: int) -> Violation | None:
+    def _at_begin(self, value: OpenValue, path: Path, output: bytes, written: bytes) -> Violation | None:
+        """Return what is wrong with the type of a value that has begun with the last byte of `written`."""
+        text = output[self._begin : value.begin].decode("utf-8", "replace")
+        around = _around(value).closing
+
+        def wrong(first: str) -> ConstraintNotMet | None:
+            own = first + _REST.get(first, "") + _CLOSING.get(ord(first), "")
+            return self._beginnings.violation(text + own + around, path, "begin")
+
+        error = wrong(chr(output[value.begin]))
+        if error is None:
+            return None
+        bad = [first for firsts in _FIRST if wrong(firsts[0]) is not None for first in firsts]
+        return Violation(error, value.token, [written[:-1] + first.encode() for first in bad])
+
+    def _in_text(self, top: OpenValue, output: bytes, start: int) -> Violation | None:
         """Return what is wrong within a string or key: it cannot match a pattern any more."""
-        lists = top.applied.names if top.kind == _KEY else top.applied.texts if top.kind == _QUOTE else ()
         before = max(start, top.begin + 1)
-        if not lists or before >= at:
+        condition = self.condition(top, output[:before], output[start:before])
+        if condition is None or condition.can_follow(_text(output[before:])):
             return None
-        if all(can_go_on(_text(output[top.begin + 1 : at]), patterns) for patterns in lists):
-            return None
-        text, written = _text(output[top.begin + 1 : before]), output[start:before]
-        bad = [char for char in _IN_STRING if not all(can_go_on(text + char, patterns) for patterns in lists)]
-        if '"' not in bad or "\\" not in bad:
-            bad = [char for char in bad if char != "\\"]  # it begins an escape
         keyword = "pattern" if top.kind == _QUOTE else "propertyNames"
         error = ConstraintNotMet(f"no text that begins like this satisfies {keyword}", param="json_schema")
         error.keyword = keyword
-        return Violation(error, top.token, [output[start:at], *(written + char.encode() for char in bad if char != '"')])
+        return Violation(error, top.token, [output[start:]], condition)
+
+    def condition(self, top: OpenValue, output: bytes, begin: bytes = b"") -> Condition | None:
+        """Return the condition of the string or key at the end of an output; None: there is none."""
+        lists = top.applied.names if top.kind == _KEY else top.applied.texts if top.kind == _QUOTE else None
+        if not lists or top.held_from is None:
+            return None
+        return Condition(lists, _text(output[top.begin + 1 :]), begin)
 
 
 def _around(value: OpenValue) -> OpenValue:
