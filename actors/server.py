@@ -22,6 +22,7 @@ from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from actors.protocol import (
+    CHECKED,
     EDIT,
     FAILED,
     IDLE,
@@ -291,10 +292,10 @@ class StepServer:
         state.grammar.seconds = min(state.grammar.seconds, seconds)
         if error is None:
             status = STEERED if slot in self._worker.steered else OK
-            vetoes = self._worker.vetoes.get(slot)
-            if vetoes is not None:
+            vetoed = self._worker.vetoed.get(slot)
+            if vetoed is not None:
                 status |= CHECKED
-                table.veto[slot] = vetoes.report()
+                table.veto[slot] = vetoed.report()
             if status:
                 table.status[slot] = status
             self._ready[slot] = target

@@ -142,7 +142,7 @@ def _replay(backends: Backends, schema: Any, arguments: Any) -> str:
     grammar = compile_constraint(backends, Constraint.json_schema(schema), candidates("json_schema", AUTO)).grammar
     if accepts(grammar.matcher(), in_schema_order(arguments, schema), backends.vocabulary, []):
         return "allowed"
-    return "violates its schema" if any(True for _ in Validator(schema).paths(arguments)) else "not allowed"
+    return "violates its schema" if any(True for _ in Validator(schema).errors(arguments)) else "not allowed"
 
 
 def answer(http: httpx.Client, question: Mapping[str, Any]) -> tuple[int, list[str]]:

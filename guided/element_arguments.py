@@ -228,7 +228,7 @@ class ArgumentReader:
         document = value
         for name in reversed(path):
             document = [document] if name == ITEM and self._style.item and len(path) > 1 else {name: document}
-        return not any(len(place) >= len(path) for place in self._validator.paths(document))
+        return not any(len(error.instance_path) >= len(path) for error in self._validator.errors(document))
 
 
 _Path = tuple[str, ...]

@@ -175,16 +175,6 @@ class Vocabulary:
             found += ids[start : bisect_left(ids, text + b"\xff", key=contents)]
         return pack(found, self.padded_vocab_size)
 
-    def characters_after(self, text: bytes) -> list[str]:
-        """Return the ASCII characters that follow `text` in text tokens."""
-        return [chr(code) for code in range(32, 127) if self.begins_token(text + bytes([code]))]
-
-    def begins_token(self, text: bytes) -> bool:
-        """Return whether a text token begins with `text`."""
-        ids = self._sorted
-        start = bisect_left(ids, text, key=self.token_bytes.__getitem__)
-        return start < len(ids) and self.token_bytes[ids[start]].startswith(text)
-
     def along(self, text: bytes) -> NDArray[np.int32]:
         """Return a mask of the text tokens with which an output can go on like `text`: int32 `[words]`."""
         prefixes = (self._by_bytes.get(text[:length]) for length in range(1, self._longest + 1))

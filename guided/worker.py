@@ -22,9 +22,7 @@ from guided.errors import BackendError, ConstraintNotMet, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from guided.backends.checked import CheckedMatcher
-    from guided.tags.follower import Violation
-    from guided.vetoes import Vetoes
+    from guided.vetoes import VetoedSlot
 
 _native = guard("the grammar library")
 _LOOK_AHEAD_SECONDS = 0.002
@@ -32,7 +30,7 @@ _LOOK_AHEAD_SECONDS = 0.002
 
 
 @dataclass(slots=True)
-class _SlotState:
+class SlotState:
     """The sequence in one slot."""
 
     permitted: NDArray[np.int32]
@@ -76,62 +74,6 @@ class _SlotState:
         yield from ()
 
 
-class _VetoedSlot(_SlotState):
-    """A sequence of which tokens may be taken back."""
-
-    vetoes: Vetoes
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Accept new tokens up to the first one that violates the schema, and forbid that one.
-
-        Raises `ConstraintNotMet` where the output has to go back further, or there were too many vetoes.
-        """
-        for token in tokens:
-            violation = self._add(token)
-            if violation is not None:
-                self.vetoes.add(violation)
-                break
-
-    def _add(self, token: int) -> Violation | None:
-        """Accept a token, or return why it must not follow."""
-        violation = self.vetoes.follow(token)
-        if violation is None:
-            super().accept([token])
-            violation = self.vetoes.look_for_content()
-            if violation is not None:
-                self.roll_back(len(self.tokens) - 1)
-        return violation
-
-    def roll_back(self, length: int) -> None:
-        super().roll_back(length)
-        self.vetoes.roll_back(length)
-
-    def reason(self, error: GuidedError) -> GuidedError:
-        last = self.vetoes.last
-        return last.error if isinstance(error, DeadEnd) and last is not None else error
-
-    def retries(self, error: GuidedError) -> Iterator[None]:
-        """Go back to where another text is possible: first within the value of the last veto, then token by token."""
-        vetoes, tokens = self.vetoes, list(self.tokens)
-        if not isinstance(error, ConstraintNotMet | DeadEnd):
-            return
-        way = vetoes.way_back()
-        texts = {length: vetoes.text(length) for length in way}
-        ascends, vetoed = way.step > 0, vetoes.forbidden
-        for length in way:
-            if length < len(self.tokens):
-                self.roll_back(length)
-            before = vetoes.forbidden
-            vetoes.forbidden = before | vetoes.along(texts[length])
-            yield
-            if ascends:
-                vetoes.forbidden = before
-                self._add(tokens[length])
-        if ascends:
-            vetoes.forbidden = vetoed
-            yield
-
-
 class MaskWorker:
     """Open matchers for one vocabulary.
 
@@ -140,7 +82,7 @@ class MaskWorker:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._slots: dict[int, _SlotState] = {}
+        self._slots: dict[int, SlotState] = {}
         self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
         self._permitted = vocabulary.text_mask
@@ -153,8 +95,8 @@ class MaskWorker:
         """Created for the first sequence with a budget."""
         self.steered: set[int] = set()
         """Slots in which a mask was restricted, so that the output fits in its budget."""
-        self.vetoes: dict[int, Vetoes] = {}
-        """By slot: the vetoes of sequences of which tokens may be taken back."""
+        self.vetoed: dict[int, VetoedSlot] = {}
+        """By slot: sequences of which tokens may be taken back."""
 
     @property
     def num_open(self) -> int:
@@ -174,22 +116,22 @@ class MaskWorker:
         Args:
             tokens: the sequence's whole output so far.
             budget: the constraint is completed within so many output tokens, with the stop token.
-            final: tokens after the first `final` may be taken back, as `vetoes` reports after each `fill`. None: all
+            final: tokens after the first `final` may be taken back, as `VetoedSlot.report` says after each `fill`. None: all
                 stay.
         """
-        form = _VetoedSlot if final is not None and grammar.checked else _SlotState
+        form = SlotState if final is None or not grammar.checked else _vetoed_slot()
         state = self._slots[slot] = form(self._permitted, grammar, rules=grammar.rules, edit=(0, tokens))
         self.steered.discard(slot)
-        self.vetoes.pop(slot, None)
+        self.vetoed.pop(slot, None)
         try:
             self._start(state, grammar, budget)
-            if isinstance(state, _VetoedSlot):
-                self.vetoes[slot] = state.vetoes = self._vetoes(state.matcher, final or 0)
-                state.rules = [*grammar.rules, state.vetoes]
+            if form is not SlotState:
+                self.vetoed[slot] = vetoed = cast("VetoedSlot", state)
+                vetoed.begin(self._vocabulary, final or 0)
         except GuidedError as error:
             state.error = error
 
-    def _start(self, state: _SlotState, grammar: CompiledGrammar, budget: int | None) -> None:
+    def _start(self, state: SlotState, grammar: CompiledGrammar, budget: int | None) -> None:
         with _native:
             state.matcher = grammar.matcher()
             if grammar.special_token_ids:
@@ -198,11 +140,6 @@ class MaskWorker:
             if budget is not None:
                 self._completions = self._completions or Completions(self._vocabulary)
                 state.budgeted = BudgetedSequence(self._completions.of(grammar), budget)
-
-    def _vetoes(self, matcher: Matcher | None, final: int) -> Vetoes:
-        from guided.vetoes import Vetoes  # needed only where something is checked
-
-        return Vetoes(cast("CheckedMatcher", matcher), self._vocabulary, final)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""
@@ -224,7 +161,7 @@ class MaskWorker:
         """Close matchers. Free slots are ignored."""
         for slot in slots:
             self._slots.pop(slot, None)
-            self.vetoes.pop(slot, None)
+            self.vetoed.pop(slot, None)
 
     def fill(self, slot: int, tokens: Sequence[int], row: NDArray[np.int32]) -> GuidedError | None:
         """Accept new tokens and write the next mask.
@@ -250,7 +187,7 @@ class MaskWorker:
                     state.error, state.matcher = state.reason(error), None
         return state.error
 
-    def _is_mended(self, state: _SlotState, error: GuidedError, row: NDArray[np.int32]) -> bool:
+    def _is_mended(self, state: SlotState, error: GuidedError, row: NDArray[np.int32]) -> bool:
         """Return whether a mask could be written after the output went back."""
         for _ in state.retries(error):
             with contextlib.suppress(ConstraintNotMet, DeadEnd), _native:
@@ -286,7 +223,7 @@ class MaskWorker:
                 if token is None:
                     break
 
-    def _advance(self, state: _SlotState, tokens: Sequence[int], row: NDArray[np.int32]) -> None:
+    def _advance(self, state: SlotState, tokens: Sequence[int], row: NDArray[np.int32]) -> None:
         matcher = state.matcher
         assert matcher is not None
         if state.edit is not None:
@@ -295,7 +232,7 @@ class MaskWorker:
             state.accept(tokens)
         self._write(state, matcher, state.tokens, row)
 
-    def _rewind(self, state: _SlotState, new_tokens: Sequence[int]) -> Sequence[int]:
+    def _rewind(self, state: SlotState, new_tokens: Sequence[int]) -> Sequence[int]:
         """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
         assert state.edit is not None
         (start, tokens), state.edit = state.edit, None
@@ -307,7 +244,7 @@ class MaskWorker:
         return tokens[keep - start :]
 
     def _write(
-        self, state: _SlotState, matcher: Matcher, output: Sequence[int], row: NDArray[np.int32], anywhere: bool = False
+        self, state: SlotState, matcher: Matcher, output: Sequence[int], row: NDArray[np.int32], anywhere: bool = False
     ) -> None:
         """Write the mask after `output`. `anywhere`: with unusual line breaks, because nothing else is possible."""
         lines = None if anywhere else state.grammar.line_breaks
@@ -331,6 +268,12 @@ class MaskWorker:
             if lines:
                 return self._write(state, matcher, output, row, anywhere=True)
             raise matcher.violation() or DeadEnd("no token is allowed here, and the constraint is not satisfied")
+
+
+def _vetoed_slot() -> type[SlotState]:
+    from guided.vetoes import VetoedSlot  # needed only where something is checked
+
+    return VetoedSlot
 
 
 def _only_token(row: NDArray[np.int32]) -> int | None:

@@ -172,11 +172,8 @@ class CheckedMatcher(TextMatcher):
 
     def open_content(self) -> tuple[Beginnings, int] | None:
         """Return the schema of the content that the output ends in, if it is checked, and the content's first byte."""
-        found = self._grammar.reader.open_content(self._reading())
-        if found is None:
-            return None
-        text = self._grammar.vocabulary.spelled(self._tokens).decode("utf-8", "ignore")
-        return found[0], len(text[: found[1]].encode())
+        reading = self._reading()
+        return self._grammar.reader.open_content(reading, self._grammar.vocabulary.spelled(self._tokens))
 
     def _reading(self) -> Reading:
         if self._readings[-1].length < len(self._tokens):

@@ -114,9 +114,9 @@ class InlinePool:
             self._seconds[row] = time.perf_counter() - began
             if error is None:
                 ready.append(row)
-                vetoes = self._worker.vetoes.get(sequence.sequence_id)
-                if vetoes is not None:
-                    step.note(row, sequence, vetoes.report())
+                vetoed = self._worker.vetoed.get(sequence.sequence_id)
+                if vetoed is not None:
+                    step.note(row, sequence, vetoed.report())
                 if self._forced_tokens:
                     self._worker.look_ahead(sequence.sequence_id, self._masks[row], self._runs[row])
             else:

@@ -100,11 +100,6 @@ class Validator:
         """Yield all errors. Raises ValueError or RecursionError for what cannot be validated."""
         yield from self._native.iter_errors(document)
 
-    def paths(self, document: Any) -> Iterator[tuple[str | int, ...]]:
-        """Yield the paths to the values that violate the schema."""
-        for error in self._native.iter_errors(document):
-            yield tuple(error.instance_path)
-
     def violation(self, document: Any) -> ConstraintNotMet | None:
         """Return why a document violates the schema; None if it satisfies it."""
         try:

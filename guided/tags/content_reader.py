@@ -82,17 +82,13 @@ class ContentReader:
                 waiting += [] if wait is None else [(wait, items)]
         return Reading(length, tuple(waiting), complete, violation)
 
-    def open_content(self, reading: Reading) -> tuple[Beginnings, int] | None:
-        """Return the schema of the content that an output ends in, if it is validated, and the content's beginning."""
-        begun = {
-            (position, items[0].pointer)
-            for position, items in reading.states
-            if items and isinstance(items[0], Content) and items[0].pointer in self._schemas
-        }
-        if len(begun) != 1:
+    def open_content(self, reading: Reading, output: bytes) -> tuple[Beginnings, int] | None:
+        """Return the schema of the content that an output ends in, if it is validated, and the content's first byte."""
+        if len(reading.states) != 1:
             return None
-        position, pointer = begun.pop()
-        return self._schemas[pointer], position
+        position, (first, *_) = reading.states[0]
+        schema = self._schemas.get(first.pointer) if isinstance(first, Content) else None
+        return None if schema is None else (schema, len(output.decode("utf-8", "ignore")[:position].encode()))
 
     def _follow(self, first: Node, rest: _Items, text: str, position: int) -> tuple[list[_State], int | None]:
         """Return the states after `first`, and the position from which to look at it again when there is more text."""

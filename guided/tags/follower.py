@@ -2,93 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from guided.errors import ConstraintNotMet
-from guided.schema.beginnings import Applied, Beginnings, Path, Patterns, PlaceKind, matches
+from guided.schema.beginnings import Beginnings, Nodes, Place
 
-_QUOTE, _OBJECT, _ARRAY, _CONTENT, _KEY, _SCALAR = b'"{[ k0'
-"""Kinds of open values: a string, an object, an array, the frame around a content; a key, a number or literal."""
-_CLOSING = {_QUOTE: '"', _OBJECT: "}", _ARRAY: "]", _CONTENT: "", _SCALAR: ""}
-_REST = {"t": "rue", "f": "alse", "n": "ull", "-": "0"}
-"""What completes a number or literal after its first character."""
-_REST_OF_SCALAR = re.compile(rb"[^\s,\]}]*")
-_FIRST = ('"', "{", "[", "-0123456789", "t", "f", "n")
-"""The first characters of values, by type."""
-_AFTER_SCALAR = [b",", b"]", b"}", b" ", b"\n"]
+_PART = re.compile(
+    rb'(?P<mark>[{}\[\],:])|(?P<text>"(?:[^"\\]|\\.)*")|(?P<open>".*|[^\s{}\[\],:"]+\Z)|(?P<other>[^\s{}\[\],:"]+)',
+    re.DOTALL,
+)
+"""Matches a part of a JSON text: a bracket, comma or colon, a string, an open string or number, another scalar."""
+_LONGEST_ESCAPE = 12
+_AFTER_SCALAR = [bytes([byte]) for byte in b",]} \n"]
 _BESIDES_COMMA = [bytes([byte]) for byte in b"0123456789.eE+- \n\r\t"]
 
 
-class OpenValue(NamedTuple):
-    """A value that has begun, or a key. It does not change: each token has its own."""
+@dataclass(slots=True)
+class _Open:
+    """An open value, or an open key."""
 
-    kind: int
     token: int
     """The number of the token in which it began."""
-    begin: int
-    """The byte of the output with which it began."""
-    applied: Applied
-    parent: OpenValue | None = None
-    place: str | int | None = None
-    """Key or index of the member that is open, or comes next. None in an object: a key comes next."""
+    nodes: Nodes
+    """The subschemas that apply to it, or may."""
+    value: Any = None
+    """Of an object or array: its members so far, the open one too."""
+    key: Any = None
+    """Key or index of its newest member. None in an object: a key comes next."""
 
-    @property
-    def path(self) -> Path:
-        """The keys and indices of the member that is open."""
-        above = [] if self.parent is None else self.parent.path
-        return above if self.place is None else [*above, self.place]
-
-    @property
-    def closing(self) -> str:
-        """The text that closes it and all values around it."""
-        return _CLOSING[self.kind] + ("" if self.parent is None else self.parent.closing)
-
-    @property
-    def held_from(self) -> int | None:
-        """The token in which the innermost value under a checked keyword began. None: there is none."""
-        if self.kind != _CONTENT and self.applied.is_checked:
-            return self.token
-        return None if self.parent is None else self.parent.held_from
-
-    @property
-    def is_loose(self) -> bool:
-        """Whether any part of it may violate a keyword that is checked."""
-        return self.applied.is_loose or (self.parent is not None and self.parent.is_loose)
-
-
-class _Place(NamedTuple):
-    """A place in an output at which it can be wrong."""
-
-    at: int
-    """The number of bytes before it."""
-    top: OpenValue
-    """The innermost open value."""
-    kind: PlaceKind
-    value: OpenValue
-    """What has begun or ended here."""
-    rest: str = ""
-    """What makes the text valid once it is closed."""
-
-
-class Condition(NamedTuple):
-    """What a string or key that is open has to match."""
-
-    lists: Patterns
-    text: str
-    """Its text so far."""
-    begin: bytes = b""
-    """The beginning of the next token that belongs to the text so far: a quotation mark."""
-
-    def can_follow(self, more: str) -> bool:
-        """Return whether it can go on with a text."""
-        return all(matches(self.text + more, patterns, partial=True) for patterns in self.lists)
-
-    def can_end(self, more: str) -> bool:
-        """Return whether it can end after a text."""
-        return all(matches(self.text + more, patterns, partial=False) for patterns in self.lists)
+    def add(self, value: Any) -> None:
+        """Add a member: with the key that was written, or at the end."""
+        if isinstance(self.value, list):
+            self.key = len(self.value)
+            self.value.append(value)
+        else:
+            self.value[self.key] = value
 
 
 class Violation(NamedTuple):
@@ -97,10 +49,8 @@ class Violation(NamedTuple):
     error: ConstraintNotMet
     token: int
     """The number of the token in which the invalid value began."""
-    beginnings: Sequence[bytes]
+    beginnings: list[bytes]
     """Tokens that begin with one of these are not to follow either."""
-    condition: Condition | None = None
-    """Of the string or key that is open, before the token or its first quotation mark."""
 
 
 class Follower:
@@ -108,160 +58,108 @@ class Follower:
 
     Args:
         beginnings: validates the beginnings of the content.
-        begin: the byte of the output with which the content begins.
     """
 
-    def __init__(self, beginnings: Beginnings, begin: int) -> None:
+    def __init__(self, beginnings: Beginnings) -> None:
         self._beginnings = beginnings
-        self._begin = begin
+        self._open = [_Open(0, (), [])]
+        """The innermost open value last. The first one is not of the content: it has the content as its only item."""
+        self._rest = b""
+        """The text of the string, key, number or literal that is open."""
 
-    def start(self, token: int) -> OpenValue:
-        """Return the frame of a content that begins in a token."""
-        return OpenValue(_CONTENT, token, self._begin, self._beginnings.root)
+    @property
+    def is_over(self) -> bool:
+        """Whether the content has ended."""
+        return len(self._open) == 1 and bool(self._open[0].value)
 
-    def read(self, top: OpenValue, output: bytes, at: int, token: int) -> tuple[OpenValue | None, Violation | None]:
-        """Read the bytes of a token. Returns the innermost open value after it, or why it must not follow.
+    @property
+    def token(self) -> int:
+        """The token in which the innermost open value began."""
+        return self._open[-1].token
 
-        Args:
-            top: the innermost open value before it.
-            output: the whole output, with the token.
-            at: where to begin.
-            token: the number of the token. None: the content has ended.
-        """
-        start = at
-        for place in self._places(top, output, at, token):
-            top = place.top
-            violation = self._at(place, output, start)
-            if violation is not None or top.kind == _CONTENT:
-                return None, violation
-        return top, self._in_text(top, output, start)
+    @property
+    def held_from(self) -> int | None:
+        """The token in which the innermost value under a checked keyword began. None: there is none."""
+        checked = (value.token for value in reversed(self._open) if self._beginnings.is_checked(value.nodes))
+        return next(checked, None)
 
-    def _places(self, top: OpenValue, output: bytes, at: int, token: int) -> Iterator[_Place]:
-        """Yield the places in a token, then the innermost open value at its end."""
-        while at < len(output):
-            byte = output[at]
-            if top.kind in (_QUOTE, _KEY):
-                end = _end_of_string(output, at)
-                if end is None:
-                    break
-                at, value, top = end, top, _around(top)
-                if value.kind == _KEY:
-                    key = json.loads(output[value.begin : at], strict=False)
-                    top = top._replace(place=key)
-                is_key = value.kind == _KEY
-                yield _Place(at, top, "key" if is_key else "end", value, ":null" if is_key else "")
-            elif top.kind == _SCALAR:
-                rest = _REST_OF_SCALAR.match(output, at)
-                at = len(output) if rest is None else rest.end()
-                if at < len(output):
-                    value, top = top, _around(top)
-                    yield _Place(at, top, "end", value)
-            elif byte in b" \t\r\n:":
-                at += 1
-            elif byte in b"}]":
-                at += 1
-                value, top = top, _around(top)
-                yield _Place(at, top, "end", value)
-            elif byte == ord(","):
-                at += 1
-                top = top._replace(place=top.place + 1 if isinstance(top.place, int) else None)
-                yield _Place(at, top, "comma", top, "null" if top.kind == _ARRAY else '"":null')
-            elif top.kind == _OBJECT and top.place is None:
-                top = OpenValue(_KEY, token, at, top.applied, top)
-                at += 1
+    def read(self, text: bytes, token: int) -> Violation | None:
+        """Read the text of a token. After a violation, the state is undefined."""
+        known = len(self._rest)
+        data = self._rest + text
+        for match in _PART.finditer(data):
+            part, written = match[0], text[: max(0, match.end() - known)]
+            if match["mark"]:
+                violation = self._mark(part, written, token)
             else:
-                kind = byte if byte in (_QUOTE, _OBJECT, _ARRAY) else _SCALAR
-                applied = top.applied if top.place is None else self._beginnings.below(top.applied, top.place)
-                top = OpenValue(kind, token, at, applied, top, 0 if kind == _ARRAY else None)
-                at += 1
-                yield _Place(at, top, "begin", top)
-        yield _Place(at, top, "within", top)
+                if not self._rest:
+                    self._begin(token)
+                self._rest = part if match["open"] else b""
+                violation = self._string(written) if match["open"] else self._end(part, written)
+            if violation is not None or self.is_over:
+                return violation
+        return None
 
-    def _at(self, place: _Place, output: bytes, start: int) -> Violation | None:
-        """Return what is wrong at a place."""
-        at, top, kind, value, rest = place
-        around = top.parent
-        path = None if around is None else around.path
-        if kind == "key":
-            path = top.path
-        can_be_wrong = {
-            "key": top.is_loose or top.applied.is_checked,
-            "end": top.is_loose or top.applied.is_checked or value.applied.is_checked,
-            "comma": top.applied.is_bounded,
-            "begin": around is not None and around.is_loose,
-            "within": False,
-        }
-        if not can_be_wrong[kind]:
+    def _begin(self, token: int, value: Any = None) -> None:
+        """Open a value, or a key."""
+        around = self._open[-1]
+        nodes = around.nodes
+        if len(self._open) == 1:
+            nodes = self._beginnings.root
+        elif not self._takes_key(around):
+            nodes = self._beginnings.below(nodes, around.key)
+        if not self._takes_key(around):
+            around.add(value)
+        self._open.append(_Open(token, nodes, value))
+
+    def _takes_key(self, around: _Open) -> bool:
+        return isinstance(around.value, dict) and around.key is None
+
+    def _mark(self, mark: bytes, written: bytes, token: int) -> Violation | None:
+        """Read a bracket, comma or colon."""
+        if mark in b"{[":
+            self._begin(token, {} if mark == b"{" else [])
+        elif mark in b"}]":
+            ended = self._open.pop()
+            has_ended_member = ended.value and written == mark
+            return self._violation("value", ended, [written, *(_BESIDES_COMMA if has_ended_member else ())])
+        elif mark == b",":
+            self._open[-1].key = None
+        return None
+
+    def _end(self, part: bytes, written: bytes) -> Violation | None:
+        """Read the end of a string, key, number or literal."""
+        ended, around = self._open.pop(), self._open[-1]
+        if self._takes_key(around):
+            around.key = json.loads(part)
+            around.add(None)
+            return self._violation("key", ended, [written])
+        around.value[around.key] = json.loads(part)
+        is_string = part.startswith(b'"')
+        return self._violation("value", ended, [written] if is_string else [written + end for end in _AFTER_SCALAR])
+
+    def _string(self, written: bytes) -> Violation | None:
+        """Read the beginning of something. A string may not match its pattern any more."""
+        value, around = self._open[-1], self._open[-2]
+        has_pattern = any("pattern" in node.schema for node in value.nodes)
+        if not has_pattern or self._takes_key(around) or not self._rest.startswith(b'"'):
             return None
-        written = output[start:at]
-        if kind == "begin":
-            return self._at_begin(value, path or [], output, written)
-        text = output[self._begin : at].decode("utf-8", "replace") + rest + top.closing
-        error = self._beginnings.violation(text, path, kind)
-        if error is None:
+        around.value[around.key] = _text(self._rest)
+        return self._violation("string", value, [written])
+
+    def _violation(self, place: Place, value: _Open, bad: list[bytes]) -> Violation | None:
+        """Return what is wrong after, or within, a value."""
+        if not any(self._beginnings.is_checked(part.nodes) for part in (*self._open, value)):
             return None
-        bad = [written]
-        if kind == "end" and value.kind == _SCALAR:
-            bad = [written + end for end in _AFTER_SCALAR]
-        elif kind == "end" and value.kind != _QUOTE and at == start + 1 and output[start - 1] not in b"{[,":
-            bad += _BESIDES_COMMA  # the token has also ended the last member, which stays as it is
-        return Violation(error, value.token, bad)
-
-    def _at_begin(self, value: OpenValue, path: Path, output: bytes, written: bytes) -> Violation | None:
-        """Return what is wrong with the type of a value that has begun with the last byte of `written`."""
-        text = output[self._begin : value.begin].decode("utf-8", "replace")
-        around = _around(value).closing
-
-        def wrong(first: str) -> ConstraintNotMet | None:
-            own = first + _REST.get(first, "") + _CLOSING.get(ord(first), "")
-            return self._beginnings.violation(text + own + around, path, "begin")
-
-        error = wrong(chr(output[value.begin]))
-        if error is None:
-            return None
-        bad = [first for firsts in _FIRST if wrong(firsts[0]) is not None for first in firsts]
-        return Violation(error, value.token, [written[:-1] + first.encode() for first in bad])
-
-    def _in_text(self, top: OpenValue, output: bytes, start: int) -> Violation | None:
-        """Return what is wrong within a string or key: it cannot match a pattern any more."""
-        before = max(start, top.begin + 1)
-        condition = self.condition(top, output[:before], output[start:before])
-        if condition is None or condition.can_follow(_text(output[before:])):
-            return None
-        keyword = "pattern" if top.kind == _QUOTE else "propertyNames"
-        error = ConstraintNotMet(f"no text that begins like this satisfies {keyword}", param="json_schema")
-        error.keyword = keyword
-        return Violation(error, top.token, [output[start:]], condition)
-
-    def condition(self, top: OpenValue, output: bytes, begin: bytes = b"") -> Condition | None:
-        """Return the condition of the string or key at the end of an output; None: there is none."""
-        lists = top.applied.names if top.kind == _KEY else top.applied.texts if top.kind == _QUOTE else None
-        if not lists or top.held_from is None:
-            return None
-        return Condition(lists, _text(output[top.begin + 1 :]), begin)
+        path = [part.key for part in self._open[1 : None if place == "key" else -1]]
+        error = self._beginnings.error(self._open[0].value[0], None if self.is_over else path, place)
+        return None if error is None else Violation(error, value.token, bad)
 
 
-def _around(value: OpenValue) -> OpenValue:
-    assert value.parent is not None
-    return value.parent
-
-
-def _end_of_string(output: bytes, at: int) -> int | None:
-    """Return where the string ends that is open at `at`."""
-    while (quote := output.find(b'"', at)) >= 0:
-        before = output[:quote]
-        if (quote - len(before.rstrip(b"\\"))) % 2 == 0:
-            return quote + 1
-        at = quote + 1
-    return None
-
-
-def _text(written: bytes) -> str:
+def _text(part: bytes) -> str:
     """Return the characters of the beginning of a JSON string, without an incomplete one at its end."""
-    whole = written.decode("utf-8", "ignore")
-    for cut in range(len(whole), max(-1, len(whole) - 12), -1):  # the longest escape has 12 characters
-        try:
-            return str(json.loads(f'"{whole[:cut]}"'))
-        except ValueError:
-            continue
+    whole = part.decode("utf-8", "ignore")
+    for cut in range(len(whole), len(whole) - _LONGEST_ESCAPE, -1):
+        with contextlib.suppress(ValueError):
+            return str(json.loads(whole[:cut] + '"'))
     return ""
