@@ -7,8 +7,8 @@ could. An output that ends with a stop token is validated as a whole by code tha
 (`benchmarks/random_constraints/validation.py`). No server is needed. The work is done in a process that is replaced
 when it crashes or takes longer than `--limit` seconds for one constraint and backend.
 
-With `--checked`, a model answers the schemas of ../shared/data/checked-dev.jsonl.gz, each of which has a keyword that is
-checked: see `benchmarks/random_constraints/checked.py`.
+With `--checked`, a model answers the schemas of ../shared/data/checked-dev.jsonl.gz, with keywords that are checked: see
+`benchmarks/random_constraints/checked.py`.
 
 Prints a line per backend and kind, and every violation: an invalid output, a row that fails, a crash of a library. The
 exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`. Writes
@@ -122,20 +122,23 @@ def sample(vocabulary: Vocabulary, grammar: CompiledGrammar, source: random.Rand
         GuidedError: the row failed.
     """
     worker = MaskWorker(vocabulary)
-    worker.open(0, grammar)
+    worker.open(0, grammar, final=0)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
     logits, generator = _logits(vocabulary, source), np.random.default_rng(source.getrandbits(32))
-    text = b""
+    tokens: list[int] = []
     new: list[int] = []
     for _ in range(limit):
         if (error := worker.fill(0, new, row)) is not None:
             raise error
+        if 0 in worker.vetoed:
+            del tokens[worker.vetoed[0].report().length :]
         allowed = allowed_ids(row)
         noise = generator.gumbel(size=len(allowed))
         token = int(allowed[np.argmax(logits[allowed] + noise)])
         if token in vocabulary.stop_token_ids:
-            return text.decode()
-        text, new = text + vocabulary.token_bytes[token], [token]
+            return vocabulary.decode(tokens).decode()
+        new = [token]
+        tokens += new
     return None
 
 

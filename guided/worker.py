@@ -116,8 +116,8 @@ class MaskWorker:
         Args:
             tokens: the sequence's whole output so far.
             budget: the constraint is completed within so many output tokens, with the stop token.
-            final: tokens after the first `final` may be taken back, as `VetoedSlot.report` says after each `fill`. None: all
-                stay.
+            final: tokens after the first `final` may be taken back, as the report of `vetoed` says after each `fill`.
+                None: all stay.
         """
         form = SlotState if final is None or not grammar.checked else _vetoed_slot()
         state = self._slots[slot] = form(self._permitted, grammar, rules=grammar.rules, edit=(0, tokens))

@@ -61,9 +61,9 @@ class Beginnings:
         return SchemaGraph(self._schema)
 
     @cached_property
-    def root(self) -> Nodes:
-        """The subschemas that apply to the whole document, or may."""
-        return _closure([self._graph.root])
+    def around(self) -> Nodes:
+        """Subschemas that apply to an array with the document as its only item."""
+        return (Node({}, None, (), parts=[self._graph.root]),)
 
     @cached_property
     def _checked(self) -> set[Node]:
@@ -74,7 +74,7 @@ class Beginnings:
     def below(self, nodes: Nodes, key: str | int) -> Nodes:
         """Return the subschemas that apply to a member or an item, or may."""
         parts = (part for node in nodes for part in node.parts)
-        return _closure([part for part in parts if part.path[0] != "properties" or part.path[1] == key])
+        return _closure([part for part in parts if part.path[:1] != ("properties",) or part.path[1] == key])
 
     def is_checked(self, nodes: Nodes) -> bool:
         """Return whether one of these subschemas has a keyword that the mask does not enforce."""

@@ -62,7 +62,7 @@ class Follower:
 
     def __init__(self, beginnings: Beginnings) -> None:
         self._beginnings = beginnings
-        self._open = [_Open(0, (), [])]
+        self._open = [_Open(0, beginnings.around, [])]
         """The innermost open value last. The first one is not of the content: it has the content as its only item."""
         self._rest = b""
         """The text of the string, key, number or literal that is open."""
@@ -103,13 +103,10 @@ class Follower:
     def _begin(self, token: int, value: Any = None) -> None:
         """Open a value, or a key."""
         around = self._open[-1]
-        nodes = around.nodes
-        if len(self._open) == 1:
-            nodes = self._beginnings.root
-        elif not self._takes_key(around):
-            nodes = self._beginnings.below(nodes, around.key)
+        nodes: Nodes = ()
         if not self._takes_key(around):
             around.add(value)
+            nodes = self._beginnings.below(around.nodes, around.key)
         self._open.append(_Open(token, nodes, value))
 
     def _takes_key(self, around: _Open) -> bool:

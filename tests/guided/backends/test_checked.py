@@ -15,6 +15,7 @@ from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, TokenRejected, UnsupportedConstraint
 from guided.schema.validation import Validator
 from guided.structural_tag import Content
+from guided.schema.beginnings import Beginnings
 from guided.tags.content_reader import ContentReader
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
@@ -106,7 +107,7 @@ def test_forks_and_rollbacks_keep_what_was_written(backends: Backends, vocabular
     ],
 )
 def test_the_reader_sees_what_is_wrong(vocabulary: Vocabulary, schema: dict[str, Any], text: str) -> None:
-    reader = ContentReader(Content("json_schema", schema, ""), {"": Validator(schema)}, vocabulary)
+    reader = ContentReader(Content("json_schema", schema, ""), {"": Beginnings(schema, [])}, vocabulary)
     reading = reader.read(reader.start, text.encode(), 1)
     assert not reading.complete
     assert isinstance(reading.violation, ConstraintNotMet) is (text != "[")
