@@ -34,6 +34,17 @@ never generated. The backends are llguidance and xgrammar, of which `auto` takes
 named where they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
 (`guided/backends/schema_lowering.py`), and check every output.
 
+## Where a checked keyword is violated
+
+The engine validates each value where it ends, with what is left out for it. A token that makes a violation final, so
+that no continuation mends it, is taken back and forbidden at its place. The next token is sampled from the model's own
+distribution without that token. After several such vetoes in one value, the output goes back to the first place in the
+value at which another text is possible. After 64 vetoes in an output, or 16 in one value, the request ends with
+`constraint_not_met`. Patterns are followed within strings, too, unless a negative lookaround sees the end of the text.
+
+Inside vLLM and transformers, and with beam search, an accepted token stays: there only the whole output is validated,
+before it may end.
+
 ## Objects are closed in requests
 
 The rows below show each keyword with the schema as written, as `Constraint.json_schema` and `guided check` read it. In

@@ -10,6 +10,7 @@ import codecs
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, ClassVar
@@ -94,6 +95,8 @@ class Answer(ABC):
             known["completed_early"] = any(each.completed_early for each in outputs)
         if sizes := [each.effective_samples for each in requests if each.effective_samples is not None]:
             known["effective_samples"] = min(sizes)
+        if vetoes := Counter[str](keyword for each in outputs for keyword in Counter(each.vetoes).elements()):
+            known["vetoes"] = vetoes
         details = [each.mask_details for each in outputs if each.mask_details is not None]
         if details and self.guided.backend is not None:
             times = [each.metrics for each in requests if each.metrics is not None]

@@ -490,6 +490,8 @@ class GuidedInfo(BaseModel):
     """With `resample`: the effective number of the `best_of` outputs; of several prompts the smallest."""
     completed_early: bool | None = None
     """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
+    vetoes: dict[str, int] | None = None
+    """Number of times that tokens were taken back because they violated a keyword in `checked`, by keyword."""
     ignored: list[str] | None = None
     """Fields of the request that are unknown or have no effect."""
 

@@ -22,7 +22,7 @@ from guided.errors import (
 )
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
-from guided.sequence import GuidedSequence
+from guided.sequence import GuidedSequence, VetoReport
 
 LLGUIDANCE = ("llguidance",)
 WAIT = 60.0
@@ -52,12 +52,14 @@ class Driver:
         self.bitmask = np.zeros((70, WORDS), np.int32)
         self.sequences: dict[int, GuidedSequence] = {}
         self.seconds = 0.0
+        self.vetoes: dict[int, VetoReport] = {}
+        """By sequence: what the last step has taken back."""
 
     def compile(self, constraint: Constraint, backends: Sequence[str] = LLGUIDANCE) -> Grammar:
         return self.pool.compile(constraint, backends).result(WAIT)
 
-    def open(self, grammar: Grammar, text: str = "", budget: int | None = None) -> int:
-        sequence = GuidedSequence("request", next(_ids), tokens(text), budget=budget)
+    def open(self, grammar: Grammar, text: str = "", budget: int | None = None, final: int | None = None) -> int:
+        sequence = GuidedSequence("request", next(_ids), tokens(text), budget=budget, final=final)
         self.sequences[sequence.sequence_id] = sequence
         self.pool.open(sequence, grammar)
         return sequence.sequence_id
@@ -74,6 +76,7 @@ class Driver:
         assert self.seconds > 0 or not any(len(part.rows) for part in found.ready)
         assert not found.late
         copy_masks(found, self.bitmask)
+        self.vetoes = {sequence_ids[row]: veto for row, veto in found.vetoes.items()}
         return [found.failed.get(row) or allowed(self.bitmask[row]) for row in range(len(sequence_ids))]
 
     def mask(self, sequence_id: int, text: str) -> str:
@@ -241,3 +244,26 @@ def test_tokens_without_an_alternative_come_with_the_mask(driver: Driver) -> Non
     assert found.forced == {1: tokens("cdex")}, "a single token is sampled as usual"
     driver.write(second, "bcdex")
     assert driver.step(first, second) == ["x", "0123456789"]
+
+
+def test_a_token_that_violates_a_checked_keyword_is_taken_back(driver: Driver) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    grammar = driver.compile(Constraint.json_schema(schema, whitespace=""))
+    vetoed, other = driver.open(grammar, final=0), driver.open(grammar)
+    for text, final in (("", 0), ("[", 0), ("[1", 0), ("[1,1", 0)):
+        driver.write(vetoed, text)
+        driver.write(other, text)
+        driver.step(vetoed, other)
+        assert driver.sequences[vetoed].final == final
+    for text in ("[1,1]", "[1,1,"):
+        driver.write(vetoed, text)
+        driver.write(other, text)
+        masks = driver.step(vetoed, other)
+        assert driver.vetoes == {vetoed: VetoReport(4, 0, "uniqueItems")}
+        assert not set(str(masks[0])) & set(",]")
+        driver.write(vetoed, "[1,1")
+        driver.pool.rollback(vetoed, 4)
+        assert driver.step(vetoed) == [masks[0]]
+    assert driver.mask(vetoed, "[1,12]") == "."
+    assert driver.sequences[vetoed].final == 6
+    assert driver.sequences[other].final is None
