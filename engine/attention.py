@@ -225,8 +225,9 @@ def _prefill(
         mask = (positions <= rows) & (positions >= span.first(rows))
     # All scores of a long prompt would not fit into the memory.
     size = max(1, _MAX_SCORES // (query.shape[1] * total)) if scores.are_changed else tokens
-    masks = [None] if mask is None else mask.split(size)
-    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(query.split(size, 2), masks, strict=True)]
+    masks = [None] if mask is None else torch.split(mask, size)
+    queries = torch.split(query, size, dim=2)
+    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(queries, masks, strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
