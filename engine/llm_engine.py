@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from engine.beams import advance_beams, show_result
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.keywords import refuse_unknown, without_neutral
-from engine.kv_cache import plan_blocks
+from engine.kv_cache import plan_cache
 from engine.logits_processors.loading import describe, load_classes
 from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
@@ -58,7 +59,13 @@ class LLMEngine:
         self.model = model
         self.max_model_len = model.context_length(config.max_model_len)
         self.runner = ModelRunner(model, config.block_size)
-        num_blocks = plan_blocks(config, model.layers, self.max_model_len, model.dtype, self._memory_for_cache)
+        num_blocks, max_num_seqs = plan_cache(
+            config, model.layers, model.layout, self.max_model_len, model.dtype, self._memory_for_cache
+        )
+        prefix_caching = config.enable_prefix_caching and model.layout is None
+        if prefix_caching != config.enable_prefix_caching:
+            logger.info("prefix caching is off: recurrent layers have no state of an earlier token to begin with")
+        self.config = config = replace(config, max_num_seqs=max_num_seqs, enable_prefix_caching=prefix_caching)
         self.blocks = BlockManager(
             num_blocks,
             config.block_size,
@@ -78,6 +85,7 @@ class LLMEngine:
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
+            layout=model.layout,
         )
         self.stats = EngineStats()
         self.groups: dict[str, SequenceGroup] = {}

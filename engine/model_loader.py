@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ from engine.kv_cache import KVCache, LayerShapes
 from engine.model_files import complete, gguf_file, pretrained, read_gguf_config
 from engine.model_head import heads_of
 from engine.ranks import Ranks
+from engine.recurrent import RECURRENT_TYPES, RecurrentStates, StateLayout, is_recurrent
+from engine.recurrent_probe import probe_recurrent
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
 """Minimum correlation of the probe's logits with those of eager attention."""
 
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "mlp", "moe", "mamba", *RECURRENT_TYPES}
 
 _PLANS: dict[str, dict[str, str]] = {
     "opt": {
@@ -54,6 +59,8 @@ class LoadedModel:
     device: torch.device
     ranks: Ranks | None = None
     """The other processes of tensor parallelism."""
+    layout: StateLayout | None = None
+    """The states of its recurrent layers, if it has some."""
 
     def context_length(self, wanted: int | None) -> int:
         """Return `wanted`, in tokens, or the model's own context length if it is None. More than that is refused."""
@@ -61,9 +68,10 @@ class LoadedModel:
             raise ValueError(f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens")
         return wanted or self.max_model_len
 
-    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate a KV cache."""
-        return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device)
+    def new_cache(self, num_blocks: int, block_size: int, max_seqs: int) -> KVCache:
+        """Allocate a KV cache, and the states of recurrent layers."""
+        states = None if self.layout is None else RecurrentStates(self.layout, max_seqs, self.device)
+        return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device, states)
 
 
 def load_model(model: str, **options: Any) -> LoadedModel:
@@ -164,8 +172,12 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
     """Check a transformers `...ForCausalLM`, give it the paged attention and run a probe."""
     config = model.config.get_text_config(decoder=True)
     model = model.eval().requires_grad_(False)
-    layers, head = _probe(model)
     weight = model.get_output_embeddings().weight
+    layout = None
+    if is_recurrent(config):
+        layers, layout, head = probe_recurrent(model, _Recorder(), partial(_alike, least=_SAME[weight.dtype]))
+    else:
+        layers, head = _probe(model)
     return LoadedModel(
         name=name,
         config=config,
@@ -179,6 +191,7 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         max_model_len=getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 1 << 20),
         dtype=weight.dtype,
         device=weight.device,
+        layout=layout,
     )
 
 
@@ -233,11 +246,11 @@ def _check_config(config: Any) -> None:
     is_causal = model_class is not None and not getattr(config, "is_encoder_decoder", False)
     is_pluggable = getattr(model_class, "_supports_attention_backend", False)
     text = config.get_text_config(decoder=True)
-    others = ", ".join(sorted({*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}))
+    others = ", ".join(sorted({*(getattr(text, "layer_types", None) or ())} - _LAYER_TYPES))
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     reasons = {
         "it is not a causal language model of transformers": not is_causal,
-        "its code does not support other attention backends": not is_pluggable,
+        "its code does not support other attention backends": not is_pluggable and not is_recurrent(text),
         f"it has {others} layers": others,
         f"{rope} RoPE depends on the longest sequence of a batch": rope in ("dynamic", "longrope"),
     }
@@ -251,6 +264,7 @@ class _Recorder(KVCache):
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShapes] = {}
+        self.states = None
         self.block_size = self.gather_tokens = 1
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -31,6 +31,7 @@ class CacheSize(NamedTuple):
 
     num_blocks: int
     block_size: int
+    max_seqs: int
     threads: int
 
 
@@ -46,6 +47,12 @@ def select_rows(hidden: torch.Tensor, rows: list[int] | None, kept: Sequence[tor
     if rows is not None:
         hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
     return torch.cat([hidden.to(kept[0]), torch.stack([*kept])]) if kept else hidden
+
+
+def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> torch.Tensor:
+    """Run the forward passes of a step on this process's part of the model: hidden states `[tokens, hidden]`."""
+    hidden = [step.run(model.body, cache, model.device) for step in steps]
+    return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
 
 class Ranks:
@@ -118,7 +125,7 @@ class Ranks:
 def serve(descriptor: int, load_part: Callable[[str, LoadOptions], Any]) -> None:
     """Run one rank other than 0, until the engine closes the socket `descriptor`, or until the first error, which the
     other ranks notice in their next collective operation. The messages are the rank's setup, then `CacheSize`s,
-    `PagedContext`s, `Selection`s, and None to run the head on what was selected last."""
+    lists of `PagedContext`s, `Selection`s, and None to run the head on what was selected last."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError):
         rank, port, name, options, device_type = connection.recv()
@@ -127,15 +134,15 @@ def serve(descriptor: int, load_part: Callable[[str, LoadOptions], Any]) -> None
         size = options.tensor_parallel_size
         join(open_store(port, size), rank, size, device_type)
         model = load_part(name, options)
-        cache = model.new_cache(1, 1)
+        cache = model.new_cache(1, 1, 1)
         hidden = selected = torch.empty(0)
         while True:
             message = connection.recv()
-            if isinstance(message, PagedContext):
-                hidden = message.run(model.body, cache, model.device)
+            if isinstance(message, list):
+                hidden = run_steps(message, model, cache)
             elif isinstance(message, CacheSize):
                 torch.set_num_threads(message.threads)
-                cache = model.new_cache(message.num_blocks, message.block_size)
+                cache = model.new_cache(message.num_blocks, message.block_size, message.max_seqs)
             elif isinstance(message, Selection):
                 kept = [hidden.new_tensor(state) for state in message.kept]
                 selected = select_rows(hidden, message.rows, kept)

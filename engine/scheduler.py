@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from engine.batch import Batch, Chunk
 from engine.block_manager import BlockManager
+from engine.recurrent import StateLayout
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
@@ -22,8 +23,12 @@ class Scheduler:
     hidden state of its last token. Then it is sampled without a forward pass.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, layout: StateLayout | None = None
+    ) -> None:
         self.blocks = blocks
+        self.layout = layout
+        """The states of recurrent layers, if the model has some."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[SequenceGroup] = deque()
@@ -112,9 +117,9 @@ class Scheduler:
                 continue
             done += 1
         ready = [one for one in self.running if not one.is_late and one not in skipped]
-        decodes = [one for one in ready if one.computed == one.length - 1]
+        decodes = [one for one in ready if 0 < one.computed == one.length - 1]
         kept = [one for one in ready if one.computed == one.length]
-        self.prefilling[:0] = [[one] for one in ready if one.computed < one.length - 1]
+        self.prefilling[:0] = [[one] for one in ready if one.computed < max(1, one.length - 1)]
         for sequence in decodes:
             sequence.computed = sequence.length
         return decodes, kept, copies
@@ -136,12 +141,13 @@ class Scheduler:
 
     def rewind(self, batch: Batch, row: int) -> None:
         """Go on with what is left of the sequence of a row after a rollback. If only the sampled token was removed, it
-        is sampled again. Otherwise its last token is computed again."""
+        is sampled again. Otherwise its last token is computed again; all tokens, if the model has recurrent layers:
+        their states do not go back."""
         sequence = batch.sequences[row]
         if sequence.computed == sequence.length:
             self._keep(batch, row)
         else:
-            sequence.computed = sequence.length - 1
+            sequence.computed = sequence.length - 1 if self.layout is None else 0
             self.blocks.rewind(sequence.seq_id, sequence.computed)
 
     # -- rows that are not sampled
@@ -238,6 +244,8 @@ class Scheduler:
         """Schedule the next chunk of a prefill. Returns its number of tokens."""
         start = prefill[0].computed
         tokens = min(prefill[0].length - start, budget)
+        if tokens > 0 and self.layout is not None and not self.layout.resumes:
+            tokens = prefill[0].length if start == 0 else 1
         if tokens > 0:
             for sequence in prefill:
                 sequence.computed = start + tokens
