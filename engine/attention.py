@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from engine.kv_cache import KVCache
+from engine.recurrent import StepStates
 
 ATTENTION = "guided_paged"
 """The name of `paged_attention` as an `attn_implementation`."""
@@ -85,6 +86,10 @@ class PagedContext:
     """int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block."""
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
+    state_slots: Sequence[int] = ()
+    """Slots of the recurrent states, for a model with such layers: those of one chunk, or of the decoding sequences."""
+    state_copies: Sequence[tuple[int, int]] = ()
+    """As `BlockManager.row_copies`."""
 
     def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
@@ -92,9 +97,17 @@ class PagedContext:
             cache.copy_blocks(self.copies)
         tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
         self.move(cache, slots)
+        self.states: StepStates | None = None
+        inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+        if cache.states is not None:
+            cache.states.copy(self.state_copies)
+            is_new = bool(self.prefills) and self.prefills[0][2] == 0
+            inputs, self.states = cache.states.begin(tokens, positions, self.state_slots, not self.prefills, is_new)
         with running(self):
-            output = body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        hidden: torch.Tensor = output.last_hidden_state[0]
+            output = body(**inputs, use_cache=False)
+        if self.states is not None:
+            self.states.finish()
+        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1)
         return hidden
 
     def move(self, cache: KVCache, slots: torch.Tensor) -> None:
@@ -182,12 +195,16 @@ def paged_attention(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
         )
     paged = _step.get()
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer: int = module.layer_idx if paged.states is None else paged.states.layer  # type: ignore[assignment]
+    rows = len(query)
+    if rows > 1:  # one token of each decoding sequence, see `StepStates`
+        query, key, value = (part.transpose(0, 2) for part in (query, key, value))
     span = Span(sliding_window, _chunk_size(module))
     scores = Scores(scaling, softcap, s_aux)
     paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:
-        return _decode(query, paged, layer, scores, span, key.shape[1]), None
+        attended = _decode(query, paged, layer, scores, span, key.shape[1])
+        return attended.view(rows, -1, *attended.shape[2:]), None
     parts: list[torch.Tensor] = []
     for (start, end, before, _), table in zip(paged.prefills, paged.prefill_tables, strict=True):
         part = slice(start, end)

@@ -13,9 +13,18 @@ from transformers.quantizers.auto import get_hf_quantizer
 
 from engine.attention import UnsupportedModelError
 from engine.model_files import gguf_file, read_gguf_config
+from engine.recurrent import RECURRENT_TYPES
 from guided.errors import bounded
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+LAYER_TYPES = RECURRENT_TYPES | {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+    "mamba",
+    "mlp",
+    "moe",
+}
 """Types of layers, as a configuration names them, that the engine has a cache for."""
 _OTHERWISE = "vLLM may serve it, with guided inside: docs/vllm.md"
 

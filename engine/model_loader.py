@@ -15,8 +15,9 @@ from engine.kv_cache import KVCache, LayerShapes
 from engine.model_config import architecture, model_factory, read_config
 from engine.model_files import complete, gguf_file, pretrained
 from engine.model_head import body_name
-from engine.model_probe import probe
+from engine.model_probe import Probe
 from engine.ranks import Ranks
+from engine.recurrent import RecurrentStates, StateLayout
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
@@ -52,6 +53,8 @@ class LoadedModel:
     device: torch.device
     ranks: Ranks | None = None
     """The other processes of tensor parallelism."""
+    layout: StateLayout | None = None
+    """The states of its recurrent layers, if it has some."""
 
     def context_length(self, wanted: int | None) -> int:
         """Return `wanted`, in tokens, or the model's own context length if it is None. More than that is refused."""
@@ -59,9 +62,10 @@ class LoadedModel:
             raise ValueError(f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens")
         return wanted or self.max_model_len
 
-    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate a KV cache."""
-        return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device)
+    def new_cache(self, num_blocks: int, block_size: int, max_seqs: int) -> KVCache:
+        """Allocate a KV cache, and the states of recurrent layers."""
+        states = None if self.layout is None else RecurrentStates(self.layout, max_seqs, self.device)
+        return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device, states)
 
 
 def load_model(model: str, *, max_model_len: int | None = None, **options: Any) -> LoadedModel:
@@ -173,7 +177,10 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
     model = model.eval().requires_grad_(False)
     outer = getattr(model, body_name(model))
     body = outer if config is model.config else model.get_decoder()
-    layers, head = probe(model, body)
+    with torch.inference_mode():
+        probe = Probe(model, body)
+        probe.record()
+        head = probe.find_head()
     for module in outer.children():
         if body not in module.modules() and body is not outer:
             module.to("meta")  # frees the weights of encoders of images and sounds
@@ -183,7 +190,7 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         config=config,
         body=body,
         head=head,
-        layers=layers,
+        layers=probe.layers,
         tokenizer=tokenizer,
         vocabulary=Vocabulary.from_tokenizer(
             tokenizer, padded_vocab_size=weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
@@ -191,6 +198,7 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         max_model_len=getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 1 << 20),
         dtype=weight.dtype,
         device=weight.device,
+        layout=probe.layout,
     )
 
 

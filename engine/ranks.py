@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -31,7 +31,28 @@ class CacheSize(NamedTuple):
 
     num_blocks: int
     block_size: int
+    max_seqs: int
     threads: int
+
+
+class Selection(NamedTuple):
+    """Select rows of the last hidden states, None: all, and add others after them."""
+
+    rows: list[int] | None
+    kept: list[list[float]]
+
+
+def select_rows(hidden: torch.Tensor, rows: list[int] | None, kept: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return these rows of `hidden`, or all, and `kept` after them: `[rows, hidden]`."""
+    if rows is not None:
+        hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
+    return torch.cat([hidden.to(kept[0]), torch.stack([*kept])]) if kept else hidden
+
+
+def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> torch.Tensor:
+    """Run the forward passes of a step on this process's part of the model: hidden states `[tokens, hidden]`."""
+    hidden = [step.run(model.body, cache, model.device) for step in steps]
+    return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
 
 class Ranks:
@@ -104,7 +125,7 @@ class Ranks:
 def serve(descriptor: int, load_part: Callable[[str, LoadOptions, int | None], Any]) -> None:
     """Run one rank other than 0, until the engine closes the socket `descriptor`, or until the first error, which the
     other ranks notice in their next collective operation. The messages are the rank's setup, then `CacheSize`s,
-    `PagedContext`s, and rows of the last hidden states to run the head on (None: all)."""
+    lists of `PagedContext`s, `Selection`s, and None to run the head on what was selected last."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError):
         rank, port, name, options, max_model_len, device_type = connection.recv()
@@ -113,16 +134,20 @@ def serve(descriptor: int, load_part: Callable[[str, LoadOptions, int | None], A
         size = options.tensor_parallel_size
         join(open_store(port, size), rank, size, device_type)
         model = load_part(name, options, max_model_len)
-        cache, hidden = model.new_cache(1, 1), torch.empty(0)
+        cache = model.new_cache(1, 1, 1)
+        hidden = selected = torch.empty(0)
         while True:
             message = connection.recv()
-            if isinstance(message, PagedContext):
-                hidden = message.run(model.body, cache, model.device)
+            if isinstance(message, list):
+                hidden = run_steps(message, model, cache)
             elif isinstance(message, CacheSize):
                 torch.set_num_threads(message.threads)
-                cache = model.new_cache(message.num_blocks, message.block_size)
+                cache = model.new_cache(message.num_blocks, message.block_size, message.max_seqs)
+            elif isinstance(message, Selection):
+                kept = [hidden.new_tensor(state) for state in message.kept]
+                selected = select_rows(hidden, message.rows, kept)
             else:
-                model.head(hidden if message is None else hidden[message])
+                model.head(selected)
     distributed.destroy_process_group()
 
 
