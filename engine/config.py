@@ -37,7 +37,8 @@ class EngineConfig:
     Args:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are prefilled in chunks. None: 64
-            on a CPU, so that prompts delay decoding little, and 4096 elsewhere. At least `max_num_seqs` plus a block.
+            on a CPU, so that prompts delay decoding little, or 1024 while no sequence is decoding, and 4096 elsewhere.
+            At least `max_num_seqs` plus a block.
         max_model_len: maximum length of prompt and output together. None: the model's own limit.
         block_size: tokens per block of the KV cache.
         num_blocks: blocks of the KV cache. None: as many as `kv_cache_bytes` holds.
@@ -69,6 +70,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
 
-    def tokens_per_step(self, on_cpu: bool) -> int:
-        """Return the maximum number of tokens in one step."""
-        return max(self.max_num_batched_tokens or (64 if on_cpu else 4096), self.max_num_seqs + self.block_size)
+    def tokens_per_step(self, on_cpu: bool, *, delays_decoding: bool = True) -> int:
+        """Return the maximum number of tokens in one step, which delays sequences that are decoding or not."""
+        default = 4096
+        if on_cpu:
+            default = 64 if delays_decoding else 1024
+        return max(self.max_num_batched_tokens or default, self.max_num_seqs + self.block_size)

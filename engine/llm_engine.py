@@ -81,10 +81,12 @@ class LLMEngine:
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
             processor = ProcessorBundle(*standard, *([] if processor is None else [processor]), config=description)
         self.processor = processor
+        on_cpu = model.device.type == "cpu"
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
+            max_num_batched_tokens=config.tokens_per_step(on_cpu),
+            max_tokens_of_prefills=config.tokens_per_step(on_cpu, delays_decoding=False),
             layout=model.layout,
         )
         self.stats = EngineStats()

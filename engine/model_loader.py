@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def load_model(model: str, *, max_model_len: int | None = None, **options: Any) 
     """
     how = LoadOptions(**options)
     device = _find_device(how.device)
-    config = read_config(model, how.revision, max_model_len)
+    config = check_model(model, how.revision, max_model_len)
     if how.tensor_parallel_size == 1:
         return _limited(_load(model, config, how, device), max_model_len)
     if gguf_file(model) is not None:
@@ -94,6 +95,19 @@ def load_model(model: str, *, max_model_len: int | None = None, **options: Any) 
     except BaseException:
         ranks.close()
         raise
+
+
+def check_model(model: str, revision: str | None = None, max_model_len: int | None = None) -> Any:
+    """Check that a model can be served, as far as that shows without its weights. Returns its configuration.
+
+    Raises as `load_model`.
+    """
+    config = read_config(model, revision, max_model_len)
+    with torch.device("meta"), torch.inference_mode():
+        shell = model_factory(config).from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # some operations need numbers
+            Probe(shell, _body(shell)).record()
+    return config
 
 
 def load_part(model: str, how: LoadOptions, max_model_len: int | None) -> LoadedModel:
@@ -175,14 +189,13 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
     """Check a model of transformers that generates text, give it the paged attention and run a probe."""
     config = model.config.get_text_config(decoder=True)
     model = model.eval().requires_grad_(False)
-    outer = getattr(model, body_name(model))
-    body = outer if config is model.config else model.get_decoder()
+    body = _body(model)
     with torch.inference_mode():
         probe = Probe(model, body)
         probe.record()
         head = probe.find_head()
-    for module in outer.children():
-        if body not in module.modules() and body is not outer:
+    for module in getattr(model, body_name(model)).children():
+        if module is not body and config is not model.config:
             module.to("meta")  # frees the weights of encoders of images and sounds
     weight = model.get_output_embeddings().weight
     return LoadedModel(
@@ -200,6 +213,13 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         device=weight.device,
         layout=probe.layout,
     )
+
+
+def _body(model: Any) -> torch.nn.Module:
+    """Return the language model without its head, and without encoders."""
+    is_text = model.config is model.config.get_text_config(decoder=True)
+    body: torch.nn.Module = getattr(model, body_name(model)) if is_text else model.get_decoder()
+    return body
 
 
 def _find_device(name: str) -> torch.device:

@@ -14,8 +14,8 @@ from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 class Scheduler:
     """Starts groups in the order of their arrival. A group starts once all its sequences fit.
 
-    A step computes one token of each running sequence. The rest of its tokens go to prefills, in chunks: to those that
-    have begun, then to preempted sequences, then to new groups.
+    A step computes one token of each running sequence. The rest of its tokens (more, while a step delays no token) go
+    to prefills, in chunks: to those that have begun, then to preempted sequences, then to new groups.
 
     If blocks run out, the newest sequence is preempted: it loses its blocks, and is prefilled again, prompt and output,
     before new groups start. Beams of a group are preempted and started together. Groups that wait for their grammar
@@ -24,13 +24,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, layout: StateLayout | None = None
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_tokens_of_prefills: int | None = None,
+        layout: StateLayout | None = None,
     ) -> None:
         self.blocks = blocks
         self.layout = layout
         """The states of recurrent layers, if the model has some."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_tokens_of_prefills = max_tokens_of_prefills or max_num_batched_tokens
+        """The maximum number of tokens in a step without decodes."""
         self.waiting: deque[SequenceGroup] = deque()
         self.preempted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -75,7 +83,8 @@ class Scheduler:
         """Build the next step's batch. It is empty if no sequence can run."""
         before = self.num_preemptions
         decodes, kept, copies = self._schedule_decodes()
-        budget = self.max_num_batched_tokens - len(decodes)
+        delays = decodes or kept or self.skipped
+        budget = self.max_num_batched_tokens - len(decodes) if delays else self.max_tokens_of_prefills
         chunks: list[Chunk] = []
         budget = self._continue_prefills(chunks, budget)
         if self.num_preemptions == before:

@@ -48,9 +48,9 @@ import engine.server.process
 """
 _TRY_MODEL = """
 import sys
-from engine.model_config import read_config
+from engine.model_loader import check_model
 try:
-    read_config(sys.argv[1], sys.argv[2] or None, int(sys.argv[3]) or None)
+    check_model(sys.argv[1], sys.argv[2] or None, int(sys.argv[3]) or None)
 except (OSError, ValueError) as error:
     sys.exit(str(error))
 """
