@@ -97,7 +97,6 @@ class PagedContext:
             cache.copy_blocks(self.copies)
         tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
         self.move(cache, slots)
-        self.states: StepStates | None = None
         inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
         if cache.states is not None:
             cache.states.copy(self.state_copies)
@@ -113,6 +112,7 @@ class PagedContext:
     def move(self, cache: KVCache, slots: torch.Tensor) -> None:
         """Prepare the attention of the step. `slots` is int64 `[tokens]`, on the device."""
         self.cache, self.slots = cache, slots
+        self.states: StepStates | None = None
         self.prefill_tables = [
             None if table is None else torch.from_numpy(table).to(slots.device) for *_, table in self.prefills
         ]
