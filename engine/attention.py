@@ -90,6 +90,8 @@ class PagedContext:
     """Slots of the recurrent states, for a model with such layers: those of one chunk, or of the decoding sequences."""
     state_copies: Sequence[tuple[int, int]] = ()
     """As `BlockManager.row_copies`."""
+    states: StepStates | None = field(default=None, init=False)
+    """The recurrent states of the forward pass, while it runs."""
 
     def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
@@ -112,7 +114,6 @@ class PagedContext:
     def move(self, cache: KVCache, slots: torch.Tensor) -> None:
         """Prepare the attention of the step. `slots` is int64 `[tokens]`, on the device."""
         self.cache, self.slots = cache, slots
-        self.states: StepStates | None = None
         self.prefill_tables = [
             None if table is None else torch.from_numpy(table).to(slots.device) for *_, table in self.prefills
         ]
@@ -242,8 +243,9 @@ def _prefill(
         mask = (positions <= rows) & (positions >= span.first(rows))
     # All scores of a long prompt would not fit into the memory.
     size = max(1, _MAX_SCORES // (query.shape[1] * total)) if scores.are_changed else tokens
-    masks = [None] if mask is None else mask.split(size)
-    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(query.split(size, 2), masks, strict=True)]
+    masks = [None] if mask is None else torch.split(mask, size)
+    queries = torch.split(query, size, dim=2)
+    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(queries, masks, strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 

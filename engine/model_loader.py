@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoTokenizer, GgufConfig
 
-from engine.attention import ATTENTION, PagedContext, UnsupportedModelError
+from engine.attention import ATTENTION, UnsupportedModelError
 from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
-from engine.model_files import complete, gguf_file, pretrained, read_gguf_config
-from engine.model_head import heads_of
+from engine.model_config import architecture, model_factory, read_config
+from engine.model_files import complete, gguf_file, pretrained
+from engine.model_head import body_name
+from engine.model_probe import probe
 from engine.ranks import Ranks
-from engine.recurrent import RECURRENT_TYPES, RecurrentStates, StateLayout, is_recurrent
-from engine.recurrent_probe import probe_recurrent
+from engine.recurrent import RecurrentStates, StateLayout
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
-
-_SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
-"""Minimum correlation of the probe's logits with those of eager attention."""
-
-
-_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "mlp", "moe", "mamba", *RECURRENT_TYPES}
 
 _PLANS: dict[str, dict[str, str]] = {
     "opt": {
@@ -50,6 +43,7 @@ class LoadedModel:
     config: Any
     """transformers' config of the language model."""
     body: torch.nn.Module
+    """The language model without its head."""
     head: torch.nn.Module
     layers: dict[int, LayerShapes]
     tokenizer: Any
@@ -74,10 +68,11 @@ class LoadedModel:
         return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device, states)
 
 
-def load_model(model: str, **options: Any) -> LoadedModel:
+def load_model(model: str, *, max_model_len: int | None = None, **options: Any) -> LoadedModel:
     """Load a model from a directory, a GGUF file, an installed wheel (`WHEELS`) or the hub.
 
-    `options` are fields of `LoadOptions`.
+    `max_model_len` is the maximum length of prompt and output together. None: the model's own limit. `options` are
+    fields of `LoadOptions`.
 
     Raises:
         UnsupportedModelError: the engine cannot serve this architecture. The message says why.
@@ -85,15 +80,15 @@ def load_model(model: str, **options: Any) -> LoadedModel:
     """
     how = LoadOptions(**options)
     device = _find_device(how.device)
-    config = read_config(model, how.revision)
+    config = read_config(model, how.revision, max_model_len)
     if how.tensor_parallel_size == 1:
-        return _load(model, config, how, device)
+        return _limited(_load(model, config, how, device), max_model_len)
     if gguf_file(model) is not None:
         raise ValueError("tensor_parallel_size must be 1 with a GGUF file")
     _check_plan(config, how.tensor_parallel_size, device)
-    ranks = Ranks(model, how, device.type)
+    ranks = Ranks(model, how, max_model_len, device.type)
     try:
-        return replace(_load(model, config, how), ranks=ranks)
+        return replace(_limited(_load(model, config, how), max_model_len), ranks=ranks)
     except RuntimeError as error:
         raise ranks.ended(error) from error
     except BaseException:
@@ -101,9 +96,14 @@ def load_model(model: str, **options: Any) -> LoadedModel:
         raise
 
 
-def load_part(model: str, how: LoadOptions) -> LoadedModel:
+def load_part(model: str, how: LoadOptions, max_model_len: int | None) -> LoadedModel:
     """Load the part of a rank of tensor parallelism, while rank 0 calls `load_model`."""
-    return _load(model, read_config(model, how.revision), how)
+    return _load(model, read_config(model, how.revision, max_model_len), how)
+
+
+def _limited(loaded: LoadedModel, max_model_len: int | None) -> LoadedModel:
+    """Limit the context to the length that a model was loaded for."""
+    return replace(loaded, max_model_len=loaded.context_length(max_model_len))
 
 
 def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
@@ -118,12 +118,13 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
     if path is not None:
         others["quantization_config"] = GgufConfig(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded = model_factory(config).from_pretrained(
         place,
         config=config,
         revision=how.revision,
         dtype=_dtype(how.dtype, config, device),
         attn_implementation=ATTENTION,
+        trust_remote_code=False,
         **others,
     )
     if plan is not None:  # with its own plans, transformers reads the heads from the size of the projections
@@ -133,7 +134,9 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     if path is not None:
         complete(loaded, path)
     place, options = pretrained(how.tokenizer or model)
-    tokenizer = AutoTokenizer.from_pretrained(place, revision=None if how.tokenizer else how.revision, **options)
+    tokenizer = AutoTokenizer.from_pretrained(
+        place, revision=None if how.tokenizer else how.revision, trust_remote_code=False, **options
+    )
     if how.chat_template is not None:
         tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
     return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
@@ -155,7 +158,7 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
 def _check_plan(config: Any, size: int, device: torch.device) -> None:
     """Reject a model without a plan, or with heads that cannot be split, and another device than transformers uses."""
     text = config.get_text_config(decoder=True)
-    name = _architecture(config)
+    name = architecture(config)
     if not getattr(text, "base_model_tp_plan", None) and config.model_type not in _PLANS:
         raise UnsupportedModelError(f"{name} has no plan for tensor parallelism in transformers")
     heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -169,19 +172,20 @@ def _check_plan(config: Any, size: int, device: torch.device) -> None:
 
 
 def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
-    """Check a transformers `...ForCausalLM`, give it the paged attention and run a probe."""
+    """Check a model of transformers that generates text, give it the paged attention and run a probe."""
     config = model.config.get_text_config(decoder=True)
     model = model.eval().requires_grad_(False)
+    outer = getattr(model, body_name(model))
+    body = outer if config is model.config else model.get_decoder()
+    layers, layout, head = probe(model, body)
+    for module in outer.children():
+        if body not in module.modules() and body is not outer:
+            module.to("meta")  # frees the weights of encoders of images and sounds
     weight = model.get_output_embeddings().weight
-    layout = None
-    if is_recurrent(config):
-        layers, layout, head = probe_recurrent(model, _Recorder(), partial(_alike, least=_SAME[weight.dtype]))
-    else:
-        layers, head = _probe(model)
     return LoadedModel(
         name=name,
         config=config,
-        body=getattr(model, model.base_model_prefix),
+        body=body,
         head=head,
         layers=layers,
         tokenizer=tokenizer,
@@ -206,112 +210,6 @@ def _find_device(name: str) -> torch.device:
         why = str(error).splitlines()[0]
         raise ValueError(f"device is {name!r}: {bounded(why)}") from error
     return place
-
-
-def read_config(model: str, revision: str | None) -> Any:
-    """Read the configuration of a model, and check that it can be served. Raises as `load_model`.
-
-    Fails early if the hub cannot be reached.
-    """
-    path = gguf_file(model)
-    if path is not None:
-        config = read_gguf_config(path)
-    elif Path(model).is_dir():
-        config = AutoConfig.from_pretrained(model, revision=revision)
-    else:
-        config = _find_on_hub(model, revision)
-    _check_config(config)
-    return config
-
-
-def _find_on_hub(model: str, revision: str | None) -> Any:
-    try:
-        if try_to_load_from_cache(model, "config.json", revision=revision) is None:
-            HfApi().model_info(model, revision=revision, timeout=10)  # transformers would try for a minute
-        return AutoConfig.from_pretrained(model, revision=revision)
-    except Exception as error:  # the type depends on the HTTP library
-        why = " ".join(str(error).split())
-        raise OSError(
-            f"there is no local directory or GGUF file {model!r}, and no such model from the hub: {bounded(why)}"
-        ) from error
-
-
-def _architecture(config: Any) -> str:
-    return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
-
-
-def _check_config(config: Any) -> None:
-    """Reject what the configuration shows to be unsupported, before the weights are read."""
-    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    is_causal = model_class is not None and not getattr(config, "is_encoder_decoder", False)
-    is_pluggable = getattr(model_class, "_supports_attention_backend", False)
-    text = config.get_text_config(decoder=True)
-    others = ", ".join(sorted({*(getattr(text, "layer_types", None) or ())} - _LAYER_TYPES))
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-    reasons = {
-        "it is not a causal language model of transformers": not is_causal,
-        "its code does not support other attention backends": not is_pluggable and not is_recurrent(text),
-        f"it has {others} layers": others,
-        f"{rope} RoPE depends on the longest sequence of a batch": rope in ("dynamic", "longrope"),
-    }
-    for why, applies in reasons.items():
-        if applies:
-            raise UnsupportedModelError(f"{_architecture(config)} can't be served: {why}")
-
-
-class _Recorder(KVCache):
-    """Records the shapes of the layers, and stores nothing."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShapes] = {}
-        self.states = None
-        self.block_size = self.gather_tokens = 1
-
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if layer in self.layers:
-            raise UnsupportedModelError(f"two attention modules of the model have layer index {layer}")
-        self.layers[layer] = LayerShapes(key.shape[1], key.shape[2], value.shape[2])
-
-
-def _probe(model: Any) -> tuple[dict[int, LayerShapes], torch.nn.Module]:
-    """Run two short sequences flattened in one row, and compare the logits with those of eager attention. No flag of a
-    model says what this shows: nothing mixes the sequences, and which head makes its logits. Returns that head too."""
-    name = type(model).__name__
-    body, weight = getattr(model, model.base_model_prefix), model.get_output_embeddings().weight
-    device = weight.device
-    size = model.config.get_text_config(decoder=True).vocab_size
-    prompts = [torch.arange(1, 10) * 7 % size, torch.arange(1, 6) * 11 % size]
-    first, total = len(prompts[0]), sum(map(len, prompts))
-    recorder = _Recorder()
-    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
-    packed = torch.stack([torch.cat(prompts), positions, torch.zeros_like(positions)]).numpy()
-    context = PagedContext(packed, [(0, first, 0, None), (first, total, 0, None)])
-    model.set_attn_implementation(ATTENTION)
-    with torch.inference_mode():
-        try:
-            hidden = context.run(body, recorder, device)
-        except TypeError as error:
-            raise UnsupportedModelError(f"{name} can't be served: {error}") from error
-        heads = heads_of(model, hidden)
-        candidates = [(head, head(hidden).float()) for head in heads]
-        model.set_attn_implementation("eager")
-        theirs = torch.cat(
-            [model(input_ids=prompt[None].to(device), use_cache=False).logits[0] for prompt in prompts]
-        ).float()
-        model.set_attn_implementation(ATTENTION)
-    if not recorder.layers:
-        raise UnsupportedModelError(f"{name} can't be served: it does not call the attention backend")
-    for head, ours in candidates:
-        if _alike(ours, theirs, _SAME[weight.dtype]):
-            return dict(sorted(recorder.layers.items())), head
-    raise UnsupportedModelError(f"{name} can't be served: its logits with paged attention differ from eager's")
-
-
-def _alike(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> bool:
-    if ours.shape != theirs.shape or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
-        return False
-    pairs = torch.stack([ours.flatten(), theirs.flatten()])
-    return bool(torch.corrcoef(pairs.double())[0, 1] >= least)
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -58,7 +58,7 @@ def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> torch.Tensor
 class Ranks:
     """Starts the other ranks, and joins them as rank 0. One instance per process at a time."""
 
-    def __init__(self, model: str, options: LoadOptions, device_type: str) -> None:
+    def __init__(self, model: str, options: LoadOptions, max_model_len: int | None, device_type: str) -> None:
         self.size = size = options.tensor_parallel_size
         if distributed.is_initialized():
             raise ValueError("torch.distributed is in use in this process: shut the other model down first")
@@ -69,7 +69,7 @@ class Ranks:
         try:
             store = open_store(0, size, is_master=True)
             for rank in range(1, size):
-                self._start(rank, store.port, model, options, device_type)
+                self._start(rank, store.port, model, options, max_model_len, device_type)
             for connection in self._connections:
                 connection.recv()  # its imports are done
             join(store, 0, size, device_type)
@@ -122,18 +122,18 @@ class Ranks:
 
 
 @torch.inference_mode()
-def serve(descriptor: int, load_part: Callable[[str, LoadOptions], Any]) -> None:
+def serve(descriptor: int, load_part: Callable[[str, LoadOptions, int | None], Any]) -> None:
     """Run one rank other than 0, until the engine closes the socket `descriptor`, or until the first error, which the
     other ranks notice in their next collective operation. The messages are the rank's setup, then `CacheSize`s,
     lists of `PagedContext`s, `Selection`s, and None to run the head on what was selected last."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError):
-        rank, port, name, options, device_type = connection.recv()
+        rank, port, name, options, max_model_len, device_type = connection.recv()
         os.environ["LOCAL_RANK"] = str(rank)  # transformers takes the GPU of this number
         connection.send(None)
         size = options.tensor_parallel_size
         join(open_store(port, size), rank, size, device_type)
-        model = load_part(name, options)
+        model = load_part(name, options, max_model_len)
         cache = model.new_cache(1, 1, 1)
         hidden = selected = torch.empty(0)
         while True:
