@@ -200,7 +200,7 @@ def paged_attention(
     rows = len(query)
     if rows > 1:  # one token of each decoding sequence, see `StepStates`
         query, key, value = (part.transpose(0, 2) for part in (query, key, value))
-    span = Span(sliding_window, _chunk_size(module))
+    span = Span(sliding_window, _chunk_size(module, layer))
     scores = Scores(scaling, softcap, s_aux)
     paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:
@@ -219,10 +219,10 @@ def paged_attention(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
-def _chunk_size(module: Any) -> int | None:
+def _chunk_size(module: Any, layer: int) -> int | None:
     """Return the size of the chunks of a layer with chunked attention. Llama 4 does not pass it to the function."""
     layer_types = getattr(module.config, "layer_types", None)
-    is_chunked = layer_types and layer_types[module.layer_idx] == "chunked_attention"
+    is_chunked = layer_types and layer_types[layer] == "chunked_attention"
     return module.config.attention_chunk_size if is_chunked else None
 
 
