@@ -108,7 +108,8 @@ class PagedContext:
             output = body(**inputs, use_cache=False)
         if self.states is not None:
             self.states.finish()
-        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1)
+        # Mamba adds its layers up in float32.
+        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
         return hidden
 
     def move(self, cache: KVCache, slots: torch.Tensor) -> None:

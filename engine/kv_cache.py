@@ -45,6 +45,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
         self.device = device
         self.states = states
         sizes = (shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values())

@@ -13,10 +13,18 @@ from transformers.quantizers.auto import get_hf_quantizer
 
 from engine.attention import UnsupportedModelError
 from engine.model_files import gguf_file, read_gguf_config
-from engine.recurrent import RECURRENT_TYPES, is_recurrent
+from engine.recurrent import RECURRENT_TYPES
 from guided.errors import bounded
 
-LAYER_TYPES = RECURRENT_TYPES | {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+LAYER_TYPES = RECURRENT_TYPES | {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+    "mamba",
+    "mlp",
+    "moe",
+}
 """Types of layers, as a configuration names them, that the engine has a cache for."""
 _OTHERWISE = "vLLM may serve it, with guided inside: docs/vllm.md"
 
@@ -94,7 +102,7 @@ def _check(config: Any) -> None:
         raise refusal(name, "it is not a causal language model of transformers")
     if saved_from is not None and not saved_from.can_generate():
         raise refusal(name, "the checkpoint has no head that generates text")
-    if not is_recurrent(text) and not factory._model_mapping[type(config)]._can_set_attn_implementation():
+    if not factory._model_mapping[type(config)]._can_set_attn_implementation():
         raise refusal(name, "its code does not support other attention backends")
     if others:
         raise refusal(name, f"it has {others} layers")

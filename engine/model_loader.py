@@ -15,7 +15,7 @@ from engine.kv_cache import KVCache, LayerShapes
 from engine.model_config import architecture, model_factory, read_config
 from engine.model_files import complete, gguf_file, pretrained
 from engine.model_head import body_name
-from engine.model_probe import probe
+from engine.model_probe import Probe
 from engine.ranks import Ranks
 from engine.recurrent import RecurrentStates, StateLayout
 from guided.errors import bounded
@@ -177,7 +177,10 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
     model = model.eval().requires_grad_(False)
     outer = getattr(model, body_name(model))
     body = outer if config is model.config else model.get_decoder()
-    layers, layout, head = probe(model, body)
+    with torch.inference_mode():
+        probe = Probe(model, body)
+        probe.record()
+        head = probe.find_head()
     for module in outer.children():
         if body not in module.modules() and body is not outer:
             module.to("meta")  # frees the weights of encoders of images and sounds
@@ -187,7 +190,7 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         config=config,
         body=body,
         head=head,
-        layers=layers,
+        layers=probe.layers,
         tokenizer=tokenizer,
         vocabulary=Vocabulary.from_tokenizer(
             tokenizer, padded_vocab_size=weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
@@ -195,7 +198,7 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         max_model_len=getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 1 << 20),
         dtype=weight.dtype,
         device=weight.device,
-        layout=layout,
+        layout=probe.layout,
     )
 
 

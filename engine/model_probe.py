@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig
 
-from engine.attention import ATTENTION, PagedContext, UnsupportedModelError
+from engine.attention import ATTENTION, PagedContext, Prefill, UnsupportedModelError
 from engine.kv_cache import KVCache, LayerShapes
 from engine.model_config import refusal
 from engine.model_head import heads_of
@@ -20,19 +19,22 @@ from engine.recurrent import RecurrentStates, StateLayout, StepStates, is_recurr
 
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
 """Minimum correlation of the probe's logits with transformers'."""
-_BLOCK_SIZE = 4
+_BLOCK = 16
+"""Tokens of a block. Each sequence of the probe has one, of its number."""
 _PROMPTS = ([11, 22, 33, 44, 55], [7, 14, 21, 28, 35, 42, 49, 56, 63])
-_TABLES = ([1, 3], [0, 2, 4])
-"""Blocks of each prompt and a token after it."""
+_CHUNK = 4
+"""Tokens of the first chunk of the second prompt."""
+
+Span = tuple[list[int], int, int]
+"""Tokens of a sequence, the position of the first, and the sequence's number."""
 
 
 class _Recorder(KVCache):
     """Records the shapes of the layers, and stores nothing."""
 
-    def __init__(self, states: RecurrentStates | None) -> None:
+    def __init__(self, weight: torch.Tensor, states: RecurrentStates | None) -> None:
+        super().__init__({}, 1, 1, weight.dtype, weight.device, states)
         self.layers: dict[int, LayerShapes] = {}
-        self.block_size = self.gather_tokens = 1
-        self.states = states
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if layer in self.layers:
@@ -40,138 +42,133 @@ class _Recorder(KVCache):
         self.layers[layer] = LayerShapes(key.shape[1], key.shape[2], value.shape[2])
 
 
-def record_layers(model: Any, body: torch.nn.Module) -> tuple[dict[int, LayerShapes], StateLayout | None]:
-    """Run a token without a cache, and return what the attention layers would store, by index, and the states of
-    recurrent layers. The model may be without weights.
+class Probe:
+    """Runs short sequences through the part of a model that the engine runs.
 
-    Raises:
-        UnsupportedModelError: its layers need what the engine does not have.
+    Args:
+        model: of transformers, which generates text.
+        body: the language model in it, without its head.
     """
-    weight = model.get_output_embeddings().weight
-    layout, states = None, None
-    if is_recurrent(model.config.get_text_config(decoder=True)):
-        parameters = inspect.signature(body.forward).parameters
-        layout = StateLayout({}, "cache_params" if "cache_params" in parameters else "past_key_values")
-        states = RecurrentStates(layout, 1, weight.device)
-    recorder = _Recorder(states)
-    context = PagedContext(np.ones((3, 1), np.int64), [(0, 1, 0, None)], state_slots=[0])
-    try:
-        with torch.inference_mode():
-            context.run(body, recorder, weight.device)
-    except AttributeError as error:
-        if not isinstance(error.obj, StepStates):
-            raise
-        why = f"its layers need {error.name} of their cache, which has keys, values and recurrent states only"
-        raise UnsupportedModelError(why) from error
-    if states is not None and layout is not None:
-        layout = replace(layout, shapes=states.shapes)
-    if not recorder.layers and (layout is None or not layout.shapes):
-        raise UnsupportedModelError("it does not call the attention backend")
-    return dict(sorted(recorder.layers.items())), layout
+
+    def __init__(self, model: Any, body: torch.nn.Module) -> None:
+        self.layers: dict[int, LayerShapes] = {}
+        """What attention layers store of a token."""
+        self.layout: StateLayout | None = None
+        """What recurrent layers store of a sequence."""
+        self._model, self._body = model, body
+        self._weight = model.get_output_embeddings().weight
+        config = model.config.get_text_config(decoder=True)
+        self._prompts = [[token % config.vocab_size for token in prompt] for prompt in _PROMPTS]
+        if is_recurrent(config):
+            parameters = inspect.signature(model.forward).parameters
+            self.layout = StateLayout({}, "cache_params" if "cache_params" in parameters else "past_key_values")
+
+    def record(self) -> None:
+        """Find out what the layers store. The model may be without weights, on the device "meta".
+
+        Raises:
+            UnsupportedModelError: its attention or its cache needs what the engine does not have.
+        """
+        recorder = _Recorder(self._weight, self._new_states())
+        self._model.set_attn_implementation(ATTENTION)
+        try:
+            self._prefill(recorder, (self._prompts[0], 0, 0))
+        except AttributeError as error:
+            if not isinstance(error.obj, StepStates):
+                raise
+            why = f"its layers need {error.name} of their cache, which has only keys, values and recurrent states"
+            raise self._refusal(why) from error
+        except (UnsupportedModelError, TypeError) as error:
+            raise self._refusal(str(error)) from error
+        self.layers = dict(sorted(recorder.layers.items()))
+        if self.layout is not None and recorder.states is not None:
+            self.layout = StateLayout(recorder.states.shapes, self.layout.argument)
+        if not self.layers and (self.layout is None or not self.layout.shapes):
+            raise self._refusal("it does not call the attention backend")
+
+    def find_head(self) -> torch.nn.Module:
+        """Prefill two prompts, one in two chunks, decode a token of each together, and compare the logits with those of
+        transformers' own generation. No flag of a model says what this shows: that nothing mixes the sequences, and
+        what follows the hidden states.
+
+        Raises:
+            UnsupportedModelError: the logits differ.
+        """
+        self._model.set_attn_implementation("eager")
+        generated = [self._generate(prompt) for prompt in self._prompts]
+        self._model.set_attn_implementation(ATTENTION)
+        short, long = self._prompts
+        begin, end, other = (long[:_CHUNK], 0, 1), (long[_CHUNK:], _CHUNK, 1), (short, 0, 0)
+        steps: list[tuple[Span, ...]] = [(begin, other), (end,)]
+        if self.layout is not None:
+            resumes = self._resumes(begin, end)
+            self.layout = StateLayout(self.layout.shapes, self.layout.argument, resumes)
+            steps = [(other,), (begin,), (end,)] if resumes else [(other,), ((long, 0, 1),)]
+        cache = self._new_cache()
+        last = [self._prefill(cache, *spans)[-1:] for spans in steps]
+        firsts = [int(output.sequences[0, -2]) for output in generated]
+        tokens: list[Span] = [([firsts[row]], len(prompt), row) for row, prompt in enumerate(self._prompts)]
+        decodes = PagedContext(_packed(tokens), [], np.array([[0], [1]]), state_slots=[0, 1])
+        hidden = torch.cat([last[0], last[-1], decodes.run(self._body, cache, self._weight.device)])
+        expected = torch.cat([output.logits[step] for step in range(2) for output in generated]).float()
+        for head in heads_of(self._model, hidden):
+            if _alike(head(hidden).float(), expected, _SAME[self._weight.dtype]):
+                return head
+        raise self._refusal("its logits with paged attention differ from transformers' own")
+
+    def _resumes(self, begin: Span, end: Span) -> bool:
+        """Return whether a second chunk takes the states of the first. Mamba 1 takes those of its convolution only."""
+        outputs: list[torch.Tensor] = []
+        for forgets in (False, True):
+            cache = self._new_cache()
+            self._prefill(cache, begin)
+            if forgets and cache.states is not None:
+                cache.states.clear({kind for kind, *_ in cache.states.shapes} - {"conv"})
+            outputs.append(self._prefill(cache, end))
+        has_others = self.layout is not None and any(kind != "conv" for kind, *_ in self.layout.shapes)
+        return not (has_others and torch.equal(*outputs))
+
+    def _prefill(self, cache: KVCache, *spans: Span) -> torch.Tensor:
+        """Compute spans of sequences: hidden states `[tokens, hidden]`."""
+        prefills: list[Prefill] = []
+        total = 0
+        for tokens, start, row in spans:
+            total += len(tokens)
+            prefills.append((total - len(tokens), total, start, np.array([[row]]) if start else None))
+        step = PagedContext(_packed(spans), prefills, state_slots=[row for *_, row in spans])
+        return step.run(self._body, cache, self._weight.device)
+
+    def _new_states(self) -> RecurrentStates | None:
+        return None if self.layout is None else RecurrentStates(self.layout, len(_PROMPTS), self._weight.device)
+
+    def _new_cache(self) -> KVCache:
+        place = self._weight.dtype, self._weight.device
+        return KVCache(self.layers, len(_PROMPTS), _BLOCK, *place, self._new_states())
+
+    def _generate(self, prompt: list[int]) -> Any:
+        """Generate two tokens greedily, by transformers alone."""
+        ids = torch.tensor([prompt], device=self._weight.device)
+        config = GenerationConfig(
+            max_new_tokens=2,
+            min_new_tokens=2,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+
+    def _refusal(self, why: str) -> UnsupportedModelError:
+        return refusal(type(self._model).__name__, why)
 
 
-def probe(model: Any, body: torch.nn.Module) -> tuple[dict[int, LayerShapes], StateLayout | None, torch.nn.Module]:
-    """Prefill two prompts, one in two chunks, decode a token of each together, and compare the logits with those of
-    transformers' own generation. No flag of a model says what this shows: that nothing mixes the sequences, and what
-    follows the hidden states. Returns what the attention layers store, the states of recurrent layers, and the head.
-
-    Raises:
-        UnsupportedModelError: the model cannot be served.
-    """
-    name = type(model).__name__
-    weight = model.get_output_embeddings().weight
-    size = model.config.get_text_config(decoder=True).vocab_size
-    prompts = [[token % size for token in prompt] for prompt in _PROMPTS]
-    model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        generated = [_generate(model, torch.tensor([prompt], device=weight.device)) for prompt in prompts]
-    firsts = [int(output.sequences[0, -2]) for output in generated]
-    model.set_attn_implementation(ATTENTION)
-    try:
-        layers, layout = record_layers(model, body)
-    except (UnsupportedModelError, TypeError) as error:
-        raise refusal(name, str(error)) from error
-    states = None if layout is None else RecurrentStates(layout, len(prompts), weight.device)
-    cache = KVCache(layers, sum(map(len, _TABLES)), _BLOCK_SIZE, weight.dtype, weight.device, states)
-    with torch.inference_mode():
-        steps = _steps(prompts, firsts)
-        if layout is not None:
-            layout = replace(layout, resumes=_resumes(body, cache, prompts[1]))
-            steps = _separate_steps(prompts, firsts, layout.resumes)
-        hidden = torch.cat([step.run(body, cache, weight.device)[rows] for step, rows in steps])
-        expected = torch.cat([output.logits[step] for step in range(2) for output in generated])
-        for head in heads_of(model, hidden):
-            if _alike(head(hidden).float(), expected.float(), _SAME[weight.dtype]):
-                return layers, layout, head
-    raise refusal(name, "its logits with paged attention differ from transformers' own")
-
-
-def _generate(model: Any, prompt: torch.Tensor) -> Any:
-    """Generate two tokens greedily, by transformers alone."""
-    config = GenerationConfig(
-        max_new_tokens=2,
-        min_new_tokens=2,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
-
-
-def _steps(prompts: list[list[int]], firsts: list[int]) -> Iterator[tuple[PagedContext, list[int]]]:
-    """Yield the steps of the probe, each with the rows of its hidden states that predict a token."""
-    short, long = prompts
-    of_short, of_long = _TABLES
-    yield PagedContext(_packed((short, 0, of_short), (long[:5], 0, of_long)), [(0, 5, 0, None), (5, 10, 0, None)]), [4]
-    yield PagedContext(_packed((long[5:], 5, of_long)), [(0, 4, 5, np.array([of_long]))]), [3]
-    packed = _packed((firsts[:1], len(short), of_short), (firsts[1:], len(long), of_long))
-    yield PagedContext(packed, [], np.array([[*of_short, 0], of_long])), [0, 1]
-
-
-def _separate_steps(
-    prompts: list[list[int]], firsts: list[int], resumes: bool
-) -> Iterator[tuple[PagedContext, list[int]]]:
-    """Yield the same steps for a model with recurrent layers: one per chunk, and the decodes."""
-    short, long = prompts
-    of_short, of_long = _TABLES
-    yield _chunk(short, 0, len(short), 0), [len(short) - 1]
-    if resumes:
-        yield _chunk(long, 0, 5, 1), []
-        yield _chunk(long, 5, len(long), 1), [len(long) - 6]
-    else:
-        yield _chunk(long, 0, len(long), 1), [len(long) - 1]
-    packed = _packed((firsts[:1], len(short), of_short), (firsts[1:], len(long), of_long))
-    yield PagedContext(packed, [], np.array([[*of_short, 0], of_long]), state_slots=[0, 1]), [0, 1]
-
-
-def _chunk(prompt: list[int], start: int, end: int, slot: int) -> PagedContext:
-    """Make a step of a chunk of a prompt, with its states in a slot."""
-    table = np.array([_TABLES[slot]]) if start else None
-    packed = _packed((prompt[start:end], start, _TABLES[slot]))
-    return PagedContext(packed, [(0, end - start, start, table)], state_slots=[slot])
-
-
-def _resumes(body: torch.nn.Module, cache: KVCache, prompt: list[int]) -> bool:
-    """Return whether the states before a second chunk change it. Those of Mamba 1 do not, beside its convolution's."""
-    assert cache.states is not None
-    kinds = {kind for kind, *_ in cache.states.shapes} - {"conv"}
-    hidden: list[torch.Tensor] = []
-    for cleared in (set[str](), kinds):
-        _chunk(prompt, 0, 5, 1).run(body, cache, cache.device)
-        cache.states.clear(cleared)
-        hidden.append(_chunk(prompt, 5, len(prompt), 1).run(body, cache, cache.device))
-    return not kinds or not torch.equal(*hidden)
-
-
-def _packed(*spans: tuple[list[int], int, list[int]]) -> NDArray[np.int64]:
-    """Return `PagedContext.packed` of spans: tokens, the position of the first, and the sequence's blocks."""
+def _packed(spans: Iterable[Span]) -> NDArray[np.int64]:
+    """Return `PagedContext.packed` of spans."""
     parts = []
-    for tokens, start, table in spans:
+    for tokens, start, row in spans:
         positions = np.arange(start, start + len(tokens))
-        slots = np.array(table)[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
-        parts.append(np.stack([tokens, positions, slots]))
+        parts.append(np.stack([tokens, positions, row * _BLOCK + positions]))
     return np.concatenate(parts, axis=1)
 
 
