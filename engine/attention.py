@@ -27,6 +27,7 @@ ATTENTION = "guided_paged"
 
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
 """Keywords that models pass to attention functions and that this one can ignore."""
+_NOT_PASSED = 0
 _MAX_SCORES = 1 << 26
 """Attention scores of a prefill that are in memory at once, where torch's own attention cannot compute them."""
 
@@ -74,6 +75,26 @@ Prefill = tuple[int, int, int, NDArray[np.int64] | None]
 in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
 
 
+class _FlattenedRow:
+    """Takes the place of transformers' `Cache`, for models that count the tokens before a step's themselves."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+
+    def get_seq_length(self, layer_idx: int | None = None) -> torch.Tensor | int:
+        """Return what a layer adds to the place of each token in the row to get its position in its sequence. Models
+        ask without a layer: they know the positions."""
+        if layer_idx is None:
+            return 0
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave the keys and values to `paged_attention`."""
+        return key_states, value_states
+
+
 @dataclass
 class PagedContext:
     """A step for the model: the chunks' tokens first, then one of each decoding sequence. With tensor parallelism each
@@ -99,7 +120,8 @@ class PagedContext:
             cache.copy_blocks(self.copies)
         tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
         self.move(cache, slots)
-        inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+        row = _FlattenedRow(positions)
+        inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "past_key_values": row}
         if cache.states is not None:
             cache.states.copy(self.state_copies)
             is_new = bool(self.prefills) and self.prefills[0][2] == 0
@@ -176,7 +198,7 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _NOT_PASSED,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **others: Any,
@@ -185,7 +207,8 @@ def paged_attention(
     `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights.
 
     Args:
-        sliding_window: number of tokens that a token attends to, with itself. None: all.
+        sliding_window: number of tokens that a token attends to, with itself. None: all. Without it, the configuration
+            says what the layer attends to.
         softcap: bound of the scores, which a tanh keeps.
         s_aux: attention sinks `[heads]`: the score of a key without a value.
         attention_mask: None.
@@ -201,7 +224,7 @@ def paged_attention(
     rows = len(query)
     if rows > 1:  # one token of each decoding sequence, see `StepStates`
         query, key, value = (part.transpose(0, 2) for part in (query, key, value))
-    span = Span(sliding_window, _chunk_size(module, layer))
+    span = _span(module.config, layer) if sliding_window == _NOT_PASSED else Span(sliding_window)
     scores = Scores(scaling, softcap, s_aux)
     paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:
@@ -220,11 +243,13 @@ def paged_attention(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
-def _chunk_size(module: Any, layer: int) -> int | None:
-    """Return the size of the chunks of a layer with chunked attention. Llama 4 does not pass it to the function."""
-    layer_types = getattr(module.config, "layer_types", None)
-    is_chunked = layer_types and layer_types[layer] == "chunked_attention"
-    return module.config.attention_chunk_size if is_chunked else None
+def _span(config: Any, layer: int) -> Span:
+    """Return what a layer attends to, by its configuration. Some models know it by their mask only."""
+    layer_types = getattr(config, "layer_types", None)
+    kind = layer_types[layer] if layer_types else "sliding_attention"
+    if kind == "chunked_attention":
+        return Span(chunk=config.attention_chunk_size)
+    return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
 
 
 def _prefill(
