@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel, load_model
+from engine.model_loader import LoadedModel, prepare_model
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import ContextLengthExceeded
@@ -55,11 +54,10 @@ RUNS: dict[str, dict[str, Any]] = {"late": {}, "late, forced": {}, "late, in chu
 class Kind:
     """One tiny model, transformers' and ours, and the outputs of `requests` where nothing happens."""
 
-    def __init__(self, name: str, path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
         self.is_recurrent = name in list(KINDS)[5:]
-        family = next(one for one in FAMILIES if one.title == KINDS[name])
-        self.reference = family.save(path, tokenizer)
-        self.model: LoadedModel = load_model(str(path), dtype="float32", device="cpu")
+        self.reference = make(KINDS[name])
+        self.model: LoadedModel = prepare_model(make(KINDS[name]), tokenizer)
         self.expected = run(self.engine(), requests())
 
     def engine(self, pool: MaskPool | None = None, processor: Any = None, **config: Any) -> LLMEngine:
@@ -68,10 +66,12 @@ class Kind:
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def kind(
-    request: pytest.FixtureRequest, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> Kind:
-    return Kind(request.param, tmp_path_factory.mktemp("kind"), tiny_tokenizer)
+def kind(request: pytest.FixtureRequest, tiny_tokenizer: PreTrainedTokenizerFast) -> Kind:
+    return Kind(request.param, tiny_tokenizer)
+
+
+def make(title: str) -> Any:
+    return next(one for one in FAMILIES if one.title == title).make()
 
 
 def prompt(length: int) -> list[int]:
@@ -200,11 +200,9 @@ def test_sequences_wait_for_a_slot_of_their_states(kind: Kind, caplog: pytest.Lo
 
 @pytest.mark.parametrize("title", ["Qwen 3.5", "Granite 4", "Falcon H1", "Nemotron H", "LFM 2"])
 def test_recurrent_states_are_float32_in_a_half_precision_model(
-    title: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+    title: str, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    family = next(one for one in FAMILIES if one.title == title)
-    family.save(tmp_path, tiny_tokenizer)
-    model = load_model(str(tmp_path), dtype="bfloat16", device="cpu")
+    model = prepare_model(make(title).to(torch.bfloat16), tiny_tokenizer)
     assert model.layout is not None
     dtypes = {kind: dtype for (kind, *_), (_, dtype) in model.layout.shapes.items()}
     assert dtypes["conv"] is torch.bfloat16
