@@ -108,7 +108,7 @@ class PagedContext:
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
     state_slots: Sequence[int] = ()
-    """Slots of the recurrent states, for a model with such layers: those of one chunk, or of the decoding sequences."""
+    """Slots of the sequences, for a model with recurrent layers: of those of one chunk, or of all that decode."""
     state_copies: Sequence[tuple[int, int]] = ()
     """As `BlockManager.row_copies`."""
     states: StepStates | None = field(default=None, init=False)

@@ -21,22 +21,19 @@ from engine.sequence import Sequence
 
 def read_batch(batch: Batch, blocks: BlockManager, has_states: bool) -> list[PagedContext]:
     """Read the forward passes of a batch: one, or, with recurrent layers, one per chunk and one for the decodes."""
-    if not has_states:
-        return [_read(batch.prefills, batch.decodes, blocks, batch.copies)]
-    steps = [_read([chunk], [], blocks) for chunk in batch.prefills]
-    if batch.decodes:
-        steps.append(_read([], batch.decodes, blocks))
-    for step, sequences in zip(steps, [*(chunk.sequences for chunk in batch.prefills), batch.decodes], strict=False):
-        step.state_slots = [blocks.rows[sequence.seq_id] for sequence in sequences]
+    if has_states:
+        steps = [_read([chunk], [], blocks) for chunk in batch.prefills]
+        if batch.decodes:
+            steps.append(_read([], batch.decodes, blocks))
+    else:
+        steps = [_read(batch.prefills, batch.decodes, blocks)]
     steps[0].copies = batch.copies
     steps[0].state_copies = blocks.take_row_copies()
     return steps
 
 
-def _read(
-    chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager, copies: Tokens[tuple[int, int]] = ()
-) -> PagedContext:
-    """Read the tokens and blocks of one forward pass."""
+def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager) -> PagedContext:
+    """Read the tokens, blocks and slots of one forward pass."""
     size, tables, row_of = blocks.block_size, blocks.tables, blocks.rows
     num_prefilled = sum(chunk.end - chunk.start for chunk in chunks)
     packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
@@ -61,7 +58,8 @@ def _read(
         block, offset = np.divmod(positions[end:], size)
         slots[end:] = tables[rows, block] * size + offset
         width = max(lengths) // size + 1
-    return PagedContext(packed, prefills, tables[rows, :width], copies)
+    slots_of_states = [row_of[sequence.seq_id] for chunk in chunks for sequence in chunk.sequences] + rows
+    return PagedContext(packed, prefills, tables[rows, :width], state_slots=slots_of_states)
 
 
 class ModelRunner:
