@@ -120,14 +120,17 @@ class PagedContext:
             cache.copy_blocks(self.copies)
         tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
         self.move(cache, slots)
-        row = _FlattenedRow(positions)
-        inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "past_key_values": row}
+        rows, name = 1, "past_key_values"
         if cache.states is not None:
             cache.states.copy(self.state_copies)
-            is_new = bool(self.prefills) and self.prefills[0][2] == 0
-            inputs, self.states = cache.states.begin(tokens, positions, self.state_slots, not self.prefills, is_new)
+            rows, name = len(self.tables) or 1, cache.states.argument
+            is_new = any(before == 0 for _, _, before, _ in self.prefills)
+            self.states = StepStates(cache.states, torch.tensor(self.state_slots, device=device), rows, is_new)
+        others: dict[str, Any] = {name: self.states or _FlattenedRow(positions)}
         with running(self):
-            output = body(**inputs, use_cache=False)
+            output = body(
+                input_ids=tokens.view(rows, -1), position_ids=positions.view(rows, -1), use_cache=False, **others
+            )
         if self.states is not None:
             self.states.finish()
         # Mamba adds its layers up in float32.

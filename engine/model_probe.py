@@ -123,7 +123,8 @@ class Probe:
             cache = self._new_cache()
             self._prefill(cache, begin)
             if forgets and cache.states is not None:
-                cache.states.clear({kind for kind, *_ in cache.states.shapes} - {"conv"})
+                for (kind, *_), tensor in cache.states.tensors.items():
+                    tensor.mul_(kind == "conv")
             outputs.append(self._prefill(cache, end))
         has_others = self.layout is not None and any(kind != "conv" for kind, *_ in self.layout.shapes)
         return not (has_others and torch.equal(*outputs))

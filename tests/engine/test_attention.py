@@ -167,7 +167,7 @@ def test_the_cache_is_sized_from_a_number_a_budget_or_the_need() -> None:
 
 
 def test_states_take_half_of_the_memory_and_bound_the_sequences() -> None:
-    layout = StateLayout({("conv", 0, 0): ((4, 8), torch.float16), ("recurrent", 0, 0): ((2, 64), torch.float32)})
+    layout = StateLayout({("conv", 0, 0): torch.zeros(1, 4, 8).half(), ("recurrent", 0, 0): torch.zeros(1, 2, 64)})
     assert layout.slot_bytes == 576
 
     def plan(layers: dict[int, LayerShapes], memory: int, **config: Any) -> CachePlan:

@@ -204,7 +204,7 @@ def test_recurrent_states_are_float32_in_a_half_precision_model(
 ) -> None:
     model = prepare_model(make(title).to(torch.bfloat16), tiny_tokenizer)
     assert model.layout is not None
-    dtypes = {kind: dtype for (kind, *_), (_, dtype) in model.layout.shapes.items()}
+    dtypes = {kind: state.dtype for (kind, *_), state in model.layout.shapes.items()}
     assert dtypes["conv"] is torch.bfloat16
     assert dtypes.get("recurrent", torch.float32) is torch.float32
     output = run(LLMEngine(model, EngineConfig(max_model_len=64)), {"r": (prompt(9), SamplingParams(max_tokens=8))})
