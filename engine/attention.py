@@ -108,9 +108,11 @@ class PagedContext:
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
     state_slots: Sequence[int] = ()
-    """Slots of the recurrent states, for a model with such layers: those of one chunk, or of the decoding sequences."""
+    """Slots of the sequences, for a model with recurrent layers: of those of one chunk, or of all that decode."""
     state_copies: Sequence[tuple[int, int]] = ()
     """As `BlockManager.row_copies`."""
+    states: StepStates | None = field(default=None, init=False)
+    """The recurrent states of the forward pass, while it runs."""
 
     def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
@@ -118,18 +120,21 @@ class PagedContext:
             cache.copy_blocks(self.copies)
         tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
         self.move(cache, slots)
-        self.states: StepStates | None = None
-        row = _FlattenedRow(positions)
-        inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "past_key_values": row}
+        rows, name = 1, "past_key_values"
         if cache.states is not None:
             cache.states.copy(self.state_copies)
-            is_new = bool(self.prefills) and self.prefills[0][2] == 0
-            inputs, self.states = cache.states.begin(tokens, positions, self.state_slots, not self.prefills, is_new)
+            rows, name = len(self.tables) or 1, cache.states.argument
+            is_new = any(before == 0 for _, _, before, _ in self.prefills)
+            self.states = StepStates(cache.states, torch.tensor(self.state_slots, device=device), rows, is_new)
+        others: dict[str, Any] = {name: self.states or _FlattenedRow(positions)}
         with running(self):
-            output = body(**inputs, use_cache=False)
+            output = body(
+                input_ids=tokens.view(rows, -1), position_ids=positions.view(rows, -1), use_cache=False, **others
+            )
         if self.states is not None:
             self.states.finish()
-        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1)
+        # Mamba adds its layers up in float32.
+        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
         return hidden
 
     def move(self, cache: KVCache, slots: torch.Tensor) -> None:

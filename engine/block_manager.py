@@ -132,11 +132,6 @@ class BlockManager:
         self._share(parents)
         self.row_copies += [(self.rows[parent], self.rows[child]) for child, parent in parents.items()]
 
-    def take_row_copies(self) -> list[tuple[int, int]]:
-        """Return `row_copies`, and forget them."""
-        copies, self.row_copies = self.row_copies, []
-        return copies
-
     def _share(self, parents: Mapping[int, int]) -> None:
         """Give each sequence the blocks of its parent."""
         shared = {child: (self._blocks[parent][:], self._prefixes[parent][:]) for child, parent in parents.items()}

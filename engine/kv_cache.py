@@ -45,6 +45,8 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
         self.states = states
         sizes = (shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values())
         key_bytes = max(sizes, default=1)
@@ -83,7 +85,7 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target), in all layers. All sources are read before any target is written."""
-        source, target = torch.tensor(list(pairs), device=self._gathered[0].device).unbind(1)
+        source, target = torch.tensor(list(pairs), device=self.device).unbind(1)
         for cache in (*self._keys.values(), *self._values.values()):
             blocks = cache.view(self.num_blocks, -1)
             blocks.index_copy_(0, target, blocks.index_select(0, source))

@@ -32,10 +32,9 @@ Span = tuple[list[int], int, int]
 class _Recorder(KVCache):
     """Records the shapes of the layers, and stores nothing."""
 
-    def __init__(self, states: RecurrentStates | None) -> None:
+    def __init__(self, weight: torch.Tensor, states: RecurrentStates | None) -> None:
+        super().__init__({}, 1, 1, weight.dtype, weight.device, states)
         self.layers: dict[int, LayerShapes] = {}
-        self.states = states
-        self.block_size = self.gather_tokens = 1
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if layer in self.layers:
@@ -70,7 +69,7 @@ class Probe:
         Raises:
             UnsupportedModelError: its attention or its cache needs what the engine does not have.
         """
-        recorder = _Recorder(self._new_states())
+        recorder = _Recorder(self._weight, self._new_states())
         self._model.set_attn_implementation(ATTENTION)
         try:
             self._prefill(recorder, (self._prompts[0], 0, 0))
@@ -124,7 +123,8 @@ class Probe:
             cache = self._new_cache()
             self._prefill(cache, begin)
             if forgets and cache.states is not None:
-                cache.states.clear({kind for kind, *_ in cache.states.shapes} - {"conv"})
+                for (kind, *_), tensor in cache.states.tensors.items():
+                    tensor.mul_(kind == "conv")
             outputs.append(self._prefill(cache, end))
         has_others = self.layout is not None and any(kind != "conv" for kind, *_ in self.layout.shapes)
         return not (has_others and torch.equal(*outputs))

@@ -14,29 +14,25 @@ from engine.batch import Batch, Chunk
 from engine.block_manager import BlockManager
 from engine.kv_cache import KVCache, gather_bytes
 from engine.model_loader import LoadedModel
-from engine.ranks import CacheSize, Selection, run_steps, select_rows
-from engine.recurrent import StateLayout
+from engine.ranks import CacheSize, Selection, run_steps
 from engine.sequence import Sequence
 
 
 def read_batch(batch: Batch, blocks: BlockManager, has_states: bool) -> list[PagedContext]:
     """Read the forward passes of a batch: one, or, with recurrent layers, one per chunk and one for the decodes."""
-    if not has_states:
-        return [_read(batch.prefills, batch.decodes, blocks, batch.copies)]
-    steps = [_read([chunk], [], blocks) for chunk in batch.prefills]
-    if batch.decodes:
-        steps.append(_read([], batch.decodes, blocks))
-    for step, sequences in zip(steps, [*(chunk.sequences for chunk in batch.prefills), batch.decodes], strict=False):
-        step.state_slots = [blocks.rows[sequence.seq_id] for sequence in sequences]
+    if has_states:
+        steps = [_read([chunk], [], blocks) for chunk in batch.prefills]
+        if batch.decodes:
+            steps.append(_read([], batch.decodes, blocks))
+    else:
+        steps = [_read(batch.prefills, batch.decodes, blocks)]
     steps[0].copies = batch.copies
-    steps[0].state_copies = blocks.take_row_copies()
+    steps[0].state_copies, blocks.row_copies = blocks.row_copies, []
     return steps
 
 
-def _read(
-    chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager, copies: Tokens[tuple[int, int]] = ()
-) -> PagedContext:
-    """Read the tokens and blocks of one forward pass."""
+def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager) -> PagedContext:
+    """Read the tokens, blocks and slots of one forward pass."""
     size, tables, row_of = blocks.block_size, blocks.tables, blocks.rows
     num_prefilled = sum(chunk.end - chunk.start for chunk in chunks)
     packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
@@ -61,7 +57,8 @@ def _read(
         block, offset = np.divmod(positions[end:], size)
         slots[end:] = tables[rows, block] * size + offset
         width = max(lengths) // size + 1
-    return PagedContext(packed, prefills, tables[rows, :width], copies)
+    slots_of_states = [row_of[sequence.seq_id] for chunk in chunks for sequence in chunk.sequences] + rows
+    return PagedContext(packed, prefills, tables[rows, :width], state_slots=slots_of_states)
 
 
 class ModelRunner:
@@ -89,7 +86,7 @@ class ModelRunner:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input. Without a token to compute
         there is none, and the result is empty."""
         if not batch.computes:
-            return torch.empty(0)
+            return torch.empty(0, dtype=self._model.dtype, device=self._model.device)
         return self._execute(read_batch(batch, self.blocks, self._model.layout is not None))
 
     def _execute(self, steps: list[PagedContext]) -> torch.Tensor:
@@ -99,11 +96,9 @@ class ModelRunner:
     def select(self, hidden: torch.Tensor, rows: list[int] | None, kept: Tokens[Sequence] = ()) -> torch.Tensor:
         """Return these rows of the step's hidden states, or all, and the ones that sequences have kept: `[rows,
         hidden]`."""
-        states = [one.hidden for one in kept if one.hidden is not None]
-        if self._model.ranks is not None:
-            with self._everywhere(Selection(rows, [state.tolist() for state in states])):
-                pass
-        return select_rows(hidden, rows, states)
+        selection = Selection(rows, [sequence.hidden for sequence in kept])
+        with self._everywhere(selection):
+            return selection.of(hidden)
 
     def compute_logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Compute the logits of what `select` has returned: float32 `[rows, vocab]`."""
@@ -117,10 +112,16 @@ class ModelRunner:
         the bytes of the GPU that the KV cache may take beside it."""
         device = self._model.device
         self._allocate(1, 1)
-        steps = _largest_step(tokens, rows, max_model_len, self._model.layout)
+        layout = self._model.layout
+        if layout is not None:  # one forward pass is for one sequence
+            tokens = min(tokens, max_model_len) if layout.resumes else max_model_len
+        starts = np.arange(0, tokens, max_model_len).tolist()
+        prefills: list[Prefill] = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
+        packed = np.zeros((3, tokens), np.int64)
+        packed[1] = np.arange(tokens) % max_model_len
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        hidden = self._execute(steps)
+        hidden = self._execute([PagedContext(packed, prefills, state_slots=[0])])
         self.compute_logits(self.select(hidden, [0] * rows)).softmax(-1).sort(-1)  # as for top_p
         del hidden
         torch.cuda.synchronize(device)
@@ -129,17 +130,3 @@ class ModelRunner:
         free = torch.cuda.mem_get_info(device)[0]
         # A step may take more than the profiled one, and 3 % of the free memory stays unused.
         return int(free * 0.97 - peak * 1.1) - 2 * gather_bytes(device)
-
-
-def _largest_step(tokens: int, rows: int, max_model_len: int, layout: StateLayout | None) -> list[PagedContext]:
-    """Make a step of `tokens` tokens of prefills, and, for a model with recurrent layers, `rows` decodes beside it."""
-    if layout is not None:
-        tokens = min(tokens, max_model_len) if layout.resumes else max_model_len
-    starts = np.arange(0, tokens, max_model_len).tolist()
-    prefills: list[Prefill] = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
-    packed = np.zeros((3, tokens), np.int64)
-    packed[1] = np.arange(tokens) % max_model_len
-    if layout is None:
-        return [PagedContext(packed, prefills)]
-    decodes = PagedContext(np.zeros((3, rows), np.int64), [], np.zeros((rows, 1), np.int64), state_slots=[0] * rows)
-    return [PagedContext(packed, prefills, state_slots=[0]), decodes]

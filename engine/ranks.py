@@ -12,13 +12,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import distributed
 
 from engine.attention import PagedContext
@@ -36,17 +38,18 @@ class CacheSize(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Select rows of the last hidden states, None: all, and add others after them."""
+    """Select rows of the last hidden states, None: all. Hidden states that sequences have kept follow them."""
 
     rows: list[int] | None
-    kept: list[list[float]]
+    kept: list[NDArray[np.float32]]
 
-
-def select_rows(hidden: torch.Tensor, rows: list[int] | None, kept: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return these rows of `hidden`, or all, and `kept` after them: `[rows, hidden]`."""
-    if rows is not None:
-        hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
-    return torch.cat([hidden.to(kept[0]), torch.stack([*kept])]) if kept else hidden
+    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what is selected, `[rows, hidden]`."""
+        if self.rows is not None:
+            hidden = hidden.index_select(0, torch.tensor(self.rows, dtype=torch.int64, device=hidden.device))
+        if self.kept:
+            hidden = torch.cat([hidden, torch.from_numpy(np.stack(self.kept)).to(hidden)])
+        return hidden
 
 
 def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> torch.Tensor:
@@ -144,8 +147,7 @@ def serve(descriptor: int, load_part: Callable[[str, LoadOptions, int | None], A
                 torch.set_num_threads(message.threads)
                 cache = model.new_cache(message.num_blocks, message.block_size, message.max_seqs)
             elif isinstance(message, Selection):
-                kept = [hidden.new_tensor(state) for state in message.kept]
-                selected = select_rows(hidden, message.rows, kept)
+                selected = message.of(hidden)
             else:
                 model.head(selected)
     distributed.destroy_process_group()

@@ -7,9 +7,9 @@ all decoding sequences, `[sequences, 1]`, because all rows of a forward pass tak
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ def is_recurrent(config: Any) -> bool:
 class StateLayout:
     """The states of one sequence, and how the model takes them."""
 
-    shapes: Mapping[StateKey, tuple[tuple[int, ...], torch.dtype]]
+    shapes: Mapping[StateKey, torch.Tensor]
+    """Each state `[1, ...]`, on the device "meta"."""
     argument: str = "past_key_values"
     """Name of the argument of the model's body: Mamba calls it `cache_params`."""
     resumes: bool = True
@@ -40,65 +41,43 @@ class StateLayout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one sequence's states."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes.values())
+        return sum(state.nbytes for state in self.shapes.values())
 
 
 class RecurrentStates:
-    """The states of all sequences: zeroed tensors `[slots, ...]`, by `StateKey`. A state that `shapes` lacks is added
+    """The states of all sequences: zeroed tensors `[slots, ...]`, by `StateKey`. A state that `layout` lacks is added
     when a layer first writes it: so a probe learns the shapes."""
 
     def __init__(self, layout: StateLayout, slots: int, device: torch.device) -> None:
         self.argument = layout.argument
+        self.tensors: dict[StateKey, torch.Tensor] = {}
         self._slots, self._device = slots, device
-        self._tensors = {
-            key: torch.zeros((slots, *shape), dtype=dtype, device=device)
-            for key, (shape, dtype) in layout.shapes.items()
-        }
+        for key, state in layout.shapes.items():
+            self._add(key, state, state.dtype)
+
+    def _add(self, key: StateKey, state: torch.Tensor, dtype: torch.dtype) -> None:
+        shape = self._slots, *state.shape[1:]
+        self.tensors[key] = torch.zeros(shape, dtype=dtype, device=self._device)
 
     @property
-    def shapes(self) -> dict[StateKey, tuple[tuple[int, ...], torch.dtype]]:
-        """The shape of each state of a sequence, and its dtype."""
-        return {key: (tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in self._tensors.items()}
-
-    def clear(self, kinds: Collection[str]) -> None:
-        """Set the states of some kinds to zero."""
-        for key, tensor in self._tensors.items():
-            if key[0] in kinds:
-                tensor.zero_()
+    def shapes(self) -> dict[StateKey, torch.Tensor]:
+        """As `StateLayout.shapes`."""
+        return {key: tensor[:1].to("meta") for key, tensor in self.tensors.items()}
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of slots, (source, target). All sources are read before any target is written."""
-        if not pairs:
-            return
-        source, target = torch.tensor(list(pairs), device=self._device).unbind(1)
-        for tensor in self._tensors.values():
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
+        if pairs:
+            source, target = torch.tensor(pairs, device=self._device).unbind(1)
+            for tensor in self.tensors.values():
+                tensor.index_copy_(0, target, tensor.index_select(0, source))
 
-    def begin(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: Sequence[int], is_decode: bool, is_new: bool
-    ) -> tuple[dict[str, Any], StepStates]:
-        """Begin a forward pass. Returns the model's inputs, with one row for each decoding sequence or one for a chunk,
-        and the cache among them, which is to be finished."""
-        rows = len(tokens) if is_decode else 1
-        step = StepStates(self, torch.tensor(slots, device=self._device), rows, is_new)
-        inputs: dict[str, Any] = {"input_ids": tokens.view(rows, -1), self.argument: step}
-        if self.argument == "past_key_values":  # the others have no attention, and no positions
-            inputs["position_ids"] = positions.view(rows, -1)
-        return inputs, step
-
-    def read(self, key: StateKey, slots: torch.Tensor) -> torch.Tensor | None:
-        """Copy the states of slots, int64 `[rows]`: `[rows, ...]`. None: the model has no such state."""
-        tensor = self._tensors.get(key)
-        return None if tensor is None else tensor.index_select(0, slots)
-
-    def write(self, key: StateKey, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    def write(self, key: StateKey, slots: torch.Tensor, state: torch.Tensor) -> None:
         """Store states, `[rows, ...]`, in slots, int64 `[rows]`; one row in all of the slots."""
-        if key not in self._tensors:
+        if key not in self.tensors:
             # A sum over many tokens loses too much in 16 bits.
-            dtype = torch.float32 if key[0] == "recurrent" else rows.dtype
-            self._tensors[key] = torch.zeros((self._slots, *rows.shape[1:]), dtype=dtype, device=self._device)
-        tensor = self._tensors[key]
-        tensor.index_copy_(0, slots, rows.to(tensor.dtype).expand(len(slots), *rows.shape[1:]))
+            self._add(key, state, torch.float32 if key[0] == "recurrent" else state.dtype)
+        tensor = self.tensors[key]
+        tensor.index_copy_(0, slots, state.to(tensor.dtype).expand(len(slots), *state.shape[1:]))
 
 
 class StepStates:
@@ -113,83 +92,68 @@ class StepStates:
     def __init__(self, states: RecurrentStates, slots: torch.Tensor, rows: int, is_new: bool) -> None:
         self.layer = -1
         """The layer that was in use last."""
-        self._states, self._slots, self._rows, self._is_new = states, slots, rows, is_new
+        self._states, self._slots, self._is_new = states, slots, is_new
+        self._read_slots = slots[:rows]
         self._given: dict[StateKey, torch.Tensor] = {}
-        """States of the current layer. A layer may change them in place, without a call."""
-
-    def finish(self) -> None:
-        """Store the states of the current layer."""
-        for key, rows in self._given.items():
-            self._states.write(key, self._slots, rows)
-        self._given = {}
+        """States of this layer. It may change them in place, without a call."""
 
     def _enter(self, layer: int) -> None:
+        """Store the states of the layer before this one."""
         if layer != self.layer:
             self.finish()
             self.layer = layer
 
-    def _read(self, key: StateKey) -> torch.Tensor | None:
-        self._enter(key[1])
-        if key not in self._given and not self._is_new:
-            rows = self._states.read(key, self._slots[: self._rows])
-            if rows is not None:
-                self._given[key] = rows
+    def finish(self) -> None:
+        """Store the states of the last layer."""
+        for key, state in self._given.items():
+            self._states.write(key, self._slots, state)
+        self._given = {}
+
+    def _get(self, kind: str, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        self._enter(layer_idx)
+        key = kind, layer_idx, state_idx
+        if not self._is_new and key not in self._given and key in self._states.tensors:
+            self._given[key] = self._states.tensors[key].index_select(0, self._read_slots)
         return self._given.get(key)
 
-    def _write(self, key: StateKey, rows: torch.Tensor) -> None:
-        self._enter(key[1])
-        self._given[key] = rows
+    def _set(
+        self, kind: str, state: torch.Tensor, layer_idx: int, state_idx: int = 0, **others: object
+    ) -> torch.Tensor:
+        self._enter(layer_idx)
+        self._given[kind, layer_idx, state_idx] = state
+        return state
 
-    # -- what layers call
+    # What layers call. `conv` are the last inputs of a convolution, `linear` the states of MiniMax.
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return the last inputs of a convolution."""
-        return self._read(("conv", layer_idx, state_idx))
+    get_conv_state = partialmethod(_get, "conv")
+    get_recurrent_state = partialmethod(_get, "recurrent")
+    update_recurrent_state = partialmethod(_set, "recurrent")
+    get_linear_cache = partialmethod(_get, "linear")
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """Replace a state of MiniMax."""
+        self._set("linear", linear_cache, layer_idx)
 
     def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **others: Any,
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
         """Add inputs of a convolution, `[rows, channels, tokens]`. Returns them after those before them."""
-        before = self.get_conv_state(layer_idx, state_idx)
+        before = self._get("conv", layer_idx, state_idx)
         if before is None:
             size = conv_kernel_size or conv_states.shape[-1]
             inputs = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
         else:
             size = before.shape[-1]
             inputs = torch.cat([before, conv_states], dim=-1)
-        self._write(("conv", layer_idx, state_idx), inputs[..., -size:])
+        self._set("conv", inputs[..., -size:], layer_idx, state_idx)
         return inputs
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return the state of a recurrence."""
-        return self._read(("recurrent", layer_idx, state_idx))
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **others: Any
-    ) -> torch.Tensor:
-        """Replace the state of a recurrence. Returns it."""
-        self._write(("recurrent", layer_idx, state_idx), recurrent_states)
-        return recurrent_states
-
-    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """Return the state of MiniMax's linear attention."""
-        return self._read(("linear", layer_idx, 0))
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        """Replace the state of MiniMax's linear attention."""
-        self._write(("linear", layer_idx, 0), linear_cache)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return whether states of earlier tokens are kept too: never."""
         return False
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Note the layer. `paged_attention`, which comes next, stores keys and values."""
         self._enter(layer_idx)

@@ -154,16 +154,17 @@ class Scheduler:
         their states do not go back."""
         sequence = batch.sequences[row]
         if sequence.computed == sequence.length:
-            self._keep(batch, row)
+            self._keep(batch, [row])
         else:
             sequence.computed = sequence.length - 1 if self.layout is None else 0
             self.blocks.rewind(sequence.seq_id, sequence.computed)
 
     # -- rows that are not sampled
 
-    def _keep(self, batch: Batch, row: int) -> None:
-        """Keep the hidden state of a row that is not sampled now. A later step samples it without a forward pass."""
-        batch.sequences[row].hidden = batch.hidden[row].clone()  # the step's tensor has all rows
+    def _keep(self, batch: Batch, rows: list[int]) -> None:
+        """Keep the hidden states of rows that are not sampled now. A later step samples them without a forward pass."""
+        for row, hidden in zip(rows, batch.hidden[rows].float().cpu().numpy(), strict=True):
+            batch.sequences[row].hidden = hidden
 
     def skip(self, batch: Batch, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
         """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now. They keep
@@ -178,7 +179,7 @@ class Scheduler:
             if not sequence.is_finished():  # a failed row may have ended its group
                 sequence.is_late = True
                 self.skipped[sequence] = is_late
-                self._keep(batch, row)
+        self._keep(batch, list(rows))
         return frozenset(rows)
 
     def resume(self, decided: Collection[int] | None = None) -> None:
