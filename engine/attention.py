@@ -75,7 +75,7 @@ Prefill = tuple[int, int, int, NDArray[np.int64] | None]
 in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
 
 
-class _FlattenedRow:
+class FlattenedRow:
     """Takes the place of transformers' `Cache`, for models that count the tokens before a step's themselves."""
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -126,7 +126,7 @@ class PagedContext:
             rows, name = len(self.tables) or 1, cache.states.argument
             is_new = any(before == 0 for _, _, before, _ in self.prefills)
             self.states = StepStates(cache.states, torch.tensor(self.state_slots, device=device), rows, is_new)
-        others: dict[str, Any] = {name: self.states or _FlattenedRow(positions)}
+        others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
         with running(self):
             output = body(
                 input_ids=tokens.view(rows, -1), position_ids=positions.view(rows, -1), use_cache=False, **others

@@ -137,5 +137,3 @@ def _choose_factors(text: Any, max_model_len: int | None) -> None:
         for name in ("factor", "mscale"):
             if f"{kept}_{name}" in rope:
                 rope[f"{other}_{name}"] = rope[f"{kept}_{name}"]
-        if kept == "short":
-            text.max_position_embeddings = rope["original_max_position_embeddings"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from transformers import AutoTokenizer, GgufConfig
 from engine.attention import ATTENTION, UnsupportedModelError
 from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
-from engine.model_config import architecture, model_factory, read_config
-from engine.model_files import complete, gguf_file, pretrained
+from engine.model_config import architecture, model_factory, read_config, refusal
+from engine.model_files import complete, gguf_file, pretrained, processor_template
 from engine.model_head import body_name
 from engine.model_probe import Probe
 from engine.ranks import Ranks
@@ -104,7 +105,9 @@ def check_model(model: str, revision: str | None = None, max_model_len: int | No
     """
     config = read_config(model, revision, max_model_len)
     with torch.device("meta"), torch.inference_mode():
-        shell = model_factory(config).from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+        shell = model_factory(config).from_config(
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=ATTENTION
+        )
         with contextlib.suppress(NotImplementedError, RuntimeError):  # some operations need numbers
             Probe(shell, _body(shell)).record()
     return config
@@ -132,15 +135,21 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
     if path is not None:
         others["quantization_config"] = GgufConfig(dequantize=True)
-    loaded = model_factory(config).from_pretrained(
+    elif device is not None:
+        others["device_map"] = {"": device}
+    loaded, report = model_factory(config).from_pretrained(
         place,
         config=config,
         revision=how.revision,
         dtype=_dtype(how.dtype, config, device),
         attn_implementation=ATTENTION,
         trust_remote_code=False,
+        output_loading_info=True,
         **others,
     )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise refusal(architecture(config), f"its files lack {len(missing)} weights, such as {missing[0]}")
     if plan is not None:  # with its own plans, transformers reads the heads from the size of the projections
         for module in loaded.modules():
             if hasattr(module, "num_heads"):
@@ -148,12 +157,13 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     if path is not None:
         complete(loaded, path)
     place, options = pretrained(how.tokenizer or model)
-    tokenizer = AutoTokenizer.from_pretrained(
-        place, revision=None if how.tokenizer else how.revision, trust_remote_code=False, **options
-    )
+    revision = None if how.tokenizer else how.revision
+    tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False, **options)
     if how.chat_template is not None:
         tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
-    return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = processor_template(place, revision)
+    return prepare_model(loaded, tokenizer, name=model)
 
 
 def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
@@ -162,7 +172,7 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
     if name != "auto":
         return getattr(torch, name)
     on_cpu = device.type == "cpu" if device is not None else not torch.cuda.is_available()
-    stored: Any = getattr(config, "dtype", None)
+    stored: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
     # Operators that tell whether this CPU multiplies a dtype quickly.
     fast = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     check = fast.get(stored) if on_cpu else None
@@ -190,10 +200,16 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
     config = model.config.get_text_config(decoder=True)
     model = model.eval().requires_grad_(False)
     body = _body(model)
-    with torch.inference_mode():
-        probe = Probe(model, body)
-        probe.record()
-        head = probe.find_head()
+    probe = Probe(model, body)
+    try:
+        with torch.inference_mode():
+            probe.record()
+            head = probe.find_head()
+    except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        why = f"its code does not run with the engine's caches ({type(error).__name__}: {bounded(error)})"
+        raise refusal(type(model).__name__, why) from error
     for module in getattr(model, body_name(model)).children():
         if module is not body and config is not model.config:
             module.to("meta")  # frees the weights of encoders of images and sounds

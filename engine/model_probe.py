@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig
 
-from engine.attention import ATTENTION, PagedContext, Prefill, UnsupportedModelError
+from engine.attention import ATTENTION, FlattenedRow, PagedContext, Prefill, UnsupportedModelError
 from engine.kv_cache import KVCache, LayerShapes
 from engine.model_config import refusal
 from engine.model_head import heads_of
@@ -74,7 +74,7 @@ class Probe:
         try:
             self._prefill(recorder, (self._prompts[0], 0, 0))
         except AttributeError as error:
-            if not isinstance(error.obj, StepStates):
+            if not isinstance(error.obj, StepStates | FlattenedRow):
                 raise
             why = f"its layers need {error.name} of their cache, which has only keys, values and recurrent states"
             raise self._refusal(why) from error

@@ -127,10 +127,11 @@ def test_prefills_and_decodes_in_one_row(
     def flat(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts).transpose(0, 1)[None]
 
+    passed = {} if chunk else {"sliding_window": window}  # as Llama 4 does
     with running(context), mock.patch("engine.attention._MAX_SCORES", max_scores):
         found, _ = paged_attention(
             layer, flat(queries), flat(keys), flat(values), None,
-            scaling=DIM**-0.5, sliding_window=window, softcap=softcap, s_aux=sinks, position_ids=object(),
+            scaling=DIM**-0.5, softcap=softcap, s_aux=sinks, position_ids=object(), **passed,
         )  # fmt: skip
     torch.testing.assert_close(found[0], torch.cat(expected), rtol=1e-5, atol=1e-5)
 

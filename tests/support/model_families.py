@@ -84,7 +84,6 @@ LONGROPE = {
     "rope_theta": 1e4,
     "short_factor": [1.1, 1.2, 1.3, 1.4],
     "long_factor": [2.0, 3.0, 4.0, 9.0],
-    "original_max_position_embeddings": 64,
 }
 VISION: dict[str, Any] = {
     "hidden_size": 16,
@@ -280,7 +279,11 @@ FAMILIES = [
     Family("Command R7B", "cohere2", {"logit_scale": 0.3, **FULL_AND_SLIDING}),
     Family("Phi 2", "phi", {"partial_rotary_factor": 0.5}),
     Family("Phi 3", "phi3", {"sliding_window": 8}),
-    Family("Phi-4-mini", "phi3", {"partial_rotary_factor": 1.0, "rope_parameters": LONGROPE}),
+    Family(
+        "Phi-4-mini",
+        "phi3",
+        {"partial_rotary_factor": 1.0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+    ),
     Family("OLMo", "olmo", {"clip_qkv": 0.7}),
     Family("OLMo 2", "olmo2"),
     Family("OLMo 3", "olmo3", FULL_AND_SLIDING),
@@ -512,6 +515,7 @@ FAMILIES = [
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 NEW_TOKENS = 12
+MAX_LENGTH = 64
 PROMPTS = [[7], [37 * place % 600 + 6 for place in range(21)], [91 * place % 600 + 6 for place in range(33)]]
 
 
@@ -521,12 +525,12 @@ def serve(family: Family, path: Path, tokenizer: PreTrainedTokenizerFast) -> tup
     row = f"| {family.title} | `{family.model_type}` |"
     with mock.patch.object(attention, "_prefill", wraps=attention._prefill) as prefill:
         try:
-            loaded = load_model(save(model, path, tokenizer), device="cpu", dtype="float32")
+            loaded = load_model(save(model, path, tokenizer), device="cpu", dtype="float32", max_model_len=MAX_LENGTH)
         except UnsupportedModelError as error:
             reason = str(error).partition("can't be served: ")[2].partition(". ")[0]
             return model, [], f"{row} **refused**: {reason} |"
     # Chunks of prompts, decodes of different lengths, and a sequence that waits for a place.
-    config = EngineConfig(max_num_seqs=2, block_size=4, max_num_batched_tokens=11, max_model_len=64)
+    config = EngineConfig(max_num_seqs=2, block_size=4, max_num_batched_tokens=11, max_model_len=MAX_LENGTH)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     outputs = LLM(loaded, pool="inline", config=config).generate(PROMPTS, params, use_tqdm=False)
     needs = describe(loaded, [call.args[-2:] for call in prefill.call_args_list])
