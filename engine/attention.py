@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from engine.kv_cache import KVCache
+from engine.recurrent import StepStates
 
 ATTENTION = "guided_paged"
 """The name of `paged_attention` as an `attn_implementation`."""
 
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
 """Keywords that models pass to attention functions and that this one can ignore."""
+_NOT_PASSED = 0
 _MAX_SCORES = 1 << 26
 """Attention scores of a prefill that are in memory at once, where torch's own attention cannot compute them."""
 
@@ -73,6 +75,26 @@ Prefill = tuple[int, int, int, NDArray[np.int64] | None]
 in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
 
 
+class FlattenedRow:
+    """Takes the place of transformers' `Cache`, for models that count the tokens before a step's themselves."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+
+    def get_seq_length(self, layer_idx: int | None = None) -> torch.Tensor | int:
+        """Return what a layer adds to the place of each token in the row to get its position in its sequence. Models
+        ask without a layer: they know the positions."""
+        if layer_idx is None:
+            return 0
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave the keys and values to `paged_attention`."""
+        return key_states, value_states
+
+
 @dataclass
 class PagedContext:
     """A step for the model: the chunks' tokens first, then one of each decoding sequence. With tensor parallelism each
@@ -85,6 +107,12 @@ class PagedContext:
     """int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block."""
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
+    state_slots: Sequence[int] = ()
+    """Slots of the sequences, for a model with recurrent layers: of those of one chunk, or of all that decode."""
+    state_copies: Sequence[tuple[int, int]] = ()
+    """As `BlockManager.row_copies`."""
+    states: StepStates | None = field(default=None, init=False)
+    """The recurrent states of the forward pass, while it runs."""
 
     def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
@@ -92,9 +120,21 @@ class PagedContext:
             cache.copy_blocks(self.copies)
         tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
         self.move(cache, slots)
+        rows, name = 1, "past_key_values"
+        if cache.states is not None:
+            cache.states.copy(self.state_copies)
+            rows, name = len(self.tables) or 1, cache.states.argument
+            is_new = any(before == 0 for _, _, before, _ in self.prefills)
+            self.states = StepStates(cache.states, torch.tensor(self.state_slots, device=device), rows, is_new)
+        others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
         with running(self):
-            output = body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        hidden: torch.Tensor = output.last_hidden_state[0]
+            output = body(
+                input_ids=tokens.view(rows, -1), position_ids=positions.view(rows, -1), use_cache=False, **others
+            )
+        if self.states is not None:
+            self.states.finish()
+        # Mamba adds its layers up in float32.
+        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
         return hidden
 
     def move(self, cache: KVCache, slots: torch.Tensor) -> None:
@@ -161,7 +201,7 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _NOT_PASSED,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **others: Any,
@@ -170,7 +210,8 @@ def paged_attention(
     `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights.
 
     Args:
-        sliding_window: number of tokens that a token attends to, with itself. None: all.
+        sliding_window: number of tokens that a token attends to, with itself. None: all. Without it, the configuration
+            says what the layer attends to.
         softcap: bound of the scores, which a tanh keeps.
         s_aux: attention sinks `[heads]`: the score of a key without a value.
         attention_mask: None.
@@ -182,12 +223,16 @@ def paged_attention(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
         )
     paged = _step.get()
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    span = Span(sliding_window, _chunk_size(module))
+    layer: int = module.layer_idx if paged.states is None else paged.states.layer  # type: ignore[assignment]
+    rows = len(query)
+    if rows > 1:  # one token of each decoding sequence, see `StepStates`
+        query, key, value = (part.transpose(0, 2) for part in (query, key, value))
+    span = _span(module.config, layer) if sliding_window == _NOT_PASSED else Span(sliding_window)
     scores = Scores(scaling, softcap, s_aux)
     paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:
-        return _decode(query, paged, layer, scores, span, key.shape[1]), None
+        attended = _decode(query, paged, layer, scores, span, key.shape[1])
+        return attended.view(rows, -1, *attended.shape[2:]), None
     parts: list[torch.Tensor] = []
     for (start, end, before, _), table in zip(paged.prefills, paged.prefill_tables, strict=True):
         part = slice(start, end)
@@ -201,11 +246,13 @@ def paged_attention(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
-def _chunk_size(module: Any) -> int | None:
-    """Return the size of the chunks of a layer with chunked attention. Llama 4 does not pass it to the function."""
-    layer_types = getattr(module.config, "layer_types", None)
-    is_chunked = layer_types and layer_types[module.layer_idx] == "chunked_attention"
-    return module.config.attention_chunk_size if is_chunked else None
+def _span(config: Any, layer: int) -> Span:
+    """Return what a layer attends to, by its configuration. Some models know it by their mask only."""
+    layer_types = getattr(config, "layer_types", None)
+    kind = layer_types[layer] if layer_types else "sliding_attention"
+    if kind == "chunked_attention":
+        return Span(chunk=config.attention_chunk_size)
+    return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
 
 
 def _prefill(
@@ -225,8 +272,9 @@ def _prefill(
         mask = (positions <= rows) & (positions >= span.first(rows))
     # All scores of a long prompt would not fit into the memory.
     size = max(1, _MAX_SCORES // (query.shape[1] * total)) if scores.are_changed else tokens
-    masks = [None] if mask is None else mask.split(size)
-    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(query.split(size, 2), masks, strict=True)]
+    masks = [None] if mask is None else torch.split(mask, size)
+    queries = torch.split(query, size, dim=2)
+    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(queries, masks, strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 

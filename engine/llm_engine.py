@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from engine.beams import advance_beams, show_result
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.keywords import refuse_unknown, without_neutral
-from engine.kv_cache import plan_blocks
+from engine.kv_cache import plan_cache
 from engine.logits_processors.loading import describe, load_classes
 from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
@@ -58,13 +59,16 @@ class LLMEngine:
         self.model = model
         self.max_model_len = model.context_length(config.max_model_len)
         self.runner = ModelRunner(model, config.block_size)
-        num_blocks = plan_blocks(config, model.layers, self.max_model_len, model.dtype, self._memory_for_cache)
+        num_blocks, max_num_seqs = plan_cache(
+            config, model.layers, model.layout, self.max_model_len, model.dtype, self._memory_for_cache
+        )
+        self.config = config = replace(config, max_num_seqs=max_num_seqs)
         self.blocks = BlockManager(
             num_blocks,
             config.block_size,
             max_seqs=config.max_num_seqs,
             max_blocks=-(-self.max_model_len // config.block_size),
-            prefix_cache=config.enable_prefix_caching,
+            prefix_cache=config.enable_prefix_caching and model.layout is None,
         )
         self.runner.start(self.blocks)
         description = describe(model, config, self.max_model_len)
@@ -74,10 +78,13 @@ class LLMEngine:
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
             processor = ProcessorBundle(*standard, *([] if processor is None else [processor]), config=description)
         self.processor = processor
+        on_cpu = model.device.type == "cpu"
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
+            max_num_batched_tokens=config.tokens_per_step(on_cpu),
+            max_tokens_of_prefills=config.tokens_per_step(on_cpu, delays_decoding=False),
+            layout=model.layout,
         )
         self.stats = EngineStats()
         self.groups: dict[str, SequenceGroup] = {}

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 
 class _BodyOutput(dict[str, Any]):
@@ -39,13 +40,20 @@ class OwnForward(torch.nn.Module):
         super().__init__()
         shell = copy.copy(model)
         shell._modules = dict(model._modules)
-        shell._modules[model.base_model_prefix] = _GivenBody(model._modules[model.base_model_prefix])
+        name = body_name(model)
+        shell._modules[name] = _GivenBody(model._modules[name])
         self.__dict__["_shell"] = shell  # not a submodule: its weights are the model's
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits `[rows, padded_vocab_size]` of hidden states `[rows, hidden]`."""
         logits: torch.Tensor = self.__dict__["_shell"](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
+
+
+def body_name(model: Any) -> str:
+    """Return the name of the part of a model that makes the hidden states."""
+    names = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
+    return str(names[0])
 
 
 def heads_of(model: Any, hidden: torch.Tensor) -> list[torch.nn.Module]:

@@ -7,14 +7,15 @@ from collections.abc import Collection
 
 from engine.batch import Batch, Chunk
 from engine.block_manager import BlockManager
+from engine.recurrent import StateLayout
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 class Scheduler:
     """Starts groups in the order of their arrival. A group starts once all its sequences fit.
 
-    A step computes one token of each running sequence. The rest of its tokens go to prefills, in chunks: to those that
-    have begun, then to preempted sequences, then to new groups.
+    A step computes one token of each running sequence. The rest of its tokens (more, while a step delays no token) go
+    to prefills, in chunks: to those that have begun, then to preempted sequences, then to new groups.
 
     If blocks run out, the newest sequence is preempted: it loses its blocks, and is prefilled again, prompt and output,
     before new groups start. Beams of a group are preempted and started together. Groups that wait for their grammar
@@ -22,10 +23,22 @@ class Scheduler:
     hidden state of its last token. Then it is sampled without a forward pass.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_tokens_of_prefills: int | None = None,
+        layout: StateLayout | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.layout = layout
+        """The states of recurrent layers, if the model has some."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_tokens_of_prefills = max_tokens_of_prefills or max_num_batched_tokens
+        """The maximum number of tokens in a step without decodes."""
         self.waiting: deque[SequenceGroup] = deque()
         self.preempted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -70,7 +83,8 @@ class Scheduler:
         """Build the next step's batch. It is empty if no sequence can run."""
         before = self.num_preemptions
         decodes, kept, copies = self._schedule_decodes()
-        budget = self.max_num_batched_tokens - len(decodes)
+        delays = decodes or kept or self.skipped
+        budget = self.max_num_batched_tokens - len(decodes) if delays else self.max_tokens_of_prefills
         chunks: list[Chunk] = []
         budget = self._continue_prefills(chunks, budget)
         if self.num_preemptions == before:
@@ -112,9 +126,9 @@ class Scheduler:
                 continue
             done += 1
         ready = [one for one in self.running if not one.is_late and one not in skipped]
-        decodes = [one for one in ready if one.computed == one.length - 1]
+        decodes = [one for one in ready if 0 < one.computed == one.length - 1]
         kept = [one for one in ready if one.computed == one.length]
-        self.prefilling[:0] = [[one] for one in ready if one.computed < one.length - 1]
+        self.prefilling[:0] = [[one] for one in ready if one.computed < max(1, one.length - 1)]
         for sequence in decodes:
             sequence.computed = sequence.length
         return decodes, kept, copies
@@ -136,19 +150,21 @@ class Scheduler:
 
     def rewind(self, batch: Batch, row: int) -> None:
         """Go on with what is left of the sequence of a row after a rollback. If only the sampled token was removed, it
-        is sampled again. Otherwise its last token is computed again."""
+        is sampled again. Otherwise its last token is computed again; all tokens, if the model has recurrent layers:
+        their states do not go back."""
         sequence = batch.sequences[row]
         if sequence.computed == sequence.length:
-            self._keep(batch, row)
+            self._keep(batch, [row])
         else:
-            sequence.computed = sequence.length - 1
+            sequence.computed = sequence.length - 1 if self.layout is None else 0
             self.blocks.rewind(sequence.seq_id, sequence.computed)
 
     # -- rows that are not sampled
 
-    def _keep(self, batch: Batch, row: int) -> None:
-        """Keep the hidden state of a row that is not sampled now. A later step samples it without a forward pass."""
-        batch.sequences[row].hidden = batch.hidden[row].clone()  # the step's tensor has all rows
+    def _keep(self, batch: Batch, rows: list[int]) -> None:
+        """Keep the hidden states of rows that are not sampled now. A later step samples them without a forward pass."""
+        for row, hidden in zip(rows, batch.hidden[rows].float().cpu().numpy(), strict=True):
+            batch.sequences[row].hidden = hidden
 
     def skip(self, batch: Batch, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
         """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now. They keep
@@ -163,7 +179,7 @@ class Scheduler:
             if not sequence.is_finished():  # a failed row may have ended its group
                 sequence.is_late = True
                 self.skipped[sequence] = is_late
-                self._keep(batch, row)
+        self._keep(batch, list(rows))
         return frozenset(rows)
 
     def resume(self, decided: Collection[int] | None = None) -> None:
@@ -238,6 +254,8 @@ class Scheduler:
         """Schedule the next chunk of a prefill. Returns its number of tokens."""
         start = prefill[0].computed
         tokens = min(prefill[0].length - start, budget)
+        if tokens > 0 and self.layout is not None and not self.layout.resumes:
+            tokens = prefill[0].length if start == 0 else 1
         if tokens > 0:
             for sequence in prefill:
                 sequence.computed = start + tokens

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from engine.attention import PagedContext, Prefill, paged_attention, running, split_decodes
 from engine.config import EngineConfig
-from engine.kv_cache import KVCache, LayerShapes, plan_blocks
+from engine.kv_cache import CachePlan, KVCache, LayerShapes, plan_cache
+from engine.recurrent import StateLayout
 
 BLOCK, HEADS, KV_HEADS, DIM = 4, 6, 2, 8
 CPU = torch.device("cpu")
@@ -126,10 +127,11 @@ def test_prefills_and_decodes_in_one_row(
     def flat(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts).transpose(0, 1)[None]
 
+    passed = {} if chunk else {"sliding_window": window}  # as Llama 4 does
     with running(context), mock.patch("engine.attention._MAX_SCORES", max_scores):
         found, _ = paged_attention(
             layer, flat(queries), flat(keys), flat(values), None,
-            scaling=DIM**-0.5, sliding_window=window, softcap=softcap, s_aux=sinks, position_ids=object(),
+            scaling=DIM**-0.5, softcap=softcap, s_aux=sinks, position_ids=object(), **passed,
         )  # fmt: skip
     torch.testing.assert_close(found[0], torch.cat(expected), rtol=1e-5, atol=1e-5)
 
@@ -155,7 +157,7 @@ def test_the_cache_is_sized_from_a_number_a_budget_or_the_need() -> None:
     layers = {0: LayerShapes(2, 8, 8), 1: LayerShapes(2, 8, 4)}
 
     def plan(**config: Any) -> int:
-        return plan_blocks(EngineConfig(**config), layers, 64, torch.float16, lambda: 20 * 1792)
+        return plan_cache(EngineConfig(**config), layers, None, 64, torch.float16, lambda: 20 * 1792).num_blocks
 
     assert plan(num_blocks=7) == 7
     assert plan(kv_cache_bytes=10 * 1792 + 5) == 10
@@ -163,3 +165,18 @@ def test_the_cache_is_sized_from_a_number_a_budget_or_the_need() -> None:
     assert plan(max_num_seqs=3) == 12
     with pytest.raises(ValueError, match="needs 4"):
         plan(num_blocks=3)
+
+
+def test_states_take_half_of_the_memory_and_bound_the_sequences() -> None:
+    layout = StateLayout({("conv", 0, 0): torch.zeros(1, 4, 8).half(), ("recurrent", 0, 0): torch.zeros(1, 2, 64)})
+    assert layout.slot_bytes == 576
+
+    def plan(layers: dict[int, LayerShapes], memory: int, **config: Any) -> CachePlan:
+        return plan_cache(EngineConfig(**config), layers, layout, 64, torch.float16, lambda: memory)
+
+    layers = {0: LayerShapes(2, 8, 8)}  # 1,024 bytes a block
+    assert plan(layers, 10 * 1152) == CachePlan(num_blocks=5, max_num_seqs=10)
+    assert plan(layers, 1 << 20, max_num_seqs=3) == CachePlan(num_blocks=12, max_num_seqs=3)
+    assert plan({}, 5 * 576) == CachePlan(num_blocks=20, max_num_seqs=5), "without keys, all of it"
+    with pytest.raises(ValueError, match=r"the states of a sequence take 0\.0 MiB.*raise kv_cache_bytes"):
+        plan(layers, 1000)

@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    PreTrainedTokenizerFast,
-    T5Config,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.attention import UnsupportedModelError
 from engine.model_loader import load_model, prepare_model
@@ -42,28 +34,6 @@ def test_half_precision_is_float32_on_a_cpu_without_it(
 def test_an_unknown_dtype_is_refused(tiny_llama_dir: Path) -> None:
     with pytest.raises(ValueError, match="dtype is 'int3'"):
         load_model(str(tiny_llama_dir), dtype="int3")
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (MambaConfig(vocab_size=640, hidden_size=32, num_hidden_layers=1), "attention backend"),
-        (T5Config(vocab_size=640), "not a causal language model"),
-        (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "RoPE"),
-    ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
-)
-def test_what_cannot_be_served_is_refused_by_name(config: Any, reason: str, tmp_path: Path) -> None:
-    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=reason):
-        load_model(str(tmp_path))
-
-
-def test_unknown_arguments_of_the_attention_are_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    model = AutoModelForCausalLM.from_config(GptOssConfig(**TINY, num_local_experts=2, num_experts_per_tok=1))
-    with pytest.raises(UnsupportedModelError, match="s_aux"):
-        prepare_model(model.float(), tiny_tokenizer)
 
 
 def test_logits_are_those_of_the_models_own_forward(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
