@@ -5,8 +5,8 @@ does it once (`python -m actors.compile_process`), and every compile process is 
 a second. The fork server has one thread and never compiles a user's constraint.
 
 The fork server takes sockets over its control socket, and starts a compile process on each. That one sends its pid, and
-then a `CompileResult` for each `CompileRequest`. Nothing in `ForkServer` and `CompileProcess` relies on the other
-process to behave: every wait has a deadline, and ends with a kill.
+then a `CompileResult` for each `CompileRequest`, as packages. Nothing in `ForkServer` and `CompileProcess` relies on
+the other process to behave: every wait has a deadline, and ends with a kill.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ import os
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
-from msgspec.msgpack import Decoder, encode
+from msgspec.msgpack import Decoder
 
+from actors.packages import CompileResult, Package, buffer, pack, receive_package, send_package, socket_pair
 from actors.processes import START_SECONDS, enter_session, kill, resident_bytes
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
 from guided.constraint import Constraint
-from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge, UnsupportedConstraint, Wire, to_wire
+from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge, UnsupportedConstraint, to_wire
 from guided.process_resources import give_back_free_memory
 from guided.vocabulary import Vocabulary
 
@@ -58,16 +57,6 @@ class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
     constraint: Constraint
     backend: str
     max_bytes: int
-
-
-class CompileResult(msgspec.Struct, array_like=True):
-    """An error, or what a `Grammar` has."""
-
-    error: Wire | None = None
-    nbytes: int = 0
-    """Memory of the grammar in a process that has loaded it, as measured here."""
-    dumped: bytes = b""
-    checked: tuple[str, ...] = ()
 
 
 # the engine's side
@@ -102,14 +91,12 @@ class ForkServer:
                 raise OSError("the fork server was closed")
             if is_new := self._process is None or self._process.poll() is not None:
                 self._start()
-            ours, theirs = socket.socketpair()
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # 5 s: a process may freeze in mid-message
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 5, 0))
-            jobs: Connection[Any, Any] = Connection(ours.detach())
+            jobs, theirs = socket_pair()
+            jobs.settimeout(5)
             try:
                 with theirs:
                     socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-                if not jobs.poll(START_SECONDS):
+                if not wait([jobs], START_SECONDS):
                     self._kill()
                     raise OSError("the fork server of the compile processes does not answer")
                 process = CompileProcess(jobs)
@@ -152,24 +139,26 @@ class ForkServer:
 class CompileProcess:
     """One compile process. Used by one thread at a time."""
 
-    def __init__(self, jobs: Connection[Any, Any]) -> None:
+    def __init__(self, jobs: socket.socket) -> None:
         self._jobs = jobs
         self._decode = Decoder(CompileResult).decode
-        self._process = psutil.Process(int(jobs.recv_bytes()))
+        self._process = psutil.Process(int(buffer(receive_package(jobs))))
         self._fresh = resident_bytes(self._process)
 
     @property
     def alive(self) -> bool:
         """Whether the process waits for a request. Only meaningful between two requests."""
-        return not self._jobs.poll(0)
+        return not wait([self._jobs], 0)
 
     @property
     def growth(self) -> int:
         """Growth of its resident memory since its fork, in bytes."""
         return resident_bytes(self._process) - self._fresh
 
-    def compile(self, request: CompileRequest, seconds: float, memory_bytes: int) -> CompileResult:
-        """Have the process compile a constraint. If this raises, the process has to be killed.
+    def compile(self, request: CompileRequest, seconds: float, memory_bytes: int) -> tuple[CompileResult, Package]:
+        """Have the process compile a constraint. Returns the result, also as it was sent.
+
+        If this raises, the process has to be killed.
 
         Args:
             memory_bytes: limit of `growth`.
@@ -184,19 +173,19 @@ class CompileProcess:
             "try a simpler one, or another backend"
         )
         try:
-            self._jobs.send_bytes(encode(request))
-            while not self._jobs.poll(min(0.01, deadline - time.monotonic())):  # then its memory is read
+            send_package(self._jobs, pack(request))
+            while not wait([self._jobs], min(0.01, deadline - time.monotonic())):  # then its memory is read
                 if self.growth > memory_bytes:
                     text = f"compiling this constraint with {request.backend} took more than {memory_bytes >> 20} MiB"
                     raise ConstraintTooLarge(f"{text} of memory; try a smaller one, or another backend")
                 if time.monotonic() >= deadline:
                     raise timeout
-            result: CompileResult = self._decode(self._jobs.recv_bytes())
-        except BlockingIOError:
+            package = receive_package(self._jobs)
+            return self._decode(buffer(package)), package
+        except TimeoutError:
             raise timeout from None
         except (EOFError, OSError):
             raise BackendError("compiling this constraint ended its process") from None
-        return result
 
     def kill(self) -> None:
         """Kill the process. Idempotent."""
@@ -228,18 +217,19 @@ def _warm(backends: Backends) -> None:
 
 
 def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
+    name, constraint = request.backend, request.constraint
     try:
-        compiled = compile_with(backends, request.constraint, request.backend)
+        compiled = compile_with(backends, constraint, name)
         dumped, checked = compiled.grammar.dump(), tuple(compiled.grammar.checked)
         size = max(compiled.nbytes, len(dumped))
         if size > request.max_bytes:
             raise ConstraintTooLarge(
-                f"the compiled constraint takes {size >> 20} MiB with {request.backend}; "
+                f"the compiled constraint takes {size >> 20} MiB with {name}; "
                 f"the limit is {request.max_bytes >> 20} MiB"
             )
     except Exception as error:
-        return CompileResult(to_wire(error))
-    return CompileResult(None, size, dumped, checked)
+        return CompileResult(name, constraint, to_wire(error))
+    return CompileResult(name, constraint, None, size, checked, memoryview(dumped))
 
 
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> None:
@@ -248,12 +238,13 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.nice(10)  # a compilation takes seconds of a core: the engine and the masks have precedence
     enter_session()
-    connection: Connection[Any, Any] = Connection(jobs)
+    stream = socket.socket(fileno=jobs)
     decode = Decoder(CompileRequest).decode
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        connection.send_bytes(str(os.getpid()).encode())
+        stream.send(str(os.getpid()).encode())
         while True:
-            connection.send_bytes(encode(_compile(backends, decode(connection.recv_bytes()))))
+            request = decode(buffer(receive_package(stream)))
+            send_package(stream, pack(_compile(backends, request)))
             gc.collect()
             give_back_free_memory()
 

@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
-from actors.compile_process import CompileProcess, CompileRequest, CompileResult, ForkServer
+from actors.compile_process import CompileProcess, CompileRequest, ForkServer
+from actors.packages import CompileResult, Package
 from actors.processes import RETRY_SECONDS
 from guided.backends import BACKENDS
 from guided.compilation import conclusion, is_about_backend
@@ -98,6 +99,8 @@ class Compiler:
         self._fork_server.close()
         for thread in self._threads:
             thread.join()
+        for process in self._idle:
+            process.kill()
 
     def _work(self, index: int) -> None:
         """Body of a thread: compile one constraint after the other."""
@@ -128,7 +131,7 @@ class Compiler:
             request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
             began = time.monotonic()
             try:
-                result = self._run(process, request, self._limits.seconds * share - spent)
+                result, package = self._run(process, request, self._limits.seconds * share - spent)
             except GuidedError as error:
                 if not is_about_backend(error):  # but about the constraint
                     raise
@@ -142,15 +145,15 @@ class Compiler:
                     spent + time.monotonic() - began,
                     checked=result.checked,
                     nbytes=result.nbytes,
-                    dumped=result.dumped,
+                    dumped=package,
                 )
         raise conclusion(failed)
 
-    def _run(self, process: CompileProcess, request: CompileRequest, seconds: float) -> CompileResult:
+    def _run(self, process: CompileProcess, request: CompileRequest, seconds: float) -> tuple[CompileResult, Package]:
         """Compile with one backend. Raises what `CompileProcess.compile` raises, and the error of the result."""
         is_reusable = False
         try:
-            result = process.compile(request, seconds, self._limits.memory_bytes)
+            result, package = process.compile(request, seconds, self._limits.memory_bytes)
             # A process that has grown by more than this is replaced after its constraint.
             is_reusable = process.growth <= 64 << 20
         except GuidedError as error:
@@ -168,7 +171,7 @@ class Compiler:
                 process.kill()
         if result.error is not None:
             raise from_wire(result.error)
-        return result
+        return result, package
 
     def _take(self) -> CompileProcess:
         """Return an idle process, or a new one. Raises `PoolUnavailable` if the compiler is being closed."""

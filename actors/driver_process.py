@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
+import numpy as np
 import ray
 from ray._private import node, ray_constants, services, utils
 from ray._raylet import PlacementGroupID
@@ -162,7 +163,11 @@ class Session:
             calls.append(collect())  # the actor goes on while lines are on their way
             return cast(Lines, ray.get(calls.popleft()))
 
-        forward(connect(path), table, actor.deliver.remote, lines)
+        def load(grammar: Any) -> None:
+            # In a list: Ray would hold back all later calls until an argument is there.
+            actor.load.remote([ray.put(np.frombuffer(grammar, np.uint8))])
+
+        forward(*connect(path), table, actor.deliver.remote, load, lines)
 
 
 def _described(error: Exception) -> PoolUnavailable:

@@ -14,6 +14,7 @@ GuidedError
     │   └── TokenRejected       the matcher rejected a token that the mask allowed
     ├── ConstraintNotMet        the output is complete, and violates a keyword that is checked at the end
     ├── MaskTimeout             a mask did not arrive within the fill limit
+    ├── GrammarLoadTimeout      a compiled grammar was not loaded within its limit
     ├── PostProcessorFailed     an application's post-processor raised an exception
     ├── WorkerDied              the process that held the matcher has ended
     └── PoolUnavailable         no worker is up: HTTP 503
@@ -124,6 +125,10 @@ class ConstraintNotMet(InternalError):
 
 class MaskTimeout(InternalError):
     code = "mask_timeout"
+
+
+class GrammarLoadTimeout(InternalError):
+    code = "grammar_load_timeout"
 
 
 class PostProcessorFailed(InternalError):

@@ -76,10 +76,10 @@ class XGrammarBackend(Backend):
             refusal = InvalidConstraint if constraint.kind == "grammar" else UnsupportedConstraint
             raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
 
-    def load(self, constraint: Constraint, dumped: bytes) -> XGrammarGrammar:
+    def load(self, constraint: Constraint, dumped: memoryview) -> XGrammarGrammar:
         if not dumped:
             return self.compile(constraint)
-        compiled = xgrammar.CompiledGrammar.deserialize_json(dumped.decode("utf-8"), self._tokenizer)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(str(dumped, "utf-8"), self._tokenizer)
         return XGrammarGrammar(self._tokens, compiled, math.inf)
 
     def _grammar(self, constraint: Constraint) -> tuple[str, tuple[str, ...]]:

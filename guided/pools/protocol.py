@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +38,8 @@ class Grammar:
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     nbytes: int = field(default=0, compare=False)
     """Its size in memory, as measured when it was compiled."""
-    dumped: bytes = field(default=b"", repr=False, compare=False)
-    """The serialized grammar, for workers in other processes."""
+    dumped: Any = field(default=None, repr=False, compare=False)
+    """What workers in other processes load it from."""
     compiled: CompiledGrammar | None = field(default=None, repr=False, compare=False)
     """The grammar itself, for a worker in this process."""
 
@@ -75,8 +75,10 @@ class StepMasks:
 
 WorkerState = Literal["starting", "up", "restarting", "down"]
 """`down`: it did not start at the last attempt."""
-EndCause = Literal["died", "hung", "memory", "not_started"]
-"""Why an incarnation of a worker ended: by itself, killed over its time or memory limit, or it never came up."""
+EndCause = Literal["died", "memory", "import", "load", "fill", "frozen", "transfer", "not_started"]
+"""Why an incarnation of a worker ended: by itself; killed because of its memory, because it took too long to import a
+library, to load a grammar or to fill a mask, because it did not run any more, or because it did not take what it was
+sent; or it never came up."""
 
 
 @dataclass(frozen=True, slots=True)
