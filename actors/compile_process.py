@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import os
 import resource
 import signal
@@ -32,7 +33,7 @@ import psutil
 from msgspec.msgpack import Decoder
 
 from actors.packages import CompileResult, Package, buffer, pack, receive_package, send_package, socket_pair
-from actors.processes import START_SECONDS, enter_session, kill, resident_bytes
+from actors.processes import START_SECONDS, TICK_SECONDS, enter_session, kill, resident_bytes
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
@@ -48,6 +49,8 @@ _WARM_UP = (
     Constraint.grammar('root ::= "a"'),
     Constraint.structural_tag({"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}),
 )
+_FORK_SECONDS = 5.0
+"""Time limit for a fork. It takes hundredths of a second on a quiet machine."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,69 +66,17 @@ class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ForkServer:
-    """The warm process that compile processes are forks of. Started when first needed, and again when it is lost.
+    """A process that compile processes are forks of, once it is warm.
 
-    It dies with the thread that started it, and its forks die with it: threads that call `fork` live until `close`.
+    It dies with the thread that started it, and its forks die with it.
     """
 
-    def __init__(self, vocabulary: bytes) -> None:
-        self._vocabulary = os.memfd_create("vocabulary")
-        weakref.finalize(self, os.close, self._vocabulary)
-        with open(self._vocabulary, "wb", closefd=False) as file:
-            file.write(vocabulary)
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control = socket.socket()
-        self._closed = False
-        self.started = time.monotonic()
-        """`time.monotonic()` when the fork server was last ready."""
-
-    def fork(self) -> CompileProcess:
-        """Start a compile process.
-
-        Raises:
-            OSError: not possible now: out of memory, or the fork server does not start.
-        """
-        with self._lock:
-            if self._closed:
-                raise OSError("the fork server was closed")
-            if is_new := self._process is None or self._process.poll() is not None:
-                self._start()
-            jobs, theirs = socket_pair()
-            jobs.settimeout(5)
-            try:
-                with theirs:
-                    socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-                if not wait([jobs], START_SECONDS):
-                    self._kill()
-                    raise OSError("the fork server of the compile processes does not answer")
-                process = CompileProcess(jobs)
-            except (EOFError, OSError, psutil.NoSuchProcess) as error:
-                jobs.close()
-                raise OSError(str(error) or "the compile process ended") from None
-            if is_new:
-                self.started = time.monotonic()
-            return process
-
-    def close(self) -> None:
-        """End the fork server, and with it all its forks, for good."""
-        self._closed = True
-        self._kill()  # without the lock: another thread may wait in `fork` until the process is warm
-        with self._lock:
-            self._kill()
-            self._control.close()
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def _start(self) -> None:
-        self._control.close()
+    def __init__(self, vocabulary: int) -> None:
         self._control, theirs = socket.socketpair()
+        self.is_warm = False
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        descriptors = (theirs.fileno(), self._vocabulary)
+        descriptors = (theirs.fileno(), vocabulary)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "actors.compile_process", *map(str, descriptors), str(os.getpid())],
@@ -134,6 +85,84 @@ class ForkServer:
                 pass_fds=descriptors,
                 env={**os.environ, **one_thread, **path},
             )
+
+    def look(self) -> bool:
+        """Note whether it is warm. Returns False if it has ended."""
+        if not self.is_warm and wait([self._control], 0):
+            self.is_warm = bool(self._control.recv(1))
+        return self._process.poll() is None
+
+    def fork(self) -> CompileProcess:
+        """Start a compile process. Raises OSError if that is not possible now."""
+        jobs, theirs = socket_pair()
+        jobs.settimeout(5)
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            if not wait([jobs], _FORK_SECONDS):
+                self._process.kill()
+                raise OSError("the fork server of the compile processes does not answer")
+            return CompileProcess(jobs)
+        except (EOFError, OSError, psutil.NoSuchProcess) as error:
+            jobs.close()
+            raise OSError(str(error) or "the compile process ended") from None
+
+    def close(self) -> None:
+        """End it, and with it all its forks."""
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+
+
+class ForkServers:
+    """The fork server in use, and a warm one that replaces it at once when it is lost."""
+
+    def __init__(self, vocabulary: bytes) -> None:
+        self._vocabulary = os.memfd_create("vocabulary")
+        weakref.finalize(self, os.close, self._vocabulary)
+        with open(self._vocabulary, "wb", closefd=False) as file:
+            file.write(vocabulary)
+        self._servers: list[ForkServer] = []
+        self._closed = threading.Event()
+        self.ends = 0
+        """Number of fork servers that were lost."""
+        self.started = math.inf
+        """`time.monotonic()` at which there was one that was warm, after there was none."""
+
+    def keep(self) -> None:
+        """Replace what is lost. Call it every `TICK_SECONDS`, from a thread that lives until `close`."""
+        for server in list(self._servers):
+            if not server.look():
+                self._servers.remove(server)
+                server.close()
+                self.ends += 1
+                _log.error("a fork server of the compile processes was lost: it is replaced")
+        warm = sum(server.is_warm for server in self._servers)
+        if not warm:
+            self.started = math.inf
+        elif self.started == math.inf:
+            self.started = time.monotonic()
+        if len(self._servers) == warm < 2 and not self._closed.is_set():
+            self._servers.append(ForkServer(self._vocabulary))
+
+    def fork(self) -> CompileProcess:
+        """Start a compile process, once there is a fork server that is warm. Raises OSError if that is not possible."""
+        deadline = time.monotonic() + START_SECONDS
+        error = OSError("no fork server of the compile processes has started")
+        while time.monotonic() < deadline and not self._closed.is_set():
+            for server in [server for server in self._servers if server.is_warm]:
+                try:
+                    return server.fork()
+                except OSError as raised:
+                    error = raised
+            self._closed.wait(TICK_SECONDS)
+        raise error
+
+    def close(self) -> None:
+        """End all for good."""
+        self._closed.set()
+        for server in self._servers:
+            server.close()
 
 
 class CompileProcess:
@@ -264,6 +293,7 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
     gc.collect()
     gc.freeze()  # in a fork, a collection would touch, and so copy, every object
     fork_server = os.getpid()
+    control.send(b"w")
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:

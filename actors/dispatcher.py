@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from actors.connection import SequenceState, StepPart, Work, WorkerConnection, last_tokens, send_all
 from actors.protocol import STEERED
+from actors.quarantine import Quarantine
 from guided.backends import BACKENDS
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
 from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
@@ -85,8 +86,7 @@ class Dispatcher:
         """Sequences that were edited, moved or failed since the last step."""
         self._holding: set[SequenceState] = set()
         """Sequences of a backend that holds the interpreter lock while it computes a mask."""
-        self._deaths: Counter[str] = Counter()
-        """Number of workers that died while they filled a first mask and no other row, by the grammar's key."""
+        self.quarantine = Quarantine()
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._events: deque[Callable[[], None]] = deque()
@@ -128,10 +128,7 @@ class Dispatcher:
         busy = {state for work in worker.work() for state in worker.concerned(work)}
         if not busy and cause in ("frozen", "transfer"):  # any of those that it should have filled may be the reason
             busy = {state for state in worker.sequences.values() if not state.is_ready}
-        if cause == "died" and len(busy) == 1:  # with two, each need not be the cause
-            for state in busy:
-                if not state.has_answered:
-                    self._deaths[state.grammar.key] += 1
+        self._suspect(cause, culprits, busy)
         replays = self._max_replays if cause == "died" else max(1, self._max_replays)
         for state in worker.sequences.values():
             state.replays += state in busy
@@ -149,6 +146,20 @@ class Dispatcher:
             self._changed.add(state)
         worker.sequences.clear()
         worker.close()
+
+    def _suspect(self, cause: EndCause, culprits: Collection[SequenceState], busy: Collection[SequenceState]) -> None:
+        """Note which constraint has ended a worker."""
+        if cause == "died":
+            culprits = busy
+        keys = {state.grammar.constraint.key for state in culprits}
+        if cause == "died":
+            states = [state for state in self._sequences.values() if state.grammar.constraint.key in keys]
+            had_mask = any(state.has_answered or state.sequence.output_token_ids for state in states)
+            if had_mask or len(keys) > 1:  # then it need not be the cause
+                return
+        if cause in ("died", "load", "fill"):
+            for key in keys:
+                self.quarantine.note(key)
 
     def _fail(self, state: SequenceState, error: GuidedError) -> None:
         """Fail a sequence for another reason than a worker's answer."""
@@ -235,9 +246,8 @@ class Dispatcher:
         if self._closed:
             self._fail(state, PoolUnavailable("the pool is shut down"))
             return
-        if self._deaths[state.grammar.key] > max(1, self._max_replays):  # one may be killed by anything
-            error = WorkerDied("this constraint ended several mask workers with its first mask: it is rejected")
-            error.retryable = False
+        error = self.quarantine.error(state.grammar.constraint.key)
+        if error is not None:
             self._fail(state, error)
             return
         able = [each for each in self.workers if each.has_slot()]

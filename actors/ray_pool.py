@@ -94,7 +94,12 @@ class RayPool(Dispatcher):
             supervisor.join(max(0.0, deadline - time.monotonic()))
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        return self._compiler.compile(constraint, backends)
+        error = self.quarantine.error(constraint.key)
+        if error is None:
+            return self._compiler.compile(constraint, backends)
+        refused: Future[Grammar] = Future()
+        refused.set_exception(error)
+        return refused
 
     def status(self) -> PoolStatus:
         return PoolStatus(
@@ -104,6 +109,9 @@ class RayPool(Dispatcher):
             backends=self._compiler.backends(),
             trouble=self.cluster.trouble,
             replays=self.replays,
+            quarantined=self.quarantine.keys(),
+            quarantines=self.quarantine.total,
+            **self._compiler.counts(),
         )
 
     def shutdown(self) -> None:
@@ -128,6 +136,7 @@ class Supervisor:
         self._incarnation = 0
         self._up: tuple[WorkerConnection, ActorLocation] | None = None
         """Set while the actor is up."""
+        self._watch: Watch | None = None
         self._stopping = threading.Event()
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
@@ -148,6 +157,7 @@ class Supervisor:
             restarts=max(0, self._incarnation - 1),
             ends=dict(self._causes),
             last_end=self._last_end,
+            silent=self._watch.silent if self._watch is not None and location else 0.0,
         )
 
     def stop(self) -> None:
@@ -196,7 +206,7 @@ class Supervisor:
             if not self.started.done():
                 self.started.set_result(None)
             try:
-                cause, culprit = self._watch(session, process, connection)
+                cause, culprit = self._watched(session, process, connection)
             finally:
                 self._up, self._state = None, "restarting"
             error = self._error_of(cause, location.pid)
@@ -258,9 +268,9 @@ class Supervisor:
                 return WorkerDied(f"{worker} was killed: it did not begin with what it was sent")
         return WorkerDied(f"{worker} died")
 
-    def _watch(self, session: Session, process: psutil.Process | None, connection: WorkerConnection) -> Verdict:
+    def _watched(self, session: Session, process: psutil.Process | None, connection: WorkerConnection) -> Verdict:
         """Wait until the incarnation ends or has to be ended."""
-        watch = Watch(connection, process, self._options.mask_limit, self._memory)
+        watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
         poller = select.poll()
         for end in (connection.channel.fd, session):
             poller.register(end, 0)  # reports POLLHUP: the actor's process, or the driver, has ended

@@ -96,7 +96,7 @@ class Watch:
                 return work.phase, work
         if self.silent > self._most:
             return "frozen", None
-        if self._unread > self._most:
+        if self._unread > self._most and self.silent < _LOCKED_SECONDS:
             return "transfer", None
         if self._process is not None and processes.resident_bytes(self._process) > self._memory:
             return "memory", works[-1] if works else None

@@ -7,6 +7,7 @@ GuidedError
 │       ├── ConstraintTooLarge  the constraint exceeds a stated limit
 │       └── UnsupportedConstraint   the backend can't enforce the constraint: names both
 ├── CompileTimeout              compilation took too long: never cached as invalid
+├── ConstraintQuarantined       the constraint has ended several mask actors: refused for ten minutes, HTTP 400
 ├── CompileQueueFull            too many constraints wait for compilation: HTTP 429
 └── InternalError               the service failed: HTTP 500, FINISHED_INTERNAL_ERROR
     ├── BackendError            a grammar library raised an exception, or gave a wrong answer
@@ -92,6 +93,11 @@ class UnsupportedConstraint(InvalidConstraint):
 
 class CompileTimeout(GuidedError):
     code = "constraint_compile_timeout"
+    status = 400
+
+
+class ConstraintQuarantined(GuidedError):
+    code = "constraint_quarantined"
     status = 400
 
 

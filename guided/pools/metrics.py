@@ -11,6 +11,14 @@ from prometheus_client.metrics_core import Metric
 
 from guided.pools.protocol import EndCause, PoolStatus
 
+_POOL_COUNTERS = (
+    ("mask_replays", "replays", "Sequences opened on another mask actor after the end of theirs."),
+    ("grammar_found", "cache_hits", "Constraints found in the cache of grammars."),
+    ("grammar_shared", "shared_compilations", "Constraints that waited for the compilation of an equal one."),
+    ("constraints_quarantined", "quarantines", "Constraints that were refused because they ended mask actors."),
+    ("compile_server_ends", "fork_server_ends", "Fork servers of the compile processes that were lost."),
+)
+
 
 def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
     """Yield the metrics of these pools, summed."""
@@ -27,9 +35,8 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
         ("mask_actors", "Mask actors, up or not.", len(workers)),
         ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
     )
-    replays = sum(pool.replays for pool in pools)
     counters = (
-        ("mask_replays", "Sequences opened on another mask actor after the end of theirs.", replays),
+        *((name, text, sum(getattr(pool, field) for pool in pools)) for name, field, text in _POOL_COUNTERS),
         ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
     )
     for name, text, value in gauges:

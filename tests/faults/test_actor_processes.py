@@ -89,7 +89,7 @@ def test_what_freezes_every_actor_is_opened_twice(driven: DrivenPool) -> None:
     sound = driven.open("sound", number=4)
     (culprit,) = driven.open("freeze@load")
     driven.go_on([*sound, culprit], 2)
-    assert set(driven.errors) == {culprit}, driven.errors
+    assert set(driven.errors) == {culprit}
     assert isinstance(driven.errors[culprit], WorkerDied)
 
 

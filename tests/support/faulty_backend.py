@@ -117,6 +117,11 @@ def _hold(argument: str) -> None:
         ctypes.PyDLL(None).sleep(3600)
 
 
+def _freeze(argument: str) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)  # a process stops a moment later
+
+
 def _wait(argument: str) -> None:
     while not Path(argument).exists():
         time.sleep(0.005)
@@ -139,7 +144,7 @@ _ACTIONS: dict[str, Callable[[str], object]] = {
     "sleep": lambda argument: time.sleep(float(argument)),
     "wait": _wait,
     "eat": _eat,
-    "freeze": lambda argument: os.kill(os.getpid(), signal.SIGSTOP),
+    "freeze": _freeze,
 }
 
 

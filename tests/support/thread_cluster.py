@@ -157,7 +157,7 @@ class Cluster:
 
 
 def grammar_named(key: str) -> Grammar:
-    return Grammar(key, "scripted", Constraint.json_object(), dumped=package_of(key))
+    return Grammar(key, "scripted", Constraint.regex(key), dumped=package_of(key))
 
 
 def package_of(name: str, size: int = 0) -> Package:
