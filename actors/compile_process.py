@@ -173,6 +173,8 @@ class CompileProcess:
         self._decode = Decoder(CompileResult).decode
         self._process = psutil.Process(int(buffer(receive_package(jobs))))
         self._fresh = resident_bytes(self._process)
+        if not self._fresh:
+            raise OSError("the memory of a compile process cannot be read")
 
     @property
     def alive(self) -> bool:

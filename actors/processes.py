@@ -66,10 +66,10 @@ def thread_state(thread: int, process: int) -> str:
 
 
 def resident_bytes(process: psutil.Process) -> int:
-    """Return the resident memory of a process in bytes; 0 if it has ended."""
+    """Return the resident memory of a process in bytes; 0 if it has ended, or cannot be read now."""
     try:
         return int(process.memory_info().rss)
-    except psutil.NoSuchProcess:
+    except (psutil.Error, OSError):  # for example, this process has no free descriptor
         return 0
 
 
