@@ -7,7 +7,7 @@ others are settings. `faulty("segfault@fill:3")` makes a constraint with a fault
     panic        raises no `Exception` subclass      hold     sleeps without end and holds the GIL
     empty        a mask without tokens (at `fill`)   sleep    `=SECONDS`, while other threads run
     reject       rejects an allowed token (`accept`) wait     `=PATH`: until the file exists, while other threads run
-    freeze       stops the process (SIGSTOP)
+    freeze       stops the process (SIGSTOP)         burn     `=SECONDS` of CPU time
     eat          takes memory, 32 MiB at a time, up to `=MIB` (4096), then waits without end
 
 Places are `compile`, `load` (into an actor), `accept` and `fill`. A position is a number of tokens;
@@ -122,6 +122,12 @@ def _freeze(argument: str) -> None:
     time.sleep(1)  # a process stops a moment later
 
 
+def _burn(argument: str) -> None:
+    began = time.thread_time()
+    while time.thread_time() - began < float(argument):
+        zlib.crc32(bytes(1 << 20))
+
+
 def _wait(argument: str) -> None:
     while not Path(argument).exists():
         time.sleep(0.005)
@@ -144,6 +150,7 @@ _ACTIONS: dict[str, Callable[[str], object]] = {
     "sleep": lambda argument: time.sleep(float(argument)),
     "wait": _wait,
     "eat": _eat,
+    "burn": _burn,
     "freeze": _freeze,
 }
 
