@@ -22,10 +22,8 @@ class Quarantine:
 
     def note(self, key: str) -> None:
         """Note that a constraint has ended an actor."""
-        recent = {key: self._recent(key) for key in (*self._ends, key)}
-        recent[key].append(time.monotonic())
-        self.total += len(recent[key]) == _ENDS
-        self._ends = {key: ends for key, ends in recent.items() if ends}
+        self._ends[key] = [*self._recent(key), time.monotonic()]
+        self.total += len(self._ends[key]) == _ENDS
 
     def keys(self) -> list[str]:
         """Return the keys of the constraints that are refused."""
@@ -33,12 +31,10 @@ class Quarantine:
 
     def error(self, key: str) -> ConstraintQuarantined | None:
         """Return the error of a constraint that is refused, or None."""
-        if key not in self._ends or len(self._recent(key)) < _ENDS:
+        if len(self._recent(key)) < _ENDS:
             return None
-        return ConstraintQuarantined(
-            f"this constraint has ended {_ENDS} mask actors: it is refused for ten minutes; try a simpler one, or "
-            "another backend"
-        )
+        why = f"this constraint has ended {_ENDS} mask actors: it is refused for ten minutes"
+        return ConstraintQuarantined(f"{why}; try a simpler one, or another backend")
 
     def _recent(self, key: str) -> list[float]:
         now = time.monotonic()

@@ -262,10 +262,8 @@ class Supervisor:
                 return GrammarLoadTimeout(f"{worker} was killed: it took too long to {cause} a grammar")
             case "memory":
                 return BackendError(f"{worker} was killed: it took more than {self._memory >> 20} MiB of memory")
-            case "frozen":
-                return WorkerDied(f"{worker} was killed: it did not run any more")
-            case "transfer":
-                return WorkerDied(f"{worker} was killed: it did not begin with what it was sent")
+            case "frozen" | "transfer":
+                return WorkerDied(f"{worker} was killed: it did not run, or begin with what it was sent ({cause})")
         return WorkerDied(f"{worker} died")
 
     def _watched(self, session: Session, process: psutil.Process | None, connection: WorkerConnection) -> Verdict:

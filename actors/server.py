@@ -121,8 +121,9 @@ class StepServer:
         self._forced_tokens = forced_tokens
         self._give_up = give_up
         mark = table.mark  # writing an item of a memoryview takes half of the time that it takes in an array
-        self._busy, self._spent, self._filled = mark["busy"][0].data, mark["spent"][0], mark["filled"].data
-        self._so_far = self._spent[:, 0].data
+        self._busy = mark["busy"][0].data
+        self._so_far: Any = mark["spent"][0, :, 0].data
+        self._filled = mark["filled"].data
         self._seconds: Any = table.seconds.data
         self._ready, self._wake = table.ready.data, mark["wake"]
         self._lock = threading.Lock()
@@ -228,17 +229,18 @@ class StepServer:
 
     def _beat(self) -> None:
         """Body of the heartbeat. It publishes how long the other threads have been busy."""
-        mark, began, before = self._table.mark, [0.0] * THREADS, np.zeros((THREADS, 2))
+        mark = self._table.mark
         mark["heart"] = threading.get_native_id()
+        began, before = np.zeros(THREADS), np.zeros((THREADS, 2))
+        """Since when each thread is busy, and its `thread_times` at the first heartbeat after that."""
         while True:
-            for thread, since in enumerate(self._since):
-                times = np.array(thread_times(self._thread_ids[thread]))
-                if since != began[thread]:
-                    began[thread], before[thread] = since, times
-                ran, waited = times - before[thread]
-                wall = time.monotonic() - since
-                if self._since[thread] == since and self._busy[thread] != IDLE:
-                    self._spent[thread] = wall - waited, wall, ran
+            since, is_busy = np.array(self._since), mark["busy"][0] != IDLE
+            times = np.array(list(map(thread_times, self._thread_ids)))
+            before = np.where((since != began)[:, None], times, before)
+            began = since
+            ran, waited = (times - before).T
+            wall = time.monotonic() - since
+            mark["spent"][0] = np.column_stack((wall - waited, wall, ran)) * is_busy[:, None]
             mark["beat"] += 1
             time.sleep(BEAT_SECONDS)
 

@@ -68,9 +68,10 @@ def driven(vocabulary: Any = None, **options: Any) -> Iterator[Any]:
 
 def kill_all(pids: list[int]) -> None:
     processes = [psutil.Process(pid) for pid in set(pids)]
+    forks = [fork for process in processes for fork in process.children()]
     for process in processes:
         process.kill()
-    psutil.wait_procs(processes, timeout=10)
+    psutil.wait_procs([*processes, *forks], timeout=10)
 
 
 def kills(pool: Any) -> int:
@@ -204,7 +205,7 @@ def killed(options: argparse.Namespace) -> Row:
 
 
 def schemas() -> list[str]:
-    with gzip.open(DATA / "maskbench-dev.jsonl.gz") as file:
+    with gzip.open(DATA) as file:
         return [json.dumps(json.loads(line)["schema"]) for line in file]
 
 
@@ -216,7 +217,7 @@ async def streams(engine: Any, seconds: float, burst: int, every_schema: bool) -
     from engine.sampling_params import SamplingParams
     from guided.errors import GuidedError
 
-    real, source = schemas(), random.Random(1)
+    real, source = schemas() if every_schema else [], random.Random(1)
     longest, codes = {"guided": 0.0, "unguided": 0.0}, dict[str, int]()
     over = time.monotonic() + seconds
 
