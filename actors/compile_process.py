@@ -129,8 +129,12 @@ class ForkServers:
         self.started = math.inf
         """`time.monotonic()` at which there was one that was warm, after there was none."""
 
-    def keep(self) -> None:
-        """Replace what is lost. Call it every `TICK_SECONDS`, from a thread that lives until `close`."""
+    def keep(self, is_quiet: bool) -> None:
+        """Replace what is lost. Call it every `TICK_SECONDS`, from a thread that lives until `close`.
+
+        Args:
+            is_quiet: nothing is compiled now. Only then a second one is started, which takes seconds of a core.
+        """
         for server in list(self._servers):
             if not server.look():
                 self._servers.remove(server)
@@ -142,7 +146,7 @@ class ForkServers:
             self.started = math.inf
         elif self.started == math.inf:
             self.started = time.monotonic()
-        if len(self._servers) == warm < 2 and not self._closed.is_set():
+        if len(self._servers) == warm < 1 + is_quiet and not self._closed.is_set():
             self._servers.append(ForkServer(self._vocabulary))
 
     def fork(self) -> CompileProcess:

@@ -99,7 +99,7 @@ class Compiler:
     def _keep(self) -> None:
         """Body of a thread: keep fork servers, which end with this thread, and refuse what has waited too long."""
         while not self._closing.wait(TICK_SECONDS):
-            self._fork_servers.keep()
+            self._fork_servers.keep(is_quiet=not self._queue.running)
             now = time.monotonic()
             with self._changed:
                 for task in list(self._queue.waiting):

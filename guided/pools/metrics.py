@@ -11,14 +11,6 @@ from prometheus_client.metrics_core import Metric
 
 from guided.pools.protocol import EndCause, PoolStatus
 
-_POOL_COUNTERS = (
-    ("mask_replays", "replays", "Sequences opened on another mask actor after the end of theirs."),
-    ("grammar_found", "cache_hits", "Constraints found in the cache of grammars."),
-    ("grammar_shared", "shared_compilations", "Constraints that waited for the compilation of an equal one."),
-    ("constraints_quarantined", "quarantines", "Constraints that were refused because they ended mask actors."),
-    ("compile_server_ends", "fork_server_ends", "Fork servers of the compile processes that were lost."),
-)
-
 
 def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
     """Yield the metrics of these pools, summed."""
@@ -36,7 +28,27 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
         ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
     )
     counters = (
-        *((name, text, sum(getattr(pool, field) for pool in pools)) for name, field, text in _POOL_COUNTERS),
+        (
+            "mask_replays",
+            "Sequences opened on another mask actor after the end of theirs.",
+            sum(pool.replays for pool in pools),
+        ),
+        ("grammar_found", "Constraints found in the cache of grammars.", sum(pool.cache_hits for pool in pools)),
+        (
+            "grammar_shared",
+            "Constraints that waited for the compilation of an equal one.",
+            sum(pool.shared_compilations for pool in pools),
+        ),
+        (
+            "constraints_quarantined",
+            "Constraints that were refused because they ended mask actors.",
+            sum(pool.quarantines for pool in pools),
+        ),
+        (
+            "compile_server_ends",
+            "Fork servers of the compile processes that were lost.",
+            sum(pool.fork_server_ends for pool in pools),
+        ),
         ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
     )
     for name, text, value in gauges:
