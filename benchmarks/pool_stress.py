@@ -122,13 +122,15 @@ def xgrammar(options: argparse.Namespace) -> Row:
     """A large grammar of xgrammar, with 131,072 tokens, beside 8 quick rows."""
 
     from guided.constraint import Constraint
+    from guided.limits import CompileLimits
     from guided.sequence import GuidedSequence
     from guided.vocabulary import Vocabulary
 
-    names = {f"name{index}": {"type": "string", "maxLength": 40 + index} for index in range(40)}
+    names = {f"name{index}": {"type": "string", "maxLength": 40 + index} for index in range(20)}
     schema = {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
     vocabulary = Vocabulary.from_tekken(tekken())
-    with driven(vocabulary) as made:
+    limits = CompileLimits(seconds=100.0, memory_bytes=1 << 30)
+    with driven(vocabulary, compile_limits=limits) as made:
 
         def opened(backend: str, constraint: Any, number: int) -> list[int]:
             grammar = made.pool.compile(constraint, (backend,)).result(120)
