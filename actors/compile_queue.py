@@ -51,6 +51,12 @@ class CompileQueue:
         self.waiting.remove(refused)
         return refused
 
+    def expired(self, before: float) -> list[Task]:
+        """Take out all tasks that were submitted before a time."""
+        old = [task for task in self.waiting if task.submitted < before]
+        self.waiting = [task for task in self.waiting if task.submitted >= before]
+        return old
+
     def take(self) -> Task | None:
         """Move the oldest task of the client with the fewest running ones to `running`, and return it."""
         running = Counter(task.client for task in self.running)

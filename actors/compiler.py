@@ -100,14 +100,15 @@ class Compiler:
         """Body of a thread: keep fork servers, which end with this thread, and refuse what has waited too long."""
         while not self._closing.wait(TICK_SECONDS):
             self._fork_servers.keep(is_quiet=not self._queue.running)
-            now = time.monotonic()
-            with self._changed:
-                for task in list(self._queue.waiting):
-                    waited = now - max(task.submitted, self._fork_servers.started)
-                    if waited > self._limits.wait_seconds:
-                        self._queue.waiting.remove(task)
-                        text = f"this constraint waited {waited:.0f} s for others: try again later"
-                        task.future.set_exception(CompileQueueFull(text))
+            limit = self._limits.wait_seconds
+            latest = time.monotonic() - limit
+            expired: list[Task] = []
+            if self._fork_servers.started < latest:
+                with self._changed:
+                    expired = self._queue.expired(latest)
+            for task in expired:  # without the lock: the cache has one too
+                text = f"this constraint waited {limit:g} s for others: try again later"
+                task.future.set_exception(CompileQueueFull(text))
         self._fork_servers.close()
 
     def _work(self, index: int) -> None:
