@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -182,6 +183,49 @@ def test_a_process_that_died_while_idle_gets_no_job(compiler: Compiler) -> None:
         psutil.wait_procs([process], timeout=WAIT)
     quick(compiler)
     assert counts(compiler)[0] == crashes
+
+
+def fork_servers() -> list[psutil.Process]:
+    """The fork servers of all compilers of this process."""
+    return [each for each in psutil.Process().children() if "actors.compile_process" in each.cmdline()]
+
+
+def test_a_lost_fork_server_is_replaced_by_a_warm_one(
+    patient_compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler, ends = patient_compiler, patient_compiler.counts()["fork_server_ends"]
+    quick(compiler)
+    until(lambda: len(fork_servers()) % 2 == 0)  # each compiler has two
+    used = {psutil.Process(pid).ppid() for pid in compile_pids()}
+    others = {server.pid for server in fork_servers()} - used
+    for pid in used:
+        os.kill(pid, signal.SIGKILL)
+    quick(compiler)
+    assert {psutil.Process(pid).ppid() for pid in compile_pids()} <= others
+    until(lambda: compiler.counts()["fork_server_ends"] == ends + 1)
+    assert "a fork server of the compile processes was lost" in caplog.text
+
+
+def test_equal_constraints_share_a_compilation(patient_compiler: Compiler) -> None:
+    before, constraint = patient_compiler.counts(), new()
+    futures = [patient_compiler.compile(constraint, [NAME]) for _ in range(50)]
+    assert len({id(future.result(WAIT)) for future in futures}) == 1
+    patient_compiler.compile(constraint, [NAME])
+    after = patient_compiler.counts()
+    assert (
+        after["shared_compilations"] + after["cache_hits"] == before["shared_compilations"] + before["cache_hits"] + 50
+    )
+    assert after["cache_hits"] > before["cache_hits"]
+
+
+def test_a_full_process_does_not_delay_the_refusal(compiler: Compiler) -> None:
+    """The age of what waits is looked at while all processes are busy."""
+    flood = [compiler.compile(new("hold@compile"), [NAME]) for _ in range(12)]
+    started = time.monotonic()
+    until(lambda: any(isinstance(future.exception(0), CompileQueueFull) for future in flood if future.done()))
+    assert 4 <= time.monotonic() - started < 5, "wait_seconds is 4"
+    for future in flood:
+        future.exception(WAIT)
 
 
 def test_its_processes_give_precedence_to_all_others(compiler: Compiler) -> None:
