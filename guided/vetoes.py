@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.errors import ConstraintNotMet, DeadEnd, GuidedError
+from guided.errors import ConstraintNotMet, DeadEnd
 from guided.sequence import VetoReport
+from guided.slot_state import SlotState
 from guided.tags.follower import Follower, Violation
 from guided.vocabulary import Vocabulary
-from guided.worker import SlotState
 
 if TYPE_CHECKING:
     from guided.backends.checked import CheckedMatcher
@@ -115,6 +115,7 @@ class VetoedSlot(SlotState):
                 text = self._vocabulary.spelled([token])
                 self._follower.read(text[max(0, begin - end) :], number)
                 end += len(text)
+            self._follower.validates = True
 
     def _forbid(self, tokens: NDArray[np.int32]) -> None:
         """Forbid a mask of tokens after the output."""
@@ -130,10 +131,11 @@ class VetoedSlot(SlotState):
         if self._counts[token] == _PATIENCE and token >= self._final:
             self._way_back = [*range(token, len(self.tokens) + 1), *range(token - 1, self._final - 1, -1)]
 
-    def retries(self, error: GuidedError) -> Iterator[None]:
+    def retries(self) -> Iterator[None]:
         """Go back to where another text is possible, with the tokens forbidden that would go on as before."""
-        if not isinstance(error, ConstraintNotMet | DeadEnd):
+        if not isinstance(self.error, ConstraintNotMet | DeadEnd):
             return
+        self.error = self.error if self._last is None else self._last.error
         tokens, vetoed, vocabulary = list(self.tokens), dict(self._forbidden), self._vocabulary
         way, self._way_back = self._way_back, ()
         if not way:  # no token is left
@@ -150,7 +152,3 @@ class VetoedSlot(SlotState):
                 self._forbid(vocabulary.along(text) | vocabulary.along(text.lstrip()))
                 self._forbid(vocabulary.beginning_with(_BLANKS))
             yield
-
-    def reason(self, error: GuidedError) -> GuidedError:
-        """Return why the sequence is over: the violation that left no token."""
-        return self._last.error if isinstance(error, DeadEnd) and self._last is not None else error

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import CompiledGrammar, Matcher, OutputRule, guard
+from guided.backends.base import CompiledGrammar, Matcher, guard
 from guided.bitmask import pack
 from guided.completing.search import BudgetedSequence, Completions
 from guided.errors import BackendError, ConstraintNotMet, DeadEnd, GuidedError
+from guided.slot_state import SlotState
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -27,51 +27,6 @@ if TYPE_CHECKING:
 _native = guard("the grammar library")
 _LOOK_AHEAD_SECONDS = 0.002
 """CPU time after which a look-ahead ends."""
-
-
-@dataclass(slots=True)
-class SlotState:
-    """The sequence in one slot."""
-
-    permitted: NDArray[np.int32]
-    """Tokens that the sequence's grammar may allow."""
-    grammar: CompiledGrammar
-    matcher: Matcher | None = None
-    rules: Sequence[OutputRule] = ()
-    """Applied to each of its masks."""
-    tokens: list[int] = field(default_factory=list)
-    """Output tokens that the matcher has accepted."""
-    edit: tuple[int, Sequence[int]] | None = None
-    """(start, tokens): the output after `start`, to be applied before the next mask."""
-    budgeted: BudgetedSequence | None = None
-    """Completes the output within its budget, if it has one."""
-    error: GuidedError | None = None
-    """Why the sequence is over."""
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Have the matcher accept new tokens."""
-        assert self.matcher is not None
-        if self.budgeted is None:
-            self.matcher.accept_tokens(tokens)
-        else:
-            self.budgeted.accept(self.matcher, tokens)
-        self.tokens.extend(tokens)
-
-    def roll_back(self, length: int) -> None:
-        """Take back the tokens after the first `length`, at least one."""
-        assert self.matcher is not None
-        self.matcher.rollback(len(self.tokens) - length)
-        if self.budgeted is not None:
-            self.budgeted.roll_back(length)
-        del self.tokens[length:]
-
-    def reason(self, error: GuidedError) -> GuidedError:
-        """Return why the sequence is over."""
-        return error
-
-    def retries(self, error: GuidedError) -> Iterator[None]:
-        """Go back to places from which the sequence may go on after an error; yields at each."""
-        yield from ()
 
 
 class MaskWorker:
@@ -183,18 +138,19 @@ class MaskWorker:
                 if state.budgeted is not None and state.budgeted.steered:
                     self.steered.add(slot)
             except GuidedError as error:
-                if not self._is_mended(state, error, row):
-                    state.error, state.matcher = state.reason(error), None
+                state.error = error
+                self._mend(state, row)
         return state.error
 
-    def _is_mended(self, state: SlotState, error: GuidedError, row: NDArray[np.int32]) -> bool:
-        """Return whether a mask could be written after the output went back."""
-        for _ in state.retries(error):
+    def _mend(self, state: SlotState, row: NDArray[np.int32]) -> None:
+        """Go on from an earlier place, if the sequence has one. If not, it is over."""
+        for _ in state.retries():
+            assert state.matcher is not None
             with contextlib.suppress(ConstraintNotMet, DeadEnd), _native:
-                assert state.matcher is not None
                 self._write(state, state.matcher, state.tokens, row)
-                return True
-        return False
+                state.error = None
+                return
+        state.matcher = None
 
     def look_ahead(self, slot: int, row: NDArray[np.int32], run: NDArray[np.int32]) -> None:
         """Write the forced tokens from a mask on: each is the only one that its mask allows, and would be sampled.

@@ -66,6 +66,8 @@ class Follower:
         """The innermost open value last. The first one is not of the content: it has the content as its only item."""
         self._rest = b""
         """The text of the string, key, number or literal that is open."""
+        self.validates = False
+        """Whether `read` looks for violations. If not, it follows an output that has been accepted."""
 
     @property
     def is_over(self) -> bool:
@@ -146,7 +148,7 @@ class Follower:
 
     def _violation(self, place: Place, value: _Open, bad: list[bytes]) -> Violation | None:
         """Return what is wrong after, or within, a value."""
-        if not any(self._beginnings.is_checked(part.nodes) for part in (*self._open, value)):
+        if not (self.validates and any(self._beginnings.is_checked(part.nodes) for part in (*self._open, value))):
             return None
         path = [part.key for part in self._open[1 : None if place == "key" else -1]]
         error = self._beginnings.error(self._open[0].value[0], None if self.is_over else path, place)
