@@ -29,6 +29,8 @@ _PATIENCE = 4
 """Vetoes within a value after which the output goes back to the value's beginning."""
 MAX_HELD = 64
 """Maximum number of tokens that are held back because they may be taken back."""
+_GROWING = ("minItems", "minProperties", "minContains", "required")
+"""Keywords that more members of an object or array satisfy."""
 _BLANKS = [b" ", b"\n", b"\r", b"\t"]
 
 
@@ -48,6 +50,8 @@ class VetoedSlot(SlotState):
         self._nothing = np.zeros_like(vocabulary.text_mask)
         self._counts: Counter[int] = Counter()
         """Vetoes within a value, by the token in which it began."""
+        self._restarted: set[int] = set()
+        """Values to the beginning of which the output went back, by the token in which they began."""
         self._total = 0
         self._last: Violation | None = None
         """The newest veto."""
@@ -78,7 +82,7 @@ class VetoedSlot(SlotState):
             if violation is not None:
                 self._last = violation
                 self._forbid(self._vocabulary.beginning_with(violation.beginnings))
-                self._count(violation.token)
+                self._count(violation.token, violation.error.keyword not in _GROWING)
                 if violation.error.keyword == "maxProperties":
                     self._way_back = range(violation.token, self._final - 1, -1)
                 if self._way_back or self._total > MAX_VETOES:
@@ -102,6 +106,7 @@ class VetoedSlot(SlotState):
         for numbers in (self._forbidden, self._counts):
             for number in [number for number in numbers if number > length]:
                 del numbers[number]
+        self._restarted = {number for number in self._restarted if number <= length}
         self._look_for_content()
 
     def _look_for_content(self) -> None:
@@ -122,13 +127,14 @@ class VetoedSlot(SlotState):
         length = len(self.tokens)
         self._forbidden[length] = self._forbidden.get(length, self._nothing) | tokens
 
-    def _count(self, token: int) -> None:
+    def _count(self, token: int, may_restart: bool = True) -> None:
         """Count a veto in the value that began in a token."""
         self._total += 1
         self._counts[token] += 1
         if self._counts[token] > MAX_OF_VALUE:
             self._total = MAX_VETOES + 1
-        if self._counts[token] == _PATIENCE and token >= self._final:
+        if may_restart and self._counts[token] >= _PATIENCE and self._final <= token not in self._restarted:
+            self._restarted.add(token)
             self._way_back = [*range(token, len(self.tokens) + 1), *range(token - 1, self._final - 1, -1)]
 
     def retries(self) -> Iterator[None]:
@@ -148,7 +154,6 @@ class VetoedSlot(SlotState):
                 self._add(token)
             self._forbid(vetoed.get(length, self._nothing))
             text = vocabulary.spelled(tokens[length:])
-            if text:
-                self._forbid(vocabulary.along(text) | vocabulary.along(text.lstrip()))
-                self._forbid(vocabulary.beginning_with(_BLANKS))
+            if text:  # another first character, which is no blank
+                self._forbid(vocabulary.beginning_with([text[:1], text.lstrip()[:1] or text[:1], *_BLANKS]))
             yield

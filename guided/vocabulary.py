@@ -175,13 +175,6 @@ class Vocabulary:
             found += ids[start : bisect_left(ids, text + b"\xff", key=contents)]
         return pack(found, self.padded_vocab_size)
 
-    def along(self, text: bytes) -> NDArray[np.int32]:
-        """Return a mask of the text tokens with which an output can go on like `text`: int32 `[words]`."""
-        prefixes = (self._by_bytes.get(text[:length]) for length in range(1, self._longest + 1))
-        return pack([token for token in prefixes if token is not None], self.padded_vocab_size) | self.beginning_with(
-            [text]
-        )
-
     @cached_property
     def _sorted(self) -> list[int]:
         """Text tokens by their bytes."""
