@@ -50,11 +50,11 @@ class VetoedSlot(SlotState):
         self._nothing = np.zeros_like(vocabulary.text_mask)
         self._counts: Counter[int] = Counter()
         """Vetoes within a value, by the token in which it began."""
-        self._restarted: set[int] = set()
-        """Values to the beginning of which the output went back, by the token in which they began."""
         self._total = 0
         self._last: Violation | None = None
         """The newest veto."""
+        self._checks_types = False
+        """A value had a wrong type: the next ones are checked where they begin."""
         self._way_back: Sequence[int] = ()
         """Numbers of tokens after which to look for another text, because there were several vetoes in a value."""
         self.rules = [*self.grammar.rules, self]
@@ -81,6 +81,7 @@ class VetoedSlot(SlotState):
             violation = self._add(token)
             if violation is not None:
                 self._last = violation
+                self._checks_types |= violation.error.keyword == "type"
                 self._forbid(self._vocabulary.beginning_with(violation.beginnings))
                 self._count(violation.token, violation.error.keyword not in _GROWING)
                 if violation.error.keyword == "maxProperties":
@@ -106,7 +107,6 @@ class VetoedSlot(SlotState):
         for numbers in (self._forbidden, self._counts):
             for number in [number for number in numbers if number > length]:
                 del numbers[number]
-        self._restarted = {number for number in self._restarted if number <= length}
         self._look_for_content()
 
     def _look_for_content(self) -> None:
@@ -120,7 +120,7 @@ class VetoedSlot(SlotState):
                 text = self._vocabulary.spelled([token])
                 self._follower.read(text[max(0, begin - end) :], number)
                 end += len(text)
-            self._follower.validates = True
+            self._follower.validates, self._follower.checks_types = True, self._checks_types
 
     def _forbid(self, tokens: NDArray[np.int32]) -> None:
         """Forbid a mask of tokens after the output."""
@@ -133,8 +133,7 @@ class VetoedSlot(SlotState):
         self._counts[token] += 1
         if self._counts[token] > MAX_OF_VALUE:
             self._total = MAX_VETOES + 1
-        if may_restart and self._counts[token] >= _PATIENCE and self._final <= token not in self._restarted:
-            self._restarted.add(token)
+        if may_restart and self._counts[token] == _PATIENCE and token >= self._final:
             self._way_back = [*range(token, len(self.tokens) + 1), *range(token - 1, self._final - 1, -1)]
 
     def retries(self) -> Iterator[None]:

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 Path = list[str | int]
 Nodes = tuple[Node, ...]
-Place = Literal["value", "key", "string"]
-"""A place in a document: after a value, after a key, or within a string."""
-_NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies")
-"""Keywords with subschemas by name."""
+Place = Literal["begin", "value", "key", "string"]
+"""A place in a document: where a value begins, after a value, after a key, or within a string."""
 _PARTS = (
     *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "contains"),
     *("items", "prefixItems", "additionalItems", "unevaluatedItems"),
@@ -124,8 +122,8 @@ def _is_final(error: ValidationError, path: Path | None, kind: Place) -> bool:
     if keyword in ("anyOf", "oneOf"):
         branches: list[list[ValidationError]] = error.kind.as_dict()["context"]
         return all(any(_is_final(inner, path, kind) for inner in branch) for branch in branches)
-    if place == path and kind == "key":
-        return False
+    if place == path and kind in ("begin", "key"):
+        return kind == "begin" and keyword == "type"
     if place == path and kind == "string":
         return keyword == "pattern" and is_dead(error.kind.as_dict()["pattern"], str(error.instance))
     return keyword in _FINAL or (keyword == "uniqueItems" and place == path)
@@ -134,11 +132,8 @@ def _is_final(error: ValidationError, path: Path | None, kind: Place) -> bool:
 def _depends(error: ValidationError, path: Path) -> bool:
     """Return whether an error depends on the condition of an `if` for an open value."""
     depth = 0
-    steps = iter(error.evaluation_path)
-    for step in steps:
+    for step in error.evaluation_path:
         if step in ("then", "else") and error.instance_path[:depth] == path[:depth]:
             return True
-        if step in _NAMED:
-            next(steps, None)
         depth += step in _PARTS
     return False

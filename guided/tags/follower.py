@@ -17,6 +17,9 @@ _PART = re.compile(
 )
 """Matches a part of a JSON text: a bracket, comma or colon, a string, an open string or number, another scalar."""
 _LONGEST_ESCAPE = 12
+_EXAMPLES: dict[bytes, Any] = {b'"': "", b"{": {}, b"[": [], b"t": True, b"f": False, b"n": None}
+_EXAMPLES |= {bytes([byte]): 0 for byte in b"-0123456789"}
+"""Values of each type, by their first bytes."""
 _AFTER_SCALAR = [bytes([byte]) for byte in b",]} \n"]
 _BESIDES_COMMA = [bytes([byte]) for byte in b"0123456789.eE+- \n\r\t"]
 
@@ -68,6 +71,8 @@ class Follower:
         """The text of the string, key, number or literal that is open."""
         self.validates = False
         """Whether `read` looks for violations. If not, it follows an output that has been accepted."""
+        self.checks_types = False
+        """Whether it looks for them where a value begins, too."""
 
     @property
     def is_over(self) -> bool:
@@ -94,22 +99,32 @@ class Follower:
             if match["mark"]:
                 violation = self._mark(part, written, token)
             else:
+                violation = None
                 if not self._rest:
-                    self._begin(token)
+                    violation = self._begin(token, written[: len(written) - len(part) + 1], _EXAMPLES[part[:1]])
                 self._rest = part if match["open"] else b""
-                violation = self._string(written) if match["open"] else self._end(part, written)
+                violation = violation or (self._string(written) if match["open"] else self._end(part, written))
             if violation is not None or self.is_over:
                 return violation
         return None
 
-    def _begin(self, token: int, value: Any = None) -> None:
-        """Open a value, or a key."""
+    def _begin(self, token: int, written: bytes, value: Any) -> Violation | None:
+        """Open a key, or a value like this one."""
         around = self._open[-1]
-        nodes: Nodes = ()
-        if not self._takes_key(around):
+        is_key = self._takes_key(around)
+        if not is_key:
             around.add(value)
-            nodes = self._beginnings.below(around.nodes, around.key)
-        self._open.append(_Open(token, nodes, value))
+        nodes = () if is_key else self._beginnings.below(around.nodes, around.key)
+        self._open.append(_Open(token, nodes, value if isinstance(value, dict | list) else None))
+        if is_key or not self.checks_types:
+            return None
+        violation = self._violation("begin", self._open[-1], [])
+        if violation is not None:
+            for first, example in _EXAMPLES.items():
+                around.value[around.key] = example
+                if self._violation("begin", self._open[-1], []):
+                    violation.beginnings.append(written[:-1] + first)
+        return violation
 
     def _takes_key(self, around: _Open) -> bool:
         return isinstance(around.value, dict) and around.key is None
@@ -117,7 +132,7 @@ class Follower:
     def _mark(self, mark: bytes, written: bytes, token: int) -> Violation | None:
         """Read a bracket, comma or colon."""
         if mark in b"{[":
-            self._begin(token, {} if mark == b"{" else [])
+            return self._begin(token, written, {} if mark == b"{" else [])
         elif mark in b"}]":
             ended = self._open.pop()
             has_ended_member = ended.value and written == mark
