@@ -93,7 +93,7 @@ class VetoedSlot(SlotState):
     def _add(self, token: int) -> Violation | None:
         """Accept a token, or return why it must not follow."""
         if self._follower is not None:
-            violation = self._follower.read(self._vocabulary.spelled([token]), len(self.tokens))
+            violation = self._follower.read(self._vocabulary.token_bytes[token], len(self.tokens))
             if violation is not None:
                 self._look_for_content()
                 return violation

@@ -72,6 +72,8 @@ class Follower:
         """The innermost open value last. The first one is not of the content: it has the content as its only item."""
         self._rest = b""
         """The text of the string, key, number or literal that is open."""
+        self._is_free = False
+        """It is a string without a pattern, or a key."""
         self.validates = False
         """Whether `read` looks for violations. If not, it follows an output that has been accepted."""
         self.checks_types = False
@@ -95,6 +97,9 @@ class Follower:
 
     def read(self, text: bytes, token: int) -> Violation | None:
         """Read the text of a token. After a violation, the state is undefined."""
+        if self._is_free and b'"' not in text:
+            self._rest += text
+            return None
         known = len(self._rest)
         data = self._rest + text
         for match in _PART.finditer(data):
@@ -148,6 +153,7 @@ class Follower:
     def _end(self, part: bytes, written: bytes) -> Violation | None:
         """Read the end of a string, key, number or literal."""
         ended, around = self._open.pop(), self._open[-1]
+        self._is_free = False
         if self._takes_key(around):
             around.key = json.loads(part)
             around.add(None)
@@ -161,6 +167,7 @@ class Follower:
         value, around = self._open[-1], self._open[-2]
         patterns = [node.schema["pattern"] for node in value.nodes if "pattern" in node.schema]
         if not patterns or self._takes_key(around) or not self._rest.startswith(b'"'):
+            self._is_free = self._rest.startswith(b'"')
             return None
         around.value[around.key] = text = _text(self._rest)
         violation = self._violation("string", value, [written])
