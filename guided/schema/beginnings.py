@@ -43,16 +43,17 @@ class Beginnings:
 
     Args:
         checked: JSON pointers of keywords, or of subschemas, that the mask does not enforce.
+        place: of the schema within a structural tag: the beginning of the pointers in errors.
 
     Raises:
         ValueError: the schema cannot be validated.
     """
 
-    def __init__(self, schema: Schema, checked: Collection[str]) -> None:
+    def __init__(self, schema: Schema, checked: Collection[str], place: str = "") -> None:
         self.validator = Validator(schema)
         """Of whole documents."""
         self._schema = schema if isinstance(schema, dict) else {}
-        self._places = checked
+        self._places, self._place = checked, place
 
     @cached_property
     def _graph(self) -> SchemaGraph:
@@ -91,7 +92,13 @@ class Beginnings:
             error = next((error for error in errors if _is_final(error, path, place)), None)
         except (ValueError, RecursionError):
             return None  # the validation at the end says so
-        return None if error is None else described(error)
+        return None if error is None else self.located(described(error))
+
+    def located(self, error: ConstraintNotMet) -> ConstraintNotMet:
+        """Return an error about the schema with its pointer in the structural tag."""
+        if self._place:
+            error.param, error.pointer = "structural_tag", self._place + (error.pointer or "")
+        return error
 
 
 def _closure(nodes: list[Node]) -> Nodes:

@@ -166,6 +166,4 @@ class ContentReader:
         grows = isinstance(value, int | float) and _MORE_OF_A_NUMBER.fullmatch(text, end) is not None
         schema = self._schemas.get(content.pointer)
         violation = None if schema is None else schema.validator.violation(value)
-        if violation is not None and content.pointer:
-            violation.param, violation.pointer = "structural_tag", content.pointer + (violation.pointer or "")
-        return end, grows, violation
+        return end, grows, violation if schema is None or violation is None else schema.located(violation)
