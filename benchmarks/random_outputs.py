@@ -7,8 +7,8 @@ could. An output that ends with a stop token is validated as a whole by code tha
 (`benchmarks/random_constraints/validation.py`). No server is needed. The work is done in a process that is replaced
 when it crashes or takes longer than `--limit` seconds for one constraint and backend.
 
-With `--checked`, a model answers the schemas of ../shared/data/checked-dev.jsonl.gz, with keywords that are checked: see
-`benchmarks/random_constraints/checked.py`.
+With `--checked`, a model answers the schemas of ../shared/data/checked-dev.jsonl.gz, with keywords that are checked:
+see `benchmarks/random_constraints/checked.py`.
 
 Prints a line per backend and kind, and every violation: an invalid output, a row that fails, a crash of a library. The
 exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`. Writes

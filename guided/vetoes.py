@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from guided.backends.checked import CheckedMatcher
 
 MAX_VETOES, MAX_OF_VALUE = 64, 16
-"""Vetoes of one output, and within one of its values."""
+"""Vetoes of one output, and within one of its values. With half or twice as many, hardly another answer ends valid."""
 _PATIENCE = 4
 """Vetoes within a value after which the output goes back to the value's beginning."""
 MAX_HELD = 64

@@ -13,9 +13,9 @@ from guided.backends.base import CompiledGrammar
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, TokenRejected, UnsupportedConstraint
+from guided.schema.beginnings import Beginnings
 from guided.schema.validation import Validator
 from guided.structural_tag import Content
-from guided.schema.beginnings import Beginnings
 from guided.tags.content_reader import ContentReader
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker

@@ -15,8 +15,13 @@ from engine.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine, finish, run
 
 PROMPT = "Zwölf Boxkämpfer"
-DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "uniqueItems": True, "minItems": 3}
-SCHEMA = {
+DIGITS: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 9},
+    "uniqueItems": True,
+    "minItems": 3,
+}
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "title": {"type": "string", "maxLength": 8},
