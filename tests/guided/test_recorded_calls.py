@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from guided.tools.formats import REASONING_FORMATS, Function, tool_format
+from guided.tools.formats import REASONING_FORMATS, Calls, Function, tool_format
 from guided.tools.parser import OutputParser
 
 FORMATS = {
@@ -24,6 +24,9 @@ FORMATS = {
     "Kimi-K3": ("kimi_k3", "kimi_k3"),
     "Kimi-K2": ("kimi", "think"),
     "Llama-3": ("llama", ""),
+    "Llama-4": ("llama_4", ""),
+    "gemma-4": ("gemma_4", "gemma_4"),
+    "Magistral-Small-2506": ("tekken", "think"),
     "Mistral-7B-Instruct-v0.3": ("mistral", "mistral"),
     "mistralai/": ("tekken", "mistral"),
     "gpt-oss": ("harmony", "harmony"),
@@ -38,11 +41,11 @@ FORMATS = {
 def read(fixture: Any, prompt: str, formats: tuple[str, str], step: int) -> dict[str, Any]:
     """Return what the parser reads of an output that grows by `step` characters each time."""
     tools, reasoning = tool_format(formats[0]), REASONING_FORMATS.get(formats[1])
-    thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
+    thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin.rstrip())
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end) and not (reasoning.answer or reasoning.finish):
         reasoning = None
     functions = [Function(tool["function"]["name"], tool["function"].get("parameters") or {}) for tool in fixture.tools]
-    anywhere = reasoning is None or not reasoning.answer
+    anywhere = Calls(tools, functions, required=False, parallel=True).anywhere(reasoning)
     parser = OutputParser(reasoning, thinking=thinking, tools=tools, functions=functions, anywhere=anywhere)
     output = fixture.raw_output
     pieces = [piece for end in range(step, len(output), step) for piece in parser.feed(output[:end], finished=False)]
