@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from guided.element_styles import ITEM, LIST_NAME, NAME, SCALARS, STYLES, TYPES
+from guided.element_styles import ITEM, KIND, LIST_NAME, NAME, SCALARS, STYLES, TYPES
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import document, string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
@@ -23,7 +23,7 @@ from guided.schema.validation import Validator
 from guided.structural_tag import Content, Either, FreeText, Node, Series, Text, Times, located
 
 _MAX_NESTING = 20
-_MAX_FREE_NESTING = 5
+_MAX_FREE_NESTING = 4
 """Length of the pointer of a place in a schema up to which any value may be an object or array."""
 _CLOSING = {"{": "}", "[": "]"}
 
@@ -102,6 +102,7 @@ class _Writer:
     def _element(self, name: str | None, schema: Schema, place: str, begin: str = "") -> Node:
         """Return an element with a value of `schema`. Without `name`: with any name."""
         options = []
+        before, _, after = (begin or self._style.begin).partition(KIND)
         for kind, types in self._style.kinds.items():
             end = self._style.mark(self._style.end, name or NAME, _CLOSING.get(kind, kind))
             mark = end.rstrip("\n")
@@ -109,12 +110,12 @@ class _Writer:
                 *self._named(mark, place),
                 *([] if mark == end else [Text("\n")]),
             ]  # a text may contain more than the mark
-            first = self._named(self._style.mark(begin or self._style.begin, name or NAME, kind), place)
             values = self._values(schema, types, place, mark.partition(NAME)[0])
-            options += [Series((*first, value, *last)) for value in values]
+            options += [Series((Text(kind + after), value, *last)) for value in values]
         if not options:
             raise self._refusal("this schema", place)
-        return options[0] if len(options) == 1 else Either(tuple(dict.fromkeys(options)))
+        first = self._named(before.replace(NAME, name or NAME), place)
+        return Series((*first, Either(tuple(dict.fromkeys(options)))))
 
     def _named(self, text: str, place: str) -> list[Node]:
         """Return a text, with any name in the place of `{name}`."""

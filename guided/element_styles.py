@@ -21,7 +21,7 @@ LIST_NAME = r"[^\s<>{}()\[\],:='\"]+(?: [^\s<>{}()\[\],:='\"]+)*"
 """Regex of the names that an element of a list can have."""
 ITEM = "item"
 """What stands for the name of an array's item."""
-_KIND = "{kind}"
+KIND = "{kind}"
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class ElementStyle:
 
     def mark(self, text: str, name: str, kind: str = "") -> str:
         """Return `text` with a property's name and a kind."""
-        return text.replace(NAME, name).replace(_KIND, kind)
+        return text.replace(NAME, name).replace(KIND, kind)
 
 
 def _pattern(begin: str) -> str:
     written = re.escape(begin.rstrip("\n")).replace("><", r">\s*<")
     named = written.replace(re.escape(NAME), rf"(?P<name>{FREE_NAME})")
     pad = r"(?P<pad>\n?)" if begin.endswith("\n") else ""
-    return named.replace(re.escape(_KIND), r"(?P<kind>\w*)") + pad
+    return named.replace(re.escape(KIND), r"(?P<kind>\w*)") + pad
 
 
 _DSML = {"true": ("string",), "false": (*SCALARS, "object", "array")}
