@@ -248,13 +248,10 @@ class TagGrammar:
         self.special_token_ids.add(number)
         return f"<[{number}]>"
 
-    def _is(self, head: Token, token: int) -> bool:
-        return token in (head.token, self._special.get(str(head.token)))
-
     def _special_in(self, heads: Iterable[Text | Token]) -> set[str]:
         """Return the names of special tokens that look like one of `heads` in the answer's text."""
-        tokens = [head for head in heads if isinstance(head, Token)]
-        return {name for name, token in self._special.items() if any(self._is(head, token) for head in tokens)}
+        tokens = {head.token for head in heads if isinstance(head, Token)}
+        return {name for name, token in self._special.items() if tokens & {name, token}}
 
     def _lexeme(self, body: str) -> str:
         return self._names.setdefault(body, f"T{len(self._names)}")
