@@ -73,14 +73,14 @@ def test_beside_a_constraint_both_masks_hold(llm: LLM, fields: dict[str, Any], e
 
 
 def test_many_words_take_no_pass_over_the_vocabulary_each() -> None:
-    """Before, each ending of each word took a pass: 15 s."""
+    """With a pass for each ending of each word, this takes 2.6 s."""
     letters = random.Random(0)
     words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(1, 9))) for _ in range(150_000)]
     texts = TokenTexts(Vocabulary(tuple(word.encode() for word in words), (0,), frozenset({0}), len(words)), [])
     params = SamplingParams(bad_words=["".join(letters.choices("etaoinshrdlu", k=64)) for _ in range(256)])
     began = time.process_time()
     Restriction(params, texts, [0], torch.device("cpu"))
-    assert time.process_time() - began < 4
+    assert time.process_time() - began < 1.3
 
 
 def test_ignore_eos_leaves_the_allowed_tokens(llm: LLM) -> None:
