@@ -91,6 +91,7 @@ class Body(BaseModel):
     """Prefix of the names of its unknown fields in `ignored`."""
     unused: ClassVar[Collection[str]] = ()
     """Names of inherited fields that it does not have in requests."""
+    refused: ClassVar[Mapping[str, str]] = REFUSED
 
     @model_validator(mode="before")
     @classmethod
@@ -119,8 +120,8 @@ class Body(BaseModel):
     @classmethod
     def _check_unknown(cls, name: str, value: Any, ignored: list[str] | None) -> None:
         """Raise the error for an unknown field that is not ignored."""
-        if name in REFUSED:
-            raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": REFUSED[name]})
+        if name in cls.refused:
+            raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": cls.refused[name]})
         if name in WITHOUT_EFFECT:
             return
         meant = cls.hint(name, thorough=len(ignored or ()) < MAX_IGNORED and len(name) <= 40)
@@ -132,15 +133,13 @@ class Body(BaseModel):
     @classmethod
     def _within(cls, place: str, value: Any, depth: int = 4) -> Iterator[tuple[str, str]]:
         """Yield the places in an unknown field that could be meant as constraints, and the fields that they mean."""
-        if not depth or not isinstance(value, dict | list):
-            return
-        if isinstance(value, list):
+        if isinstance(value, list) and depth:
             for item in value:
                 yield from cls._within(place, item, depth - 1)
+        if not isinstance(value, dict) or not depth:
             return
-        kind = value.get("type")
-        is_schema = "$schema" in value or (kind == "object" and "properties" in value)
-        if (is_schema or kind in _TYPES) and (meant := cls.hint("response_format", thorough=False)):
+        is_schema = "$schema" in value or (value.get("type") == "object" and "properties" in value)
+        if (is_schema or value.get("type") in _TYPES) and (meant := cls.hint("response_format", thorough=False)):
             yield place, meant
         for name, inner in value.items():
             below = f"{place}.{bounded(name, 60)}"
@@ -244,30 +243,7 @@ class JsonSchemaFormat(Body):
     """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
 
     tolerant = False
-    name: str | None = None
-    description: str | None = None
-    schema_: Schema = Field(default=None, alias="schema")
-    strict: bool | str | None = None
-
-    @classmethod
-    def hint(cls, name: str, thorough: bool = True) -> str | None:
-        return super().hint(name, thorough) or f"schema.{name}"
-
-
-class ResponseFormat(Body):
-    """OpenAI's `response_format`, and the forms of other servers."""
-
-    tolerant = False
-    path: ClassVar[str] = "response_format"
-    """What errors call this field. `schema_path` is that of its schema."""
-    schema_path: ClassVar[str] = "response_format.json_schema.schema"
-    type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
-    json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
-    schema_: Schema = Field(default=None, alias="schema", description="The place in Responses, and llama.cpp's.")
-    value: Schema = Field(default=None, description="TGI's place.")
-    format: TagPart = Field(default=None, description="The format of a structural tag.")
-    structures: TagPart = Field(default=None, description="vLLM's older form of it.")
-    triggers: TagPart = None
+    schema_: Schema = Field(default=None, alias="schema", description="In Responses and llama.cpp beside the type.")
     # Without effect.
     name: str | None = None
     description: str | None = None
@@ -275,7 +251,22 @@ class ResponseFormat(Body):
 
     @classmethod
     def hint(cls, name: str, thorough: bool = True) -> str | None:
-        return super().hint(name, thorough) or _field_of(name, ConstraintFields)
+        own = super().hint("schema" if name == "type" else name, thorough)
+        return own or _field_of(name, ConstraintFields)
+
+
+class ResponseFormat(JsonSchemaFormat):
+    """OpenAI's `response_format`, and the forms of other servers."""
+
+    path: ClassVar[str] = "response_format"
+    """What errors call this field. `schema_path` is that of its schema."""
+    schema_path: ClassVar[str] = "response_format.json_schema.schema"
+    type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
+    json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
+    value: Schema = Field(default=None, description="TGI's place.")
+    format: TagPart = Field(default=None, description="The format of a structural tag.")
+    structures: TagPart = Field(default=None, description="vLLM's older form of it.")
+    triggers: TagPart = None
 
 
 class FormatHolder(Body):

@@ -45,7 +45,7 @@ def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
     for schema in schemas:
         for keyword, value in list(schema.items()):
             is_null = value is None and keyword not in _VALUES
-            is_odd = keyword in _IDENTIFIERS and _IDENTIFIERS[keyword].violation(value)
+            is_odd = keyword in _IDENTIFIERS and bool(_IDENTIFIERS[keyword].violation(value))
             is_odd = is_odd and (not value or references.isdisjoint((str(value), f"#{value}")))
             if is_null or is_odd or not isinstance(value, _ANNOTATIONS.get(keyword, object)):
                 del schema[keyword]

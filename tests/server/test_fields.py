@@ -172,10 +172,10 @@ def test_fields_of_other_apis_that_constrain(client: TestClient, path: str, name
         (CHAT, {"structured_outputs": {"ebnf": LIGHT}}, "structured_outputs.ebnf", "grammar"),
         (CHECK, {"response_format": {"type": "json", "jsonSchema": {}}}, "response_format.jsonSchema", "json_schema"),
         (CHECK, {"response_format": {"type": "regex", "pattern": "a"}}, "response_format.pattern", "regex"),
-        (CHAT, {"response_format": {"type": "object", "properties": {}}}, "response_format.properties", "json_schema"),
+        (CHAT, {"response_format": {"type": "object", "properties": {}}}, "response_format.properties", "schema"),
         (
             *(CHAT, {"response_format": {"type": "json_schema", "json_schema": DIGITS}}),
-            *("response_format.json_schema.type", "schema.type"),
+            *("response_format.json_schema.type", "schema"),
         ),
         (RESPONSES, {"text": {"formatting": {"type": "json_object"}}}, "text.formatting", "text.format"),
         (
