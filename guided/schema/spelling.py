@@ -17,12 +17,13 @@ from guided.schema.validation import Validator
 _VALUES = ("const", "default", "type")
 """Keywords that may be null, or where null is an error."""
 _ANNOTATIONS: dict[str, type] = {
-    **dict.fromkeys(("title", "description", "$comment", "contentEncoding", "contentMediaType"), str),
+    **dict.fromkeys(("title", "description", "$comment", "contentEncoding", "contentMediaType", "format"), str),
     **dict.fromkeys(("deprecated", "readOnly", "writeOnly"), bool),
+    **dict.fromkeys(("contentSchema", "$vocabulary"), dict),
     "examples": list,
 }
-_URI = Validator({"format": "uri-reference", "pattern": "^(?!#/)"})
-_ANCHOR = Validator({"pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"})
+_URI = Validator({"type": "string", "format": "uri-reference", "pattern": "^[^#]*#?$"})
+_ANCHOR = Validator({"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"})
 _IDENTIFIERS = {"$id": _URI, "id": _URI, "$anchor": _ANCHOR, "$dynamicAnchor": _ANCHOR}
 _NULL = {"type": "null"}
 
@@ -40,11 +41,13 @@ def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
             schemas.append(schema)
             todo += [child for _, child, _ in children(schema)]
     references = {str(schema.get("$ref")) for schema in schemas}
+    references |= {reference.partition("#")[0] for reference in references}
     for schema in schemas:
         for keyword, value in list(schema.items()):
             is_null = value is None and keyword not in _VALUES
-            is_name = keyword in _IDENTIFIERS and _IDENTIFIERS[keyword].violation(value) and value not in references
-            if is_null or is_name or not isinstance(value, _ANNOTATIONS.get(keyword, object)):
+            is_odd = keyword in _IDENTIFIERS and bool(_IDENTIFIERS[keyword].violation(value))
+            is_odd = is_odd and (not value or references.isdisjoint((str(value), f"#{value}")))
+            if is_null or is_odd or not isinstance(value, _ANNOTATIONS.get(keyword, object)):
                 del schema[keyword]
     return schemas
 

@@ -96,6 +96,9 @@ def test_references_lead_to_the_place_that_their_text_names(name: str, backend: 
         {"$id": "Page[int]"},
         {"$id": "1:2"},
         {"$id": "#/properties/x"},
+        {"$id": "#model"},
+        {"$id": ["x"]},
+        {"$anchor": 4},
         {"id": "http://[::"},
         {"$anchor": "a b"},
         {"$anchor": "1"},
@@ -113,13 +116,23 @@ def test_an_identifier_that_a_reference_has_is_kept() -> None:
     for name in ("My Model", "Page[int]", "点"):
         constraint = Constraint.json_schema({"$ref": name, "$defs": {"p": {"$id": name, **POINT}}})
         assert allowed(constraint, ['{"x": 1}', "1"], "llguidance") == ['{"x": 1}']
+        whole = Constraint.json_schema({"$id": name, "$ref": f"{name}#/$defs/p", "$defs": {"p": POINT}})
+        assert allowed(whole, ['{"x": 1}', "1"], "llguidance") == ['{"x": 1}']
 
 
 def test_annotations_of_a_wrong_type_and_null_keywords_are_left_out() -> None:
     annotations = {"title": 1, "description": ["a"], "$comment": {}, "examples": {"a": 1}, "readOnly": "no"}
     nulls = dict.fromkeys(("minLength", "pattern", "enum", "anyOf", "$ref", "format", "additionalProperties", "title"))
     kept = {"default": None, "examples": [None], "deprecated": True}
-    part = {"type": "string", **annotations, **nulls, "contentEncoding": 4, "writeOnly": 0}
+    part = {
+        "type": "string",
+        **annotations,
+        **nulls,
+        "contentEncoding": 4,
+        "writeOnly": 0,
+        "format": [],
+        "contentSchema": "x",
+    }
     sent = {"properties": {"title": part}, "required": None, "items": {"not": part}, "$ref": "#/x/y", "x": {"y": part}}
     left = {"type": "string"}
     assert check(sent) == {"properties": {"title": left}, "items": {"not": left}, "$ref": "#/x/y", "x": {"y": left}}
