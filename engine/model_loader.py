@@ -133,10 +133,10 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
 
         # With a plan of None, transformers uses its own.
         others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
+    else:
+        others["device_map"] = {"": device}
     if path is not None:
         others["quantization_config"] = GgufConfig(dequantize=True)
-    elif device is not None:
-        others["device_map"] = {"": device}
     loaded, report = model_factory(config).from_pretrained(
         place,
         config=config,
@@ -148,7 +148,7 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         **others,
     )
     missing = sorted(report["missing_keys"])
-    if missing:
+    if missing and path is None:  # `complete` counts those of a GGUF file
         raise refusal(architecture(config), f"its files lack {len(missing)} weights, such as {missing[0]}")
     if plan is not None:  # with its own plans, transformers reads the heads from the size of the projections
         for module in loaded.modules():

@@ -350,7 +350,9 @@ FAMILIES = [
     Family(
         "dots.llm1", "dots1", {**LATENT, "head_dim": 8, **FULL_AND_SLIDING, "n_shared_experts": 1}, group="mixtures"
     ),
-    Family("gpt-oss", "gpt_oss", {**EXPERTS, "head_dim": 16, **FULL_AND_SLIDING}, group="mixtures"),
+    Family(
+        "gpt-oss", "gpt_oss", {**EXPERTS, "intermediate_size": 32, "head_dim": 16, **FULL_AND_SLIDING}, group="mixtures"
+    ),
     Family(
         "Llama 4 (text)",
         "llama4_text",
