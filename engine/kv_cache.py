@@ -122,7 +122,8 @@ def plan_cache(
         if slots == 0:
             raise ValueError(f"{size}, and {memory / 2**20:.1f} MiB are for the cache: raise kv_cache_bytes")
         memory -= slots * layout.slot_bytes
-        logger.info("recurrent layers: %s; %d sequences fit (max_num_seqs %d)", size, slots, config.max_num_seqs)
+        fit = f"{slots} sequences fit (max_num_seqs is {config.max_num_seqs})"
+        logger.info("recurrent layers: %s; %s. There is no state of a prefix: prefix caching is off", size, fit)
     most = one * slots
     blocks = config.num_blocks or min(memory // block if block else most, most)
     if blocks < one:

@@ -62,16 +62,13 @@ class LLMEngine:
         num_blocks, max_num_seqs = plan_cache(
             config, model.layers, model.layout, self.max_model_len, model.dtype, self._memory_for_cache
         )
-        prefix_caching = config.enable_prefix_caching and model.layout is None
-        if prefix_caching != config.enable_prefix_caching:
-            logger.info("prefix caching is off: recurrent layers have no state of an earlier token to begin with")
-        self.config = config = replace(config, max_num_seqs=max_num_seqs, enable_prefix_caching=prefix_caching)
+        self.config = config = replace(config, max_num_seqs=max_num_seqs)
         self.blocks = BlockManager(
             num_blocks,
             config.block_size,
             max_seqs=config.max_num_seqs,
             max_blocks=-(-self.max_model_len // config.block_size),
-            prefix_cache=config.enable_prefix_caching,
+            prefix_cache=config.enable_prefix_caching and model.layout is None,
         )
         self.runner.start(self.blocks)
         description = describe(model, config, self.max_model_len)
