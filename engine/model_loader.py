@@ -16,7 +16,7 @@ from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
 from engine.model_config import architecture, model_factory, read_config, refusal
 from engine.model_files import complete, gguf_file, pretrained, processor_template
-from engine.model_head import body_name
+from engine.model_head import Head, body_name
 from engine.model_probe import Probe
 from engine.ranks import Ranks
 from engine.recurrent import RecurrentStates, StateLayout
@@ -46,7 +46,7 @@ class LoadedModel:
     """transformers' config of the language model."""
     body: torch.nn.Module
     """The language model without its head."""
-    head: torch.nn.Module
+    head: Head
     layers: dict[int, LayerShapes]
     tokenizer: Any
     vocabulary: Vocabulary
