@@ -133,6 +133,7 @@ def _choose_factors(text: Any, max_model_len: int | None) -> None:
     for rope in (parameters, *parameters.values()):
         if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
             continue
+        length = max_model_len or text.max_position_embeddings
         kept, other = ("long", "short") if length > rope["original_max_position_embeddings"] else ("short", "long")
         for name in ("factor", "mscale"):
             if f"{kept}_{name}" in rope:
