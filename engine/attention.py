@@ -2,13 +2,16 @@
 
 transformers' modeling code calls the function through its `AttentionInterface`. All sequences of a step are flattened
 in one row: chunks of prefills first, then one token of each decoding one. (The layout is vLLM's, arXiv:2309.06180.)
+The step is a context variable, because not every model passes its keywords on to its attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,21 +20,73 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from engine.kv_cache import KVCache
+from engine.recurrent import StepStates
 
 ATTENTION = "guided_paged"
 """The name of `paged_attention` as an `attn_implementation`."""
 
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
 """Keywords that models pass to attention functions and that this one can ignore."""
+_NOT_PASSED = 0
+_MAX_SCORES = 1 << 26
+"""Attention scores of a prefill that are in memory at once, where torch's own attention cannot compute them."""
 
 
 class UnsupportedModelError(ValueError):
     """The engine cannot serve this model. The message says why."""
 
 
+class Span(NamedTuple):
+    """Which tokens a token attends to: as many as `length` up to itself, or those before it in its chunk of `length`
+    tokens. None: all before it."""
+
+    length: int | None = None
+    is_chunk: bool = False
+
+    def first(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the position of the first token that tokens at these positions attend to."""
+        if self.length is None:
+            return torch.zeros_like(positions)
+        return positions // self.length * self.length if self.is_chunk else positions + 1 - self.length
+
+
+class Scores(NamedTuple):
+    """What a layer does to its attention scores."""
+
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """`[heads]`: the score of a key without a value."""
+
+    @property
+    def are_changed(self) -> bool:
+        """torch's own attention cannot compute them."""
+        return self.softcap is not None or self.sinks is not None
+
+
 Prefill = tuple[int, int, int, NDArray[np.int64] | None]
 """A chunk: tokens `start` to `end` of the row, the number of the sequence's tokens before it; their keys and values are
 in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
+
+
+class FlattenedRow:
+    """Takes the place of transformers' `Cache`, for models that count the tokens before a step's themselves."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+
+    def get_seq_length(self, layer_idx: int | None = None) -> torch.Tensor | int:
+        """Return what a layer adds to the place of each token in the row to get its position in its sequence. Models
+        ask without a layer: they know the positions."""
+        if layer_idx is None:
+            return 0
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave the keys and values to `paged_attention`."""
+        return key_states, value_states
 
 
 @dataclass
@@ -46,6 +101,12 @@ class PagedContext:
     """int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block."""
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
+    state_slots: Sequence[int] = ()
+    """Slots of the sequences, for a model with recurrent layers: of those of one chunk, or of all that decode."""
+    state_copies: Sequence[tuple[int, int]] = ()
+    """As `BlockManager.row_copies`."""
+    states: StepStates | None = field(default=None, init=False)
+    """The recurrent states of the forward pass, while it runs."""
 
     def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
@@ -53,8 +114,21 @@ class PagedContext:
             cache.copy_blocks(self.copies)
         tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
         self.move(cache, slots)
-        output = body(input_ids=tokens[None], position_ids=positions[None], paged=self, use_cache=False)
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        rows, name = 1, "past_key_values"
+        if cache.states is not None:
+            cache.states.copy(self.state_copies)
+            rows, name = len(self.tables) or 1, cache.states.argument
+            is_new = any(before == 0 for _, _, before, _ in self.prefills)
+            self.states = StepStates(cache.states, torch.tensor(self.state_slots, device=device), rows, is_new)
+        others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
+        with running(self):
+            output = body(
+                input_ids=tokens.view(rows, -1), position_ids=positions.view(rows, -1), use_cache=False, **others
+            )
+        if self.states is not None:
+            self.states.finish()
+        # Mamba adds its layers up in float32.
+        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
         return hidden
 
     def move(self, cache: KVCache, slots: torch.Tensor) -> None:
@@ -67,19 +141,17 @@ class PagedContext:
         tables = torch.from_numpy(self.tables).to(slots.device, non_blocking=True)
         self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
         """(tables, lengths) of decoding sequences of which the keys are gathered together."""
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, Span], torch.Tensor] = {}
 
-    def mask(self, part: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, part: int, span: Span, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask `[sequences, 1, 1, slots]` of the keys of a part, built once per step."""
-        mask = self._masks.get((part, window))
+        mask = self._masks.get((part, span))
         if mask is None:
             tables, lengths = self.decodes[part]
             positions = torch.arange(tables.shape[1] * self.cache.block_size, device=lengths.device)
-            hidden = positions >= lengths[:, None]
-            if window is not None:
-                hidden |= positions < (lengths - window)[:, None]
+            hidden = (positions >= lengths[:, None]) | (positions < span.first(lengths - 1)[:, None])
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            mask = self._masks[part, window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+            mask = self._masks[part, span] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
         return mask
 
 
@@ -102,6 +174,19 @@ def split_decodes(
     return parts
 
 
+_step: ContextVar[PagedContext] = ContextVar("step")
+
+
+@contextmanager
+def running(step: PagedContext) -> Iterator[None]:
+    """Give the step to the attention of a model that runs in this context."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -109,39 +194,63 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedContext,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _NOT_PASSED,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Store this layer's keys and values, `[1, kv_heads, tokens, dim]`, and compute the attention of `query`,
-    `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights. `sliding_window` is the number of
-    tokens that a token attends to, including itself; None: all. `attention_mask` is always None."""
+    `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights.
+
+    Args:
+        sliding_window: number of tokens that a token attends to, with itself. None: all. Without it, the configuration
+            says what the layer attends to.
+        softcap: bound of the scores, which a tanh keeps.
+        s_aux: attention sinks `[heads]`: the score of a key without a value.
+        attention_mask: None.
+    """
     others["attention_mask"] = attention_mask
     unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
     if unknown:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
         )
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    paged = _step.get()
+    layer: int = module.layer_idx if paged.states is None else paged.states.layer  # type: ignore[assignment]
+    rows = len(query)
+    if rows > 1:  # one token of each decoding sequence, see `StepStates`
+        query, key, value = (part.transpose(0, 2) for part in (query, key, value))
+    span = _span(module.config, layer) if sliding_window == _NOT_PASSED else Span(sliding_window)
+    scores = Scores(scaling, softcap, s_aux)
     paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:
-        return _decode(query, paged, layer, scaling, sliding_window, key.shape[1]), None
+        attended = _decode(query, paged, layer, scores, span, key.shape[1])
+        return attended.view(rows, -1, *attended.shape[2:]), None
     parts: list[torch.Tensor] = []
     for (start, end, before, _), table in zip(paged.prefills, paged.prefill_tables, strict=True):
         part = slice(start, end)
         keys, values = key[..., part, :], value[..., part, :]
         if table is not None:
             keys, values = paged.cache.gather(layer, table)
-        parts.append(_prefill(query[..., part, :], keys, values, before, scaling, sliding_window))
+        parts.append(_prefill(query[..., part, :], keys, values, before, scores, span))
     first = paged.prefills[-1][1]
     if first < query.shape[2]:
-        parts.append(_decode(query[:, :, first:], paged, layer, scaling, sliding_window, key.shape[1]))
+        parts.append(_decode(query[:, :, first:], paged, layer, scores, span, key.shape[1]))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
+def _span(config: Any, layer: int) -> Span:
+    """Return what a layer attends to, by its configuration. Some models know it by their mask only."""
+    layer_types = getattr(config, "layer_types", None)
+    kind = layer_types[layer] if layer_types else "sliding_attention"
+    if kind == "chunked_attention":
+        return Span(config.attention_chunk_size, is_chunk=True)
+    return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
+
+
 def _prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scaling: float | None, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scores: Scores, span: Span
 ) -> torch.Tensor:
     """Attention within one sequence, with `before` tokens before the first of `query`: `[1, heads, tokens, dim]` in,
     `[1, tokens, heads, dim]` out. Keys after the last of `query` are ignored."""
@@ -151,16 +260,20 @@ def _prefill(
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     mask = None
-    if before or (window is not None and window < tokens):
-        mask = torch.ones(tokens, total, dtype=torch.bool, device=query.device).tril_(before)
-        if window is not None:
-            mask = mask.triu_(before + 1 - window)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
-    return attended.transpose(1, 2)
+    if before or scores.are_changed or (span.length or tokens) < tokens:
+        positions = torch.arange(total, device=query.device)
+        rows = positions[before:, None]
+        mask = (positions <= rows) & (positions >= span.first(rows))
+    # All scores of a long prompt would not fit into the memory.
+    size = max(1, _MAX_SCORES // (query.shape[1] * total)) if scores.are_changed else tokens
+    masks = [None] if mask is None else torch.split(mask, size)
+    queries = torch.split(query, size, dim=2)
+    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(queries, masks, strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
 def _decode(
-    query: torch.Tensor, paged: PagedContext, layer: int, scaling: float | None, window: int | None, kv_heads: int
+    query: torch.Tensor, paged: PagedContext, layer: int, scores: Scores, span: Span, kv_heads: int
 ) -> torch.Tensor:
     """Attention of one token per sequence: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out."""
     _, heads, decodes, dim = query.shape
@@ -170,9 +283,29 @@ def _decode(
     rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
     for part, ((tables, _), own) in enumerate(zip(paged.decodes, rows, strict=True)):
         keys, values = paged.cache.gather(layer, tables)
-        mask = paged.mask(part, window, query.dtype)
-        parts.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scaling))
+        parts.append(_attend(own, keys, values, paged.mask(part, span, query.dtype), scores))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
+    """Attention of `query`, `[rows, heads, tokens, dim]`, to as many heads of keys. `mask` is additive, or True where a
+    token attends to a key. None: to all keys until its own."""
+    if not scores.are_changed:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling
+        )
+    assert mask is not None
+    weights = query @ key.transpose(2, 3) * (scores.scaling or query.shape[3] ** -0.5)
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    weights = weights.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else weights + mask
+    keys = weights.shape[3]
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(weights.dtype).view(query.shape[1], -1, 1)
+        weights = torch.cat([weights, sinks.expand(*weights.shape[:3], 1)], dim=3)
+    return weights.softmax(3, dtype=torch.float32)[..., :keys].to(value.dtype) @ value
 
 
 # There is no entry in `AttentionMaskInterface`: without one, transformers builds no mask, and does not search the

@@ -66,7 +66,9 @@ class BaseLLM:
         refuse_unknown(type(self).__name__, options, loading | configurable)
         given = {name: options.pop(name) for name in configurable & options.keys()}
         config = replace(config or EngineConfig(), **given)
-        self.model = load_model(model, **options) if isinstance(model, str) else model
+        self.model = (
+            load_model(model, max_model_len=config.max_model_len, **options) if isinstance(model, str) else model
+        )
         self._own_pool: MaskPool | None = None
         self._own_ranks = self.model.ranks if isinstance(model, str) else None
         try:

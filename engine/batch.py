@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -42,22 +43,28 @@ class Chunk:
 
 
 class Batch:
-    """Chunks of prefills, and one token for each decoding sequence, shortest first. Row i of the logits is that of
-    `sequences[i]`. `copies` are (source, target) blocks to copy before the forward pass: all sources are read before
-    any target is written. One object serves step after step while only the same sequences decode."""
+    """Chunks of prefills, one token for each decoding sequence, shortest first, and sequences that have kept the hidden
+    state of their last token. Row i of the logits is that of `sequences[i]`. `copies` are (source, target) blocks to
+    copy before the forward pass: all sources are read before any target is written. One object serves step after step
+    while only the same sequences decode."""
 
-    def __init__(self, prefills: list[Chunk], decodes: list[Sequence], copies: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, prefills: list[Chunk], decodes: list[Sequence], kept: list[Sequence], copies: list[tuple[int, int]]
+    ) -> None:
         self.prefills = prefills
         self.decodes = decodes
+        self.kept = kept
         self.copies = copies
         self.is_repeatable = True
         """The next step may use this object again."""
         self.sequences = decodes
         """The sampled sequences."""
         self.selected: list[int] | None = None
-        """The rows of the hidden states that are sampled. None: all, in order. The last row of a prefill is there once
+        """The rows of the forward pass that are sampled. None: all, in order. The last row of a prefill is there once
         for each of its sequences. Rows of earlier chunks are not sampled."""
-        if prefills:
+        self.hidden: torch.Tensor
+        """`[rows, hidden]`: the hidden states of the sampled rows, those of `kept` last. Set by the step."""
+        if prefills or kept:
             self._select()
         guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
         self.guided = tuple(sequence.guided for sequence in self.sequences if sequence.guided is not None)
@@ -94,12 +101,18 @@ class Batch:
                 self.selected += [end - 1] * len(chunk.sequences)
         self.sequences += self.decodes
         self.selected += range(end, end + len(self.decodes))
+        self.sequences += self.kept
 
     @property
     def is_empty(self) -> bool:
-        return not self.prefills and not self.decodes
+        return not self.computes and not self.kept
 
     @property
-    def computed_sequences(self) -> list[Sequence]:
+    def computes(self) -> bool:
+        """Whether there is a forward pass: a token to compute."""
+        return bool(self.prefills or self.decodes)
+
+    @property
+    def all_sequences(self) -> list[Sequence]:
         """All sequences of the step, sampled or not."""
-        return self.decodes + [sequence for chunk in self.prefills for sequence in chunk.sequences]
+        return self.decodes + self.kept + [sequence for chunk in self.prefills for sequence in chunk.sequences]

@@ -29,6 +29,9 @@ class BlockManager:
         """The block tables of all sequences, so that a step reads them with one gather."""
         self.rows: dict[int, int] = {}
         """By sequence: its row of `tables`."""
+        self.row_copies: list[tuple[int, int]] = []
+        """(source, target) rows of which one sequence continues another's output, since the last forward pass. All
+        sources are read before any target is written."""
         self.tokens_looked_up = self.tokens_found = 0
         """Numbers of tokens that were looked up in the prefix cache, and that it had."""
         self._prefix_cache = prefix_cache
@@ -72,7 +75,7 @@ class BlockManager:
             self.rows[seq_id] = self._free_rows.pop()
             self._blocks[seq_id] = []
         self._set(first, found + [self._take() for _ in range(needed)], prefixes)
-        self.take_over(dict.fromkeys(others, first))
+        self._share(dict.fromkeys(others, first))
         self.tokens_looked_up += len(tokens)
         self.tokens_found += len(found) * self.block_size
         return len(found) * self.block_size
@@ -125,7 +128,12 @@ class BlockManager:
         return source, target
 
     def take_over(self, parents: Mapping[int, int]) -> None:
-        """Give each sequence the blocks of its parent, all at once: a parent may be a child of another."""
+        """Let each sequence continue the output of its parent, all at once: a parent may be a child of another."""
+        self._share(parents)
+        self.row_copies += [(self.rows[parent], self.rows[child]) for child, parent in parents.items()]
+
+    def _share(self, parents: Mapping[int, int]) -> None:
+        """Give each sequence the blocks of its parent."""
         shared = {child: (self._blocks[parent][:], self._prefixes[parent][:]) for child, parent in parents.items()}
         for blocks, _ in shared.values():
             for block in blocks:

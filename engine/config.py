@@ -35,15 +35,18 @@ class EngineConfig:
     """Limits and sizes of one engine.
 
     Args:
-        max_num_seqs: maximum number of sequences in one step.
+        max_num_seqs: maximum number of sequences in one step. With recurrent layers, at most as many as have room for
+            their states.
         max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are prefilled in chunks. None: 64
-            on a CPU, so that prompts delay decoding little, and 4096 elsewhere. At least `max_num_seqs` plus a block.
+            on a CPU, so that prompts delay decoding little, or 1024 while no sequence is decoding, and 4096 elsewhere.
+            At least `max_num_seqs` plus a block.
         max_model_len: maximum length of prompt and output together. None: the model's own limit.
         block_size: tokens per block of the KV cache.
         num_blocks: blocks of the KV cache. None: as many as `kv_cache_bytes` holds.
-        kv_cache_bytes: memory for the KV cache, in each process of tensor parallelism. None: on a GPU, what the largest
-            step leaves free; else a quarter of the free memory, at most 4 GiB.
-        enable_prefix_caching: keep blocks for prompts that begin alike. Outputs are the same, except for rounding.
+        kv_cache_bytes: memory for the KV cache and recurrent states, in each process of tensor parallelism. None: on a
+            GPU, what the largest step leaves free; else a quarter of the free memory, at most 4 GiB.
+        enable_prefix_caching: keep blocks for prompts that begin alike. Outputs are the same, except for rounding. Off
+            for models with recurrent layers.
         seed: seed of the engine. A request without a seed derives its own from it.
         logits_processors: custom logits processors in their order: classes, or `module:Class`
             (docs/logits-processors.md).
@@ -69,6 +72,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
 
-    def tokens_per_step(self, on_cpu: bool) -> int:
-        """Return the maximum number of tokens in one step."""
-        return max(self.max_num_batched_tokens or (64 if on_cpu else 4096), self.max_num_seqs + self.block_size)
+    def tokens_per_step(self, on_cpu: bool, *, delays_decoding: bool = True) -> int:
+        """Return the maximum number of tokens in one step, which delays sequences that are decoding or not."""
+        default = 4096
+        if on_cpu:
+            default = 64 if delays_decoding else 1024
+        return max(self.max_num_batched_tokens or default, self.max_num_seqs + self.block_size)

@@ -1,13 +1,18 @@
-"""The KV cache: keys and values of all layers in blocks of token slots, and its size."""
+"""The cache: keys and values of all attention layers in blocks of token slots, states of recurrent layers, its size."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from engine.config import EngineConfig
+from engine.recurrent import RecurrentStates, StateLayout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,14 +31,25 @@ def gather_bytes(device: torch.device) -> int:
 
 
 class KVCache:
-    """Keys and values of all layers: zeroed tensors `[num_blocks * block_size, kv_heads, dim]`, by layer index."""
+    """Keys and values of all layers: zeroed tensors `[num_blocks * block_size, kv_heads, dim]`, by layer index.
+    `states` are those of recurrent layers."""
 
     def __init__(
-        self, layers: dict[int, LayerShapes], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: dict[int, LayerShapes],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: RecurrentStates | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        key_bytes = max(shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values())
+        self.dtype = dtype
+        self.device = device
+        self.states = states
+        sizes = (shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values())
+        key_bytes = max(sizes, default=1)
         self.gather_tokens = gather_bytes(device) // key_bytes
         """Maximum number of tokens of which a decode step gathers the keys at once (or one longer sequence)."""
         slots = num_blocks * block_size
@@ -69,29 +85,51 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target), in all layers. All sources are read before any target is written."""
-        source, target = torch.tensor(list(pairs), device=next(iter(self._keys.values())).device).unbind(1)
+        source, target = torch.tensor(list(pairs), device=self.device).unbind(1)
         for cache in (*self._keys.values(), *self._values.values()):
             blocks = cache.view(self.num_blocks, -1)
             blocks.index_copy_(0, target, blocks.index_select(0, source))
 
 
-def plan_blocks(
+class CachePlan(NamedTuple):
+    """What fits in the memory."""
+
+    num_blocks: int
+    max_num_seqs: int
+    """The configured number, or as many sequences as have a slot for their recurrent states."""
+
+
+def plan_cache(
     config: EngineConfig,
     layers: dict[int, LayerShapes],
+    layout: StateLayout | None,
     max_model_len: int,
     dtype: torch.dtype,
     available: Callable[[], int],
-) -> int:
-    """Return the number of blocks: the configured one, or as many as fit in the configured or `available` bytes, and at
-    most what `max_num_seqs` sequences of `max_model_len` tokens need."""
+) -> CachePlan:
+    """Plan the blocks: the configured number, or as many as fit in the configured or `available` bytes, and at most
+    what `max_num_seqs` sequences of `max_model_len` tokens need. States take at most half of the memory, or all of it
+    if there are no keys and values."""
     one = -(-max_model_len // config.block_size)
     per_token = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers.values())
     block = per_token * config.block_size * dtype.itemsize
-    blocks = config.num_blocks or min((config.kv_cache_bytes or available()) // block, one * config.max_num_seqs)
+    memory, slots = 0, config.max_num_seqs
+    if layout is not None or config.num_blocks is None:
+        memory = config.kv_cache_bytes or available()
+    if layout is not None:
+        slots = min(slots, memory // (2 if layers else 1) // layout.slot_bytes)
+        size = f"the states of a sequence take {layout.slot_bytes / 2**20:.1f} MiB"
+        if slots == 0:
+            raise ValueError(f"{size}, and {memory / 2**20:.1f} MiB are for the cache: raise kv_cache_bytes")
+        memory -= slots * layout.slot_bytes
+        fit = f"{slots} sequences fit (max_num_seqs is {config.max_num_seqs})"
+        logger.info("recurrent layers: %s; %s. There is no state of a prefix: prefix caching is off", size, fit)
+    most = one * slots
+    blocks = config.num_blocks or min(memory // block if block else most, most)
     if blocks < one:
         raise ValueError(
             f"the KV cache has {blocks} blocks of {config.block_size} tokens ({blocks * block / 2**20:.1f} MiB); one "
             f"sequence of max_model_len {max_model_len} needs {one} ({one * block / 2**20:.1f} MiB): raise "
             "kv_cache_bytes or lower max_model_len"
         )
-    return int(blocks)
+    return CachePlan(int(blocks), slots)

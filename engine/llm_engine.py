@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from engine.beams import advance_beams, show_result
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.keywords import refuse_unknown, without_neutral
-from engine.kv_cache import plan_blocks
+from engine.kv_cache import plan_cache
 from engine.logits_processors.loading import describe, load_classes
 from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
@@ -31,7 +32,7 @@ from engine.outputs import RequestOutput
 from engine.sampler import Sampler, SamplerOutput, ranked_logprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
 from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, DeadEnd, GuidedError, InternalError, PostProcessorFailed, bounded
@@ -58,13 +59,16 @@ class LLMEngine:
         self.model = model
         self.max_model_len = model.context_length(config.max_model_len)
         self.runner = ModelRunner(model, config.block_size)
-        num_blocks = plan_blocks(config, model.layers, self.max_model_len, model.dtype, self._memory_for_cache)
+        num_blocks, max_num_seqs = plan_cache(
+            config, model.layers, model.layout, self.max_model_len, model.dtype, self._memory_for_cache
+        )
+        self.config = config = replace(config, max_num_seqs=max_num_seqs)
         self.blocks = BlockManager(
             num_blocks,
             config.block_size,
             max_seqs=config.max_num_seqs,
             max_blocks=-(-self.max_model_len // config.block_size),
-            prefix_cache=config.enable_prefix_caching,
+            prefix_cache=config.enable_prefix_caching and model.layout is None,
         )
         self.runner.start(self.blocks)
         description = describe(model, config, self.max_model_len)
@@ -74,10 +78,13 @@ class LLMEngine:
             standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
             processor = ProcessorBundle(*standard, *([] if processor is None else [processor]), config=description)
         self.processor = processor
+        on_cpu = model.device.type == "cpu"
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
+            max_num_batched_tokens=config.tokens_per_step(on_cpu),
+            max_tokens_of_prefills=config.tokens_per_step(on_cpu, delays_decoding=False),
+            layout=model.layout,
         )
         self.stats = EngineStats()
         self.groups: dict[str, SequenceGroup] = {}
@@ -188,7 +195,7 @@ class LLMEngine:
                 report = self.apply(logits, batch)
                 sampled = self.sample(logits, batch, report)
                 self.append(sampled, batch)
-                self.stats.note_step(time.perf_counter() - started, report.wait_seconds)
+                self.stats.note_step(time.perf_counter() - started, report.wait_seconds, batch.computes)
         self.stats.late = sum(sequence.is_late for sequence in self.scheduler.skipped)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished()]
@@ -200,7 +207,7 @@ class LLMEngine:
             yield
         except torch.OutOfMemoryError as error:
             logger.exception("a step ran out of memory")
-            newest = max((one.group for one in batch.computed_sequences), key=lambda group: group.arrival_time)
+            newest = max((one.group for one in batch.all_sequences), key=lambda group: group.arrival_time)
             self._fail(newest, InternalError(f"the device ran out of memory: {bounded(error)}"))
             self._abandon(batch)
             torch.cuda.empty_cache()
@@ -211,7 +218,7 @@ class LLMEngine:
     def _abandon(self, batch: Batch) -> None:
         """Give a step up. Its sequences are prefilled again."""
         self.blocks.forget_content()  # it may have blocks that this step did not compute
-        for sequence in batch.computed_sequences:
+        for sequence in batch.all_sequences:
             if sequence in self.scheduler.running:
                 sequence.computed = 0
                 self.scheduler.preempt(sequence)
@@ -229,10 +236,10 @@ class LLMEngine:
             if request_id in self.groups:
                 self._fail(self.groups[request_id], error)
         if self.scheduler.skipped:
-            self.stats.computed_again += self.scheduler.resume(self.processor.decided())
+            self.scheduler.resume(self.processor.decided())
         batch = self.scheduler.schedule()
         if batch.is_empty and self.scheduler.skipped:
-            self.stats.computed_again += self.scheduler.resume()
+            self.scheduler.resume()
             batch = self.scheduler.schedule()
         return batch
 
@@ -264,20 +271,17 @@ class LLMEngine:
         self.logits_processors.begin(batch)
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Run the forward pass: hidden states `[tokens, hidden]`."""
-        self.stats.steps += 1
+        """Run the forward pass: hidden states `[tokens, hidden]`. Rows that have kept theirs need none."""
+        self.stats.steps += batch.computes
         return self.runner.execute(batch)
 
     def compute_logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask."""
-
-        def raw() -> torch.Tensor:
-            return self.runner.compute_logits(hidden, batch.selected)
-
         for chunk in batch.prefills:
             for first, last in chunk.unscored():
                 self._score(chunk, first, last, hidden)
-        return self.sampler.adjust(raw, batch)
+        batch.hidden = self.runner.select(hidden, batch.selected, batch.kept)
+        return self.sampler.adjust(lambda: self.runner.compute_logits(batch.hidden), batch)
 
     def _score(self, chunk: Chunk, first: int, last: int, hidden: torch.Tensor) -> None:
         """Add the log-probabilities of tokens `first` to `last` of a chunk's sequence."""
@@ -287,7 +291,7 @@ class LLMEngine:
         for begin in range(first, last, _SCORED_ROWS):
             end = min(last, begin + _SCORED_ROWS)
             rows = range(chunk.row + begin - 1 - chunk.start, chunk.row + end - 1 - chunk.start)
-            logprobs = self.runner.compute_logits(hidden, list(rows)).log_softmax(-1)
+            logprobs = self.runner.compute_logits(self.runner.select(hidden, list(rows))).log_softmax(-1)
             own = torch.tensor(sequence.data.span(begin, end), device=hidden.device)
             entries = ranked_logprobs(logprobs, own, [count] * len(own))
             if of_prompt:
@@ -397,15 +401,16 @@ class LLMEngine:
             if edit is None or row in skipped or sequence.is_finished() or sequence.params.use_beam_search:
                 continue
             try:
-                self._follow(edit, sequence)
+                self._follow(edit, batch, row)
             except Exception as error:
                 wrong = PostProcessorFailed(f"a wrong edit: {bounded(error)}")
                 self._fail(sequence.group, error if isinstance(error, GuidedError) else wrong)
             any_ended |= sequence.is_finished()
         return any_ended
 
-    def _follow(self, edit: SampledEdit, sequence: Sequence) -> None:
-        """Roll back, append and stop, as the edit says: output, blocks and matcher."""
+    def _follow(self, edit: SampledEdit, batch: Batch, row: int) -> None:
+        """Roll back, append and stop, as the edit of a row says: output, blocks and matcher."""
+        sequence = batch.sequences[row]
         processor, vocab_size = self.processor, self.model.vocabulary.padded_vocab_size
         if not all(type(token) is int and 0 <= token < vocab_size for token in edit.append):
             raise InternalError(f"tokens to append must be integers from 0 to {vocab_size - 1}: {bounded(edit.append)}")
@@ -413,7 +418,7 @@ class LLMEngine:
             if not 0 < edit.rollback <= max(1, processor.max_rollback):  # the newest token was not sent
                 raise InternalError(f"{edit.rollback} tokens to roll back; the limit is {processor.max_rollback}")
             sequence.roll_back(min(edit.rollback, sequence.num_output_tokens))
-            self.scheduler.rewind(sequence)
+            self.scheduler.rewind(batch, row)
             processor.rollback(sequence.seq_id, sequence.num_output_tokens)
         masked = sequence.params.logprobs_mode == "masked"
         for token in edit.append:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict, read_gguf_metadata
-from transformers.utils import is_gguf_available
+from transformers.utils import cached_file, is_gguf_available
 
 from engine.attention import UnsupportedModelError
 
@@ -41,6 +42,15 @@ def pretrained(model: str) -> tuple[str, dict[str, Any]]:
     """Return what transformers' `from_pretrained` takes for a model: a directory or hub name, and keywords."""
     path = gguf_file(model)
     return (model, {}) if path is None else (str(path.parent), {"gguf_file": path.name})
+
+
+def processor_template(place: str, revision: str | None) -> str | None:
+    """Return the chat template that a checkpoint with images has for its processor only, in the former file for it."""
+    path = cached_file(place, "chat_template.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return None
+    template: str = json.loads(Path(path).read_text(encoding="utf-8"))["chat_template"]
+    return template
 
 
 def read_gguf_config(path: Path) -> Any:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoTokenizer, GgufConfig
 
-from engine.attention import ATTENTION, PagedContext, UnsupportedModelError
+from engine.attention import ATTENTION, UnsupportedModelError
 from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
-from engine.model_files import complete, gguf_file, pretrained, read_gguf_config
+from engine.model_config import architecture, model_factory, read_config, refusal
+from engine.model_files import complete, gguf_file, pretrained, processor_template
+from engine.model_head import Head, body_name
+from engine.model_probe import Probe
 from engine.ranks import Ranks
+from engine.recurrent import RecurrentStates, StateLayout
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
-
-_SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
-"""Minimum correlation of the probe's logits with those of eager attention."""
-
 
 _PLANS: dict[str, dict[str, str]] = {
     "opt": {
@@ -44,7 +45,8 @@ class LoadedModel:
     config: Any
     """transformers' config of the language model."""
     body: torch.nn.Module
-    head: torch.nn.Module
+    """The language model without its head."""
+    head: Head
     layers: dict[int, LayerShapes]
     tokenizer: Any
     vocabulary: Vocabulary
@@ -53,6 +55,8 @@ class LoadedModel:
     device: torch.device
     ranks: Ranks | None = None
     """The other processes of tensor parallelism."""
+    layout: StateLayout | None = None
+    """The states of its recurrent layers, if it has some."""
 
     def context_length(self, wanted: int | None) -> int:
         """Return `wanted`, in tokens, or the model's own context length if it is None. More than that is refused."""
@@ -60,15 +64,17 @@ class LoadedModel:
             raise ValueError(f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens")
         return wanted or self.max_model_len
 
-    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate a KV cache."""
-        return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device)
+    def new_cache(self, num_blocks: int, block_size: int, max_seqs: int) -> KVCache:
+        """Allocate a KV cache, and the states of recurrent layers."""
+        states = None if self.layout is None else RecurrentStates(self.layout, max_seqs, self.device)
+        return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device, states)
 
 
-def load_model(model: str, **options: Any) -> LoadedModel:
+def load_model(model: str, *, max_model_len: int | None = None, **options: Any) -> LoadedModel:
     """Load a model from a directory, a GGUF file, an installed wheel (`WHEELS`) or the hub.
 
-    `options` are fields of `LoadOptions`.
+    `max_model_len` is the maximum length of prompt and output together. None: the model's own limit. `options` are
+    fields of `LoadOptions`.
 
     Raises:
         UnsupportedModelError: the engine cannot serve this architecture. The message says why.
@@ -76,15 +82,15 @@ def load_model(model: str, **options: Any) -> LoadedModel:
     """
     how = LoadOptions(**options)
     device = _find_device(how.device)
-    config = read_config(model, how.revision)
+    config = check_model(model, how.revision, max_model_len)
     if how.tensor_parallel_size == 1:
-        return _load(model, config, how, device)
+        return _limited(_load(model, config, how, device), max_model_len)
     if gguf_file(model) is not None:
         raise ValueError("tensor_parallel_size must be 1 with a GGUF file")
     _check_plan(config, how.tensor_parallel_size, device)
-    ranks = Ranks(model, how, device.type)
+    ranks = Ranks(model, how, max_model_len, device.type)
     try:
-        return replace(_load(model, config, how), ranks=ranks)
+        return replace(_limited(_load(model, config, how), max_model_len), ranks=ranks)
     except RuntimeError as error:
         raise ranks.ended(error) from error
     except BaseException:
@@ -92,9 +98,29 @@ def load_model(model: str, **options: Any) -> LoadedModel:
         raise
 
 
-def load_part(model: str, how: LoadOptions) -> LoadedModel:
+def check_model(model: str, revision: str | None = None, max_model_len: int | None = None) -> Any:
+    """Check that a model can be served, as far as that shows without its weights. Returns its configuration.
+
+    Raises as `load_model`.
+    """
+    config = read_config(model, revision, max_model_len)
+    with torch.device("meta"), torch.inference_mode():
+        shell = model_factory(config).from_config(
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=ATTENTION
+        )
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # some operations need numbers
+            Probe(shell, _body(shell)).record()
+    return config
+
+
+def load_part(model: str, how: LoadOptions, max_model_len: int | None) -> LoadedModel:
     """Load the part of a rank of tensor parallelism, while rank 0 calls `load_model`."""
-    return _load(model, read_config(model, how.revision), how)
+    return _load(model, read_config(model, how.revision, max_model_len), how)
+
+
+def _limited(loaded: LoadedModel, max_model_len: int | None) -> LoadedModel:
+    """Limit the context to the length that a model was loaded for."""
+    return replace(loaded, max_model_len=loaded.context_length(max_model_len))
 
 
 def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
@@ -107,16 +133,23 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
 
         # With a plan of None, transformers uses its own.
         others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
+    else:
+        others["device_map"] = {"": device}
     if path is not None:
         others["quantization_config"] = GgufConfig(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded, report = model_factory(config).from_pretrained(
         place,
         config=config,
         revision=how.revision,
         dtype=_dtype(how.dtype, config, device),
         attn_implementation=ATTENTION,
+        trust_remote_code=False,
+        output_loading_info=True,
         **others,
     )
+    missing = sorted(report["missing_keys"])
+    if missing and path is None:  # `complete` counts those of a GGUF file
+        raise refusal(architecture(config), f"its files lack {len(missing)} weights, such as {missing[0]}")
     if plan is not None:  # with its own plans, transformers reads the heads from the size of the projections
         for module in loaded.modules():
             if hasattr(module, "num_heads"):
@@ -124,10 +157,13 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     if path is not None:
         complete(loaded, path)
     place, options = pretrained(how.tokenizer or model)
-    tokenizer = AutoTokenizer.from_pretrained(place, revision=None if how.tokenizer else how.revision, **options)
+    revision = None if how.tokenizer else how.revision
+    tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False, **options)
     if how.chat_template is not None:
         tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
-    return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = processor_template(place, revision)
+    return prepare_model(loaded, tokenizer, name=model)
 
 
 def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
@@ -136,7 +172,7 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
     if name != "auto":
         return getattr(torch, name)
     on_cpu = device.type == "cpu" if device is not None else not torch.cuda.is_available()
-    stored: Any = getattr(config, "dtype", None)
+    stored: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
     # Operators that tell whether this CPU multiplies a dtype quickly.
     fast = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     check = fast.get(stored) if on_cpu else None
@@ -146,7 +182,7 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
 def _check_plan(config: Any, size: int, device: torch.device) -> None:
     """Reject a model without a plan, or with heads that cannot be split, and another device than transformers uses."""
     text = config.get_text_config(decoder=True)
-    name = _architecture(config)
+    name = architecture(config)
     if not getattr(text, "base_model_tp_plan", None) and config.model_type not in _PLANS:
         raise UnsupportedModelError(f"{name} has no plan for tensor parallelism in transformers")
     heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -160,25 +196,46 @@ def _check_plan(config: Any, size: int, device: torch.device) -> None:
 
 
 def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
-    """Check a transformers `...ForCausalLM`, give it the paged attention and run a probe."""
+    """Check a model of transformers that generates text, give it the paged attention and run a probe."""
     config = model.config.get_text_config(decoder=True)
     model = model.eval().requires_grad_(False)
-    layers = _probe(model)
-    head = model.get_output_embeddings()
+    body = _body(model)
+    probe = Probe(model, body)
+    try:
+        with torch.inference_mode():
+            probe.record()
+            head = probe.find_head()
+    except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        why = f"its code does not run with the engine's caches ({type(error).__name__}: {bounded(error)})"
+        raise refusal(type(model).__name__, why) from error
+    for module in getattr(model, body_name(model)).children():
+        if module is not body and config is not model.config:
+            module.to("meta")  # frees the weights of encoders of images and sounds
+    weight = model.get_output_embeddings().weight
     return LoadedModel(
         name=name,
         config=config,
-        body=getattr(model, model.base_model_prefix),
+        body=body,
         head=head,
-        layers=layers,
+        layers=probe.layers,
         tokenizer=tokenizer,
         vocabulary=Vocabulary.from_tokenizer(
-            tokenizer, padded_vocab_size=head.weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
+            tokenizer, padded_vocab_size=weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
         ),
         max_model_len=getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 1 << 20),
-        dtype=head.weight.dtype,
-        device=head.weight.device,
+        dtype=weight.dtype,
+        device=weight.device,
+        layout=probe.layout,
     )
+
+
+def _body(model: Any) -> torch.nn.Module:
+    """Return the language model without its head, and without encoders."""
+    is_text = model.config is model.config.get_text_config(decoder=True)
+    body: torch.nn.Module = getattr(model, body_name(model)) if is_text else model.get_decoder()
+    return body
 
 
 def _find_device(name: str) -> torch.device:
@@ -192,106 +249,6 @@ def _find_device(name: str) -> torch.device:
         why = str(error).splitlines()[0]
         raise ValueError(f"device is {name!r}: {bounded(why)}") from error
     return place
-
-
-def read_config(model: str, revision: str | None) -> Any:
-    """Read the configuration of a model, and check that it can be served. Raises as `load_model`.
-
-    Fails early if the hub cannot be reached.
-    """
-    path = gguf_file(model)
-    if path is not None:
-        config = read_gguf_config(path)
-    elif Path(model).is_dir():
-        config = AutoConfig.from_pretrained(model, revision=revision)
-    else:
-        config = _find_on_hub(model, revision)
-    _check_config(config)
-    return config
-
-
-def _find_on_hub(model: str, revision: str | None) -> Any:
-    try:
-        if try_to_load_from_cache(model, "config.json", revision=revision) is None:
-            HfApi().model_info(model, revision=revision, timeout=10)  # transformers would try for a minute
-        return AutoConfig.from_pretrained(model, revision=revision)
-    except Exception as error:  # the type depends on the HTTP library
-        why = " ".join(str(error).split())
-        raise OSError(
-            f"there is no local directory or GGUF file {model!r}, and no such model from the hub: {bounded(why)}"
-        ) from error
-
-
-def _architecture(config: Any) -> str:
-    return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
-
-
-def _check_config(config: Any) -> None:
-    """Reject what the configuration shows to be unsupported, before the weights are read."""
-    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    is_causal = model_class is not None and not getattr(config, "is_encoder_decoder", False)
-    is_pluggable = getattr(model_class, "_supports_attention_backend", False)
-    text = config.get_text_config(decoder=True)
-    others = ", ".join(sorted({*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}))
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-    caps = [getattr(text, f"{name}_logit_softcapping", None) for name in ("attn", "final")]
-    reasons = {
-        "it is not a causal language model of transformers": not is_causal,
-        "its code does not support other attention backends": not is_pluggable,
-        "soft caps are not supported": any(cap is not None for cap in caps),
-        f"it has {others} layers": others,
-        f"{rope} RoPE depends on the longest sequence of a batch": rope in ("dynamic", "longrope"),
-    }
-    for why, applies in reasons.items():
-        if applies:
-            raise UnsupportedModelError(f"{_architecture(config)} can't be served: {why}")
-
-
-class _Recorder(KVCache):
-    """Records the shapes of the layers, and stores nothing."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShapes] = {}
-        self.block_size = self.gather_tokens = 1
-
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if layer in self.layers:
-            raise UnsupportedModelError(f"two attention modules of the model have layer index {layer}")
-        self.layers[layer] = LayerShapes(key.shape[1], key.shape[2], value.shape[2])
-
-
-def _probe(model: Any) -> dict[int, LayerShapes]:
-    """Run two short sequences flattened in one row, and compare the logits with those of eager attention. No flag of a
-    model says what this shows: nothing mixes the sequences, and only the head follows the hidden states."""
-    name = type(model).__name__
-    body, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()
-    device = head.weight.device
-    size = model.config.get_text_config(decoder=True).vocab_size
-    prompts = [torch.arange(1, 10) * 7 % size, torch.arange(1, 6) * 11 % size]
-    first, total = len(prompts[0]), sum(map(len, prompts))
-    recorder = _Recorder()
-    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
-    packed = torch.stack([torch.cat(prompts), positions, torch.zeros_like(positions)]).numpy()
-    context = PagedContext(packed, [(0, first, 0, None), (first, total, 0, None)])
-    model.set_attn_implementation(ATTENTION)
-    with torch.inference_mode():
-        try:
-            hidden = context.run(body, recorder, device)
-        except TypeError as error:
-            raise UnsupportedModelError(f"{name} can't be served: {error}") from error
-        ours = head(hidden).float()
-        model.set_attn_implementation("eager")
-        theirs = torch.cat(
-            [model(input_ids=prompt[None].to(device), use_cache=False).logits[0] for prompt in prompts]
-        ).float()
-        model.set_attn_implementation(ATTENTION)
-    if not recorder.layers:
-        raise UnsupportedModelError(f"{name} can't be served: it does not call the attention backend")
-    pairs = torch.stack([ours.flatten(), theirs.flatten()])
-    alike = ours.shape == theirs.shape and torch.corrcoef(pairs.double())[0, 1] >= _SAME[head.weight.dtype]
-    if not alike or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
-        raise UnsupportedModelError(f"{name} can't be served: its logits with paged attention differ from eager's")
-    return dict(sorted(recorder.layers.items()))
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -18,7 +18,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import distributed
 
 from engine.attention import PagedContext
@@ -31,13 +33,35 @@ class CacheSize(NamedTuple):
 
     num_blocks: int
     block_size: int
+    max_seqs: int
     threads: int
+
+
+class Selection(NamedTuple):
+    """Select rows of the last hidden states, None: all. Hidden states that sequences have kept follow them."""
+
+    rows: list[int] | None
+    kept: list[NDArray[np.float32]]
+
+    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what is selected, `[rows, hidden]`."""
+        if self.rows is not None:
+            hidden = hidden.index_select(0, torch.tensor(self.rows, dtype=torch.int64, device=hidden.device))
+        if self.kept:
+            hidden = torch.cat([hidden, torch.from_numpy(np.stack(self.kept)).to(hidden)])
+        return hidden
+
+
+def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> torch.Tensor:
+    """Run the forward passes of a step on this process's part of the model: hidden states `[tokens, hidden]`."""
+    hidden = [step.run(model.body, cache, model.device) for step in steps]
+    return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
 
 class Ranks:
     """Starts the other ranks, and joins them as rank 0. One instance per process at a time."""
 
-    def __init__(self, model: str, options: LoadOptions, device_type: str) -> None:
+    def __init__(self, model: str, options: LoadOptions, max_model_len: int | None, device_type: str) -> None:
         self.size = size = options.tensor_parallel_size
         if distributed.is_initialized():
             raise ValueError("torch.distributed is in use in this process: shut the other model down first")
@@ -48,7 +72,7 @@ class Ranks:
         try:
             store = open_store(0, size, is_master=True)
             for rank in range(1, size):
-                self._start(rank, store.port, model, options, device_type)
+                self._start(rank, store.port, model, options, max_model_len, device_type)
             for connection in self._connections:
                 connection.recv()  # its imports are done
             join(store, 0, size, device_type)
@@ -101,28 +125,31 @@ class Ranks:
 
 
 @torch.inference_mode()
-def serve(descriptor: int, load_part: Callable[[str, LoadOptions], Any]) -> None:
+def serve(descriptor: int, load_part: Callable[[str, LoadOptions, int | None], Any]) -> None:
     """Run one rank other than 0, until the engine closes the socket `descriptor`, or until the first error, which the
     other ranks notice in their next collective operation. The messages are the rank's setup, then `CacheSize`s,
-    `PagedContext`s, and rows of the last hidden states to run the head on (None: all)."""
+    lists of `PagedContext`s, `Selection`s, and None to run the head on what was selected last."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError):
-        rank, port, name, options, device_type = connection.recv()
+        rank, port, name, options, max_model_len, device_type = connection.recv()
         os.environ["LOCAL_RANK"] = str(rank)  # transformers takes the GPU of this number
         connection.send(None)
         size = options.tensor_parallel_size
         join(open_store(port, size), rank, size, device_type)
-        model = load_part(name, options)
-        cache, hidden = model.new_cache(1, 1), torch.empty(0)
+        model = load_part(name, options, max_model_len)
+        cache = model.new_cache(1, 1, 1)
+        hidden = selected = torch.empty(0)
         while True:
             message = connection.recv()
-            if isinstance(message, PagedContext):
-                hidden = message.run(model.body, cache, model.device)
+            if isinstance(message, list):
+                hidden = run_steps(message, model, cache)
             elif isinstance(message, CacheSize):
                 torch.set_num_threads(message.threads)
-                cache = model.new_cache(message.num_blocks, message.block_size)
+                cache = model.new_cache(message.num_blocks, message.block_size, message.max_seqs)
+            elif isinstance(message, Selection):
+                selected = message.of(hidden)
             else:
-                model.head(hidden if message is None else hidden[message])
+                model.head(selected)
     distributed.destroy_process_group()
 
 

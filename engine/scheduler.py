@@ -7,25 +7,38 @@ from collections.abc import Collection
 
 from engine.batch import Batch, Chunk
 from engine.block_manager import BlockManager
+from engine.recurrent import StateLayout
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 class Scheduler:
     """Starts groups in the order of their arrival. A group starts once all its sequences fit.
 
-    A step computes one token of each running sequence. The rest of its tokens go to prefills, in chunks: to those that
-    have begun, then to preempted sequences, then to new groups.
+    A step computes one token of each running sequence. The rest of its tokens (more, while a step delays no token) go
+    to prefills, in chunks: to those that have begun, then to preempted sequences, then to new groups.
 
     If blocks run out, the newest sequence is preempted: it loses its blocks, and is prefilled again, prompt and output,
     before new groups start. Beams of a group are preempted and started together. Groups that wait for their grammar
-    are skipped and keep their place. A late sequence is skipped until its mask is ready, and keeps its blocks. Its last
-    token is then computed again.
+    are skipped and keep their place. A late sequence is skipped until its mask is ready, and keeps its blocks and the
+    hidden state of its last token. Then it is sampled without a forward pass.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_tokens_of_prefills: int | None = None,
+        layout: StateLayout | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.layout = layout
+        """The states of recurrent layers, if the model has some."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_tokens_of_prefills = max_tokens_of_prefills or max_num_batched_tokens
+        """The maximum number of tokens in a step without decodes."""
         self.waiting: deque[SequenceGroup] = deque()
         self.preempted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -35,7 +48,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.skipped: dict[Sequence, bool] = {}
         """True: its mask was late. False: it is a beam, and the mask of another one of its group was."""
-        self._last = Batch([], [], [])
+        self._last = Batch([], [], [], [])
         self._watermark = max(1, blocks.num_blocks // 100)
         """Blocks that stay free when a prefill starts, for the next tokens of the running sequences."""
 
@@ -69,25 +82,28 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Build the next step's batch. It is empty if no sequence can run."""
         before = self.num_preemptions
-        decodes, copies = self._schedule_decodes()
-        budget = self.max_num_batched_tokens - len(decodes)
+        decodes, kept, copies = self._schedule_decodes()
+        delays = decodes or kept or self.skipped
+        budget = self.max_num_batched_tokens - len(decodes) if delays else self.max_tokens_of_prefills
         chunks: list[Chunk] = []
         budget = self._continue_prefills(chunks, budget)
         if self.num_preemptions == before:
             self._start_prefills(chunks, budget)
         decodes.sort(key=lambda sequence: sequence.length)
         last = self._last
-        if not chunks and last.is_repeatable and not last.prefills and last.decodes == decodes:
+        only_decodes = not chunks and not kept and not last.prefills and not last.kept
+        if only_decodes and last.is_repeatable and last.decodes == decodes:
             last.copies = copies
         else:
-            self._last = Batch(chunks, decodes, copies)
+            self._last = Batch(chunks, decodes, kept, copies)
         return self._last
 
     # -- running sequences
 
-    def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
+    def _schedule_decodes(self) -> tuple[list[Sequence], list[Sequence], list[tuple[int, int]]]:
         """Assign slots to the new tokens of each running sequence. Preempt the newest while there are too few blocks. A
-        sequence with forced tokens becomes a prefill. Returns those with one new token, and the blocks to copy."""
+        sequence with forced tokens becomes a prefill. Returns those with one new token, those without one, which have
+        kept a hidden state, and the blocks to copy."""
         copies: list[tuple[int, int]] = []
         append_slot, block_size = self.blocks.append_slot, self.blocks.block_size
         skipped = {sequence for prefill in self.prefilling for sequence in prefill}
@@ -110,11 +126,12 @@ class Scheduler:
                 continue
             done += 1
         ready = [one for one in self.running if not one.is_late and one not in skipped]
-        decodes = [one for one in ready if one.computed == one.length - 1]
-        self.prefilling[:0] = [[one] for one in ready if one.computed < one.length - 1]
+        decodes = [one for one in ready if 0 < one.computed == one.length - 1]
+        kept = [one for one in ready if one.computed == one.length]
+        self.prefilling[:0] = [[one] for one in ready if one.computed < max(1, one.length - 1)]
         for sequence in decodes:
             sequence.computed = sequence.length
-        return decodes, copies
+        return decodes, kept, copies
 
     def preempt(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence, and queue it to be prefilled again. With a beam, all beams are preempted."""
@@ -131,16 +148,27 @@ class Scheduler:
             self.num_preemptions += 1
             self.preempted.appendleft(one)
 
-    def rewind(self, sequence: Sequence) -> None:
-        """Have the last token computed again, if it was computed. Tokens after it were removed."""
-        sequence.computed = min(sequence.computed, sequence.length - 1)
-        self.blocks.rewind(sequence.seq_id, sequence.computed)
+    def rewind(self, batch: Batch, row: int) -> None:
+        """Go on with what is left of the sequence of a row after a rollback. If only the sampled token was removed, it
+        is sampled again. Otherwise its last token is computed again; all tokens, if the model has recurrent layers:
+        their states do not go back."""
+        sequence = batch.sequences[row]
+        if sequence.computed == sequence.length:
+            self._keep(batch, [row])
+        else:
+            sequence.computed = sequence.length - 1 if self.layout is None else 0
+            self.blocks.rewind(sequence.seq_id, sequence.computed)
 
-    # -- late sequences
+    # -- rows that are not sampled
+
+    def _keep(self, batch: Batch, rows: list[int]) -> None:
+        """Keep the hidden states of rows that are not sampled now. A later step samples them without a forward pass."""
+        for row, hidden in zip(rows, batch.hidden[rows].float().cpu().numpy(), strict=True):
+            batch.sequences[row].hidden = hidden
 
     def skip(self, batch: Batch, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
-        """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now. Returns
-        the rows of all these sequences."""
+        """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now. They keep
+        their hidden states. Returns the rows of all these sequences."""
         rows = dict.fromkeys(late, True)
         sampled = {batch.sequences[row] for row in batch.beams if row not in rows and row not in failed}
         for row in batch.beams:
@@ -151,19 +179,18 @@ class Scheduler:
             if not sequence.is_finished():  # a failed row may have ended its group
                 sequence.is_late = True
                 self.skipped[sequence] = is_late
-                self.rewind(sequence)
+        self._keep(batch, list(rows))
         return frozenset(rows)
 
-    def resume(self, decided: Collection[int] | None = None) -> int:
-        """Let the sequences with these ids run again, which have their mask, or an error; beams only together. None:
-        all. Returns the number of sequences that run again."""
+    def resume(self, decided: Collection[int] | None = None) -> None:
+        """Let the sequences with these ids be sampled, which have their mask, or an error; beams only together. None:
+        all."""
         late = [one for one in self.skipped if one.is_late]
         waits = {one for one in late if decided is not None and self.skipped[one] and one.seq_id not in decided}
         ready = [one for one in late if waits.isdisjoint(one.group.sequences if one.params.use_beam_search else [one])]
         for one in ready:
             one.is_late = False
         self.skipped = {one: one in waits for one in late if one.is_late}
-        return len(ready)
 
     def _free(self, sequence: Sequence) -> None:
         self._note_content(sequence)
@@ -227,6 +254,8 @@ class Scheduler:
         """Schedule the next chunk of a prefill. Returns its number of tokens."""
         start = prefill[0].computed
         tokens = min(prefill[0].length - start, budget)
+        if tokens > 0 and self.layout is not None and not self.layout.resumes:
+            tokens = prefill[0].length if start == 0 else 1
         if tokens > 0:
             for sequence in prefill:
                 sequence.computed = start + tokens

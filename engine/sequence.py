@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.detokenizer import Detokenizer
 from engine.logprobs import TokenLogprobs
@@ -143,6 +145,9 @@ class Sequence:
         self.error: GuidedError | None = None
         self.is_late = False
         """Its mask is late, or that of another beam of its group. It does not run, and keeps its blocks."""
+        self.hidden: NDArray[np.float32]
+        """`[hidden]`: the hidden state of its last token, there while `computed` is `length`: after a late mask, or
+        after a rollback of the sampled token. To sample the next token, only the head and the mask run again."""
         self.group: SequenceGroup
         self.details = MaskDetails() if params.mask_details or params.resample else None
         self.guided: GuidedSequence | None = None

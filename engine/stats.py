@@ -34,8 +34,7 @@ class EngineStats:
     late: int = 0
     """Sequences that did not run in the last step because of a late mask."""
     late_rows: int = 0
-    computed_again: int = 0
-    """Rows without a mask at the deadline, and sequences that ran again after one."""
+    """Rows without a mask at the deadline."""
     kept_mass: list[int] = field(default_factory=lambda: [0] * len(KEPT_MASS_BOUNDS))
     """Number of measured masks, by the first of `KEPT_MASS_BOUNDS` that the kept mass does not exceed."""
     kept_mass_sum: float = 0.0
@@ -55,8 +54,9 @@ class EngineStats:
             self.kept_mass[bisect_left(KEPT_MASS_BOUNDS, mass)] += 1
             self.kept_mass_sum += mass
 
-    def note_step(self, seconds: float, waited: float) -> None:
-        """Add a step that waited `waited` of its seconds for masks."""
+    def note_step(self, seconds: float, waited: float, computed: bool) -> None:
+        """Add a step that waited `waited` of its seconds for masks. `computed`: it had a forward pass."""
         self.step_seconds += seconds
-        weight = max(1 / self.steps, 0.02)
-        self.mean_step += weight * (seconds - waited - self.mean_step)
+        if computed:
+            weight = max(1 / self.steps, 0.02)
+            self.mean_step += weight * (seconds - waited - self.mean_step)

@@ -166,6 +166,8 @@ def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     elif code == "unknown_parameter":
         message = f"Unknown parameter: '{param}'" + (f"; did you mean {why}?" if why else "")
     elif param:
+        if code == "literal_error" and "content" in place and place[-1] == "type":
+            why += ". Images, sounds and files are not supported: the models served here read text"
         code, message = "invalid_type", f"Invalid '{param}': {bounded(why)}"
     else:
         code, message = "", "the body must be a JSON object (content-type: application/json)"

@@ -139,12 +139,15 @@ class Metrics(Collector):
         """Read the counters of the engine and the pool, at each scrape."""
         health = self._engine.health()
         stats, scheduler, blocks = health.stats, self._engine.engine.scheduler, self._engine.engine.blocks
+        slots = 0 if scheduler.layout is None else scheduler.max_num_seqs
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),
             ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),
             ("num_requests_waiting_for_grammar", "Requests that wait for a grammar.", health.num_waiting_for_grammar),
             ("num_sequences_late", "Sequences that wait for a late mask.", stats.late),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", 1 - blocks.num_free / blocks.num_blocks),
+            ("recurrent_state_slots", "Sequences of which the recurrent states fit. 0: no such layers.", slots),
+            ("recurrent_state_slots_used", "Sequences that have recurrent states.", min(slots, len(blocks.rows))),
         )
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
         counters = (
@@ -159,7 +162,6 @@ class Metrics(Collector):
             ("mask_wait_seconds", "Part of the exposed: waiting for masks.", stats.wait_seconds),
             ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
             ("mask_late_rows", "Rows without a mask at the step's deadline.", stats.late_rows),
-            ("mask_rows_computed_again", "Rows computed a second time after a late mask.", stats.computed_again),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"guided_{name}", text, value=value)

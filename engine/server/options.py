@@ -226,7 +226,10 @@ OPTIONS = (
     *_panel(
         "Engine",
         Option("engine.max_num_seqs", "Sequences in one step."),
-        Option("engine.max_num_batched_tokens", "Tokens in one step. Default: 64 on a CPU, else 4096."),
+        Option(
+            "engine.max_num_batched_tokens",
+            "Tokens in one step. Default: 64 on a CPU (1024 while nothing decodes), else 4096.",
+        ),
         Option("engine.max_model_len", "Context length in tokens. Default: the model's own."),
         Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
         Option("engine.enable_prefix_caching", "Reuse the KV cache of prompts that begin alike."),

@@ -72,14 +72,16 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
 def settings_of(options: ServeOptions) -> ServerSettings:
     """Complete the settings of the HTTP application with what the model determines."""
     return dataclasses.replace(
-        options.server, model_name=options.model_name, sampling_defaults=_sampling_defaults(options.model_path)
+        options.server,
+        model_name=options.model_name,
+        sampling_defaults=_sampling_defaults(options.model_path, options.load.revision),
     )
 
 
-def _sampling_defaults(model: str) -> dict[str, Any]:
+def _sampling_defaults(model: str, revision: str | None) -> dict[str, Any]:
     """Return the fields of `SamplingParams` that the checkpoint sets. `do_sample: false` means temperature 0."""
     try:
-        config = GenerationConfig.from_pretrained(pretrained(model)[0])
+        config = GenerationConfig.from_pretrained(pretrained(model)[0], revision=revision)
     except OSError:
         return {}
     if config.do_sample is False:

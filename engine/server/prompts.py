@@ -16,6 +16,8 @@ from engine.server.context import ServerContext
 from engine.server.protocol import Message, PromptFields, Tool
 from guided.errors import ContextLengthExceeded, InvalidRequest, bounded
 
+_SAMPLE = "How many?"
+
 
 def encode_body(context: ServerContext, body: PromptFields, messages: Sequence[Message]) -> list[int]:
     """Tokenize the messages of a request with what it says of their prompt."""
@@ -52,6 +54,9 @@ def encode_chat(
     tokenizer, limit = context.engine.tokenizer, context.max_characters
     _check_template(tokenizer, variables or {})
     rendered = [message.for_template() for message in messages]
+    if _takes_parts(tokenizer):
+        for message in rendered:
+            message["content"] = [{"type": "text", "text": message["content"]}]
     functions = [tool.for_template() for tool in tools]
     _check_length(json.dumps(rendered, ensure_ascii=False), limit, "messages")
     _check_length(json.dumps(functions, ensure_ascii=False), limit, "tools")
@@ -72,6 +77,20 @@ def encode_chat(
     for piece in text.split(mark):
         ids += encode(context, piece, add_special_tokens=False, param="messages")
     return ids
+
+
+@lru_cache(maxsize=8)
+def _takes_parts(tokenizer: Any) -> bool:
+    """Return whether the chat template reads the content of messages as parts only, as those of some models with images
+    do. From a string such a template would take nothing, without an error."""
+    return not _renders(tokenizer, _SAMPLE) and _renders(tokenizer, [{"type": "text", "text": _SAMPLE}])
+
+
+def _renders(tokenizer: Any, content: Any) -> bool:
+    try:
+        return _SAMPLE in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    except (TemplateError, ValueError, TypeError):
+        return False
 
 
 def _check_template(tokenizer: Any, variables: Mapping[str, Any]) -> None:

@@ -85,7 +85,7 @@ def test_outputs_are_the_same(
         assert said(found)[request] == outputs, request
     assert logprobs(found) == pytest.approx(logprobs(expected), rel=1e-3, abs=1e-3)
     stats = engine.stats
-    assert (stats.late_rows > 20) == (stats.computed_again > 0) == late
+    assert (stats.late_rows > 20) == late
     assert (engine.scheduler.num_preemptions > 0) == ("tight" in name)
     assert (stats.forced_tokens > 10) == ("forced" in name)
     assert stats.late == 0

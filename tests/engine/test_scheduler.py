@@ -54,6 +54,18 @@ def test_sequences_and_tokens_of_a_step_are_limited() -> None:
     assert [one.num_output_tokens for one in it.running] == [2, 1, 1]
 
 
+def test_a_step_prefills_more_while_nothing_decodes() -> None:
+    it = scheduler(max_num_batched_tokens=12)
+    it.max_tokens_of_prefills = 30
+    for name in "abc":
+        it.add(group(name, 14))
+    batch = it.schedule()
+    assert (names(batch), spans(batch)) == ((["a", "b", "c"], []), [(0, 14), (0, 14), (0, 2)])
+    sample(batch)
+    batch = it.schedule()
+    assert (names(batch), spans(batch)) == ((["c"], ["a", "b"]), [(2, 12)])
+
+
 def test_a_group_that_waits_for_its_grammar_keeps_its_place() -> None:
     it = scheduler(max_num_seqs=2)
     waiting, second, third = group("waiting", 4), group("second", 4), group("third", 4)

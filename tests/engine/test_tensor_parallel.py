@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_pool import FaultyPool
 from transformers import GPT2Config
 
 from engine.attention import UnsupportedModelError
@@ -49,10 +51,13 @@ def test_two_processes_say_what_one_does_until_one_is_killed(tiny_llama_dir: Pat
     with LLM(str(tiny_llama_dir), **OPTIONS) as one:
         expected = one.generate(PROMPTS, params(), use_tqdm=False)
         shapes = one.model.layers
-    with LLM(str(tiny_llama_dir), tensor_parallel_size=2, **OPTIONS) as two:
+        pool, generator = FaultyPool(one.model.vocabulary), random.Random(1)
+    pool.delay = lambda sequence_id, position: generator.choice([0, 0, 1, 3])
+    with LLM(str(tiny_llama_dir), tensor_parallel_size=2, **{**OPTIONS, "pool": pool}) as two:
         found = two.generate(PROMPTS, params(), use_tqdm=False)
         halves = {layer: replace(shape, kv_heads=shape.kv_heads // 2) for layer, shape in shapes.items()}
         assert two.model.layers == halves, "each process has half of the key heads"
+        assert two.engine.stats.late_rows > 5, "the ranks get the hidden states that rank 0 has kept"
         (rank,) = children()
         for output, same in zip(found, expected, strict=True):
             assert output.error is None

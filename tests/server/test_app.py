@@ -223,6 +223,7 @@ class TestRefusals:
             assert error["param"] is not None
             assert error["param"].startswith(param)
             assert len(error["message"]) < 1000
+            assert ("Images" in error["message"]) == ("image_url" in str(fields))
             assert answer.headers["x-should-retry"] == "false"
 
     def test_unknown_model_path_and_method(self, client: TestClient) -> None:

@@ -48,9 +48,9 @@ import engine.server.process
 """
 _TRY_MODEL = """
 import sys
-from engine.model_loader import read_config
+from engine.model_loader import check_model
 try:
-    read_config(sys.argv[1], sys.argv[2] or None)
+    check_model(sys.argv[1], sys.argv[2] or None, int(sys.argv[3]) or None)
 except (OSError, ValueError) as error:
     sys.exit(str(error))
 """
@@ -110,7 +110,8 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
         advice = "pip install --force-reinstall it, with constraints.txt"
         yield _tried(f"backend {name}", "compiles", advice, _TRY_BACKEND, name)
     revision = options.load.revision or ""
-    yield _tried("model", "its architecture can be served", "", _TRY_MODEL, options.model_path, revision)
+    length = str(options.engine.max_model_len or 0)
+    yield _tried("model", "its architecture can be served", "", _TRY_MODEL, options.model_path, revision, length)
     device = options.load.device
     if device != "cpu":
         advice = "torch may be a CPU build, a container needs --gpus all, and Triton a C compiler"
