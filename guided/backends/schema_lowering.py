@@ -26,6 +26,11 @@ _DEPENDENT = {
     "prefixItems": ("items", "unevaluatedItems"),
 }
 """Keywords that would exclude more without the first one."""
+_COMPLEX = (
+    *("$dynamicRef", "$recursiveRef", "allOf", "oneOf", "not", "if", "dependencies", "dependentRequired"),
+    *("dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+)
+"""Keywords that the canonical form has only where `jsonschema-rs` could not replace them."""
 TIERS: tuple[tuple[str, ...], ...] = (
     (),
     ("minProperties", "maxProperties", "not"),
@@ -66,8 +71,8 @@ class SchemaLowering(ABC):
     """
 
     library: ClassVar[str]
-    never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas", "unevaluatedProperties")
-    """Keywords that the library does not enforce, where the canonical form still has them."""
+    enforces: ClassVar[tuple[str, ...]] = ()
+    """Those of `_COMPLEX` that the library enforces."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.form = canonical(constraint.schema, open_objects=constraint.open_objects)
@@ -125,8 +130,8 @@ class SchemaLowering(ABC):
         return self.form.copied(schema, kept)
 
     def _lower(self, schema: dict[str, Any]) -> dict[str, Any]:
-        for keyword in self.never:
-            if keyword in schema:
+        for keyword in _COMPLEX:
+            if keyword in schema and keyword not in self.enforces:
                 raise self.refusal(schema, keyword)
         if "$ref" in schema:
             return self.reference(schema)

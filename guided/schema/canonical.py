@@ -28,13 +28,12 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import COMPOUND, Schema, at, listed, shortened
+from guided.schema.keywords import COMPOUND, MISSPELT, OTHERS, Schema, at, listed, shortened
 from guided.schema.origin import Origin
 from guided.schema.validation import PATTERNS, draft_of
 
-_FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
+_KEYWORDS = {*MISSPELT, *OTHERS}
 _OPEN = ("additionalProperties", "propertyNames")
-_EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _ROOT = "guided-root"
 """Name of the definition for the whole schema."""
 _MAX_CHARACTERS = 300_000
@@ -132,7 +131,7 @@ class CanonicalForm:
         Args:
             is_part: another subschema describes the same value, so an object is not closed here.
         """
-        if isinstance(schema, bool) or schema.keys() <= _FRAME:
+        if isinstance(schema, bool) or schema.keys().isdisjoint(_KEYWORDS):
             return schema is not False
         if schema.get("not") in ({}, True):
             return False
@@ -142,7 +141,7 @@ class CanonicalForm:
 
     def _read_keywords(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         read: dict[str, Any] = {}
-        keywords = schema.keys() - _FRAME
+        keywords = schema.keys() & _KEYWORDS
         inner = self._open_objects is False and (is_part or len(keywords) > 1 or "allOf" in keywords)
         for keyword, value in schema.items():
             if keyword in keywords:
@@ -163,6 +162,8 @@ class CanonicalForm:
     ) -> dict[str, Any]:
         """Return one keyword of a subschema in draft 2020-12; nothing if another one says the same."""
         match keyword:
+            case "$ref" if not value.startswith("#/"):
+                return {"$dynamicRef": value}  # the library does not read the subschema, and has it as it was sent
             case "$ref":
                 return {keyword: f"#/$defs/{self._definition(value, origin, is_part)}"}
             case "oneOf" if (exclusive := self._exclusive(value)) is not None:
@@ -187,10 +188,6 @@ class CanonicalForm:
                 return {"prefixItems": [self._read(part, place) for part, place in zip(value, places, strict=True)]}
             case "items" | "additionalItems":
                 return {"items": self._read(value, origin.part("items", "additionalItems", "unevaluatedItems"))}
-            case "exclusiveMinimum" | "exclusiveMaximum" if isinstance(value, bool):
-                return {}  # draft 4
-            case "minimum" | "maximum" if schema.get(_EXCLUSIVE[keyword]) is True:
-                return {_EXCLUSIVE[keyword]: value}
             case "enum":
                 return {keyword: origin.values(value)}
             case "const":
@@ -283,7 +280,7 @@ def _body(form: CanonicalSchema) -> Any:
 
 
 def _without_frame(schema: Any) -> Any:
-    return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key not in _FRAME}
+    return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key in _KEYWORDS}
 
 
 def _has_negation(schema: Any) -> bool:

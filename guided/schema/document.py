@@ -11,18 +11,21 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from functools import lru_cache, reduce
 from itertools import islice
 from operator import getitem
 from typing import Any
+
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
-from guided.schema.keywords import escape, is_number, listed, shortened, types_of
-from guided.schema.spelling import rewrite, tidy
+from guided.schema.keywords import MISSPELT, OTHERS, escape, is_number, listed, shortened, types_of
+from guided.schema.spelling import rewrite, tidy, upgrade
 from guided.schema.validation import TUPLES, Validator, draft_of, fault
 
 _Check = Callable[[Node, str], None]
@@ -156,14 +159,21 @@ def _parse(
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
+    is_old = "draft-0" in draft
+    if is_old and any(schema.get("$ref") == draft for schema in schemas):
+        document.setdefault("definitions", {})[draft] = deepcopy(REGISTRY.contents(draft))
     graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
     graph.refuse_endless_references()
     _check_alternatives(graph)
     notes += islice(_not_enforced(document, graph, strict, has_tuples), MAX_NOTES)
     for node in graph.nodes():
+        if is_old:
+            upgrade(node.schema, draft)
         rewrite(node.schema)
         if node is not graph.root:
             node.schema.pop("$schema", None)  # parts are read in the document's draft
+    if is_old:
+        document["$schema"] = TUPLES
     return document
 
 
@@ -254,7 +264,7 @@ def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
 def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool, has_tuples: bool) -> Iterator[str]:
     """Yield unknown formats of strings, probably misspelt keywords, a root without any keyword of JSON Schema, and
     with `has_tuples` those of draft 7."""
-    if document.keys().isdisjoint((*_MEANT, *_OTHERS)) and (doubt := _doubt(document)):
+    if document.keys().isdisjoint((*MISSPELT, *OTHERS)) and (doubt := _doubt(document)):
         yield f" (no keyword of JSON Schema restricts this document{doubt})"
         return
     unknown_keywords = 0
@@ -273,7 +283,7 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool, ha
                         )
                         raise UnsupportedConstraint(message, pointer=node.pointer(keyword))
                     yield shortened(node.pointer(keyword))
-            elif keyword not in _MEANT:
+            elif keyword not in MISSPELT:
                 unknown_keywords += 1
                 if unknown_keywords <= _MAX_UNKNOWN and (meant := _meant(keyword)):
                     yield f"{shortened(node.pointer(keyword))} (did you mean {meant!r}?)"
@@ -299,16 +309,6 @@ MAX_NOTES = 500
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
 """Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""
-_MEANT = (
-    *("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "minLength", "maxLength", "pattern", "format"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems", "minItems"),
-    *("maxItems", "uniqueItems", "unevaluatedItems", "contains", "minContains", "maxContains", "properties"),
-    *("patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties", "required"),
-    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
-)
-"""Keywords of which a misspelling is noted."""
-_OTHERS = ("not", "if", "dependencies", "$dynamicRef", "$recursiveRef")
-"""Other keywords that restrict values."""
 _ANNOTATIONS = frozenset(
     (
         "$schema",
@@ -332,4 +332,4 @@ def _meant(keyword: str) -> str:
     """Return the keyword that `keyword` probably is a misspelling of; empty if there is none."""
     if len(keyword) > 30 or keyword.startswith(("_", "x-")):
         return ""
-    return next(iter(difflib.get_close_matches(keyword, _MEANT, n=1, cutoff=0.85)), "")
+    return next(iter(difflib.get_close_matches(keyword, MISSPELT, n=1, cutoff=0.85)), "")

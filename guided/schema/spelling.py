@@ -1,7 +1,7 @@
 """Schemas as clients send them: what is harmless and no valid JSON Schema, or another dialect's, is rewritten.
 
-`tidy` makes a document valid before it is checked, and keeps the places of its subschemas. `rewrite` writes a checked
-subschema with keywords that every library reads.
+`tidy` makes a document valid before it is checked, and keeps the places of its subschemas. `upgrade` writes a checked
+subschema of drafts 4 to 7 in draft 2019-09, `rewrite` one of any draft with keywords that every library reads.
 """
 
 from __future__ import annotations
@@ -25,6 +25,17 @@ _URI = Validator({"format": "uri-reference", "pattern": "^(?!#/)"})
 _ANCHOR = Validator({"pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"})
 _IDENTIFIERS = {"$id": _URI, "id": _URI, "$anchor": _ANCHOR, "$dynamicAnchor": _ANCHOR}
 _NULL = {"type": "null"}
+_YOUNGER = {
+    "draft-04": ("const", "contains", "propertyNames"),
+    "draft-06": ("if",),
+    "draft-07": (
+        *("dependentRequired", "dependentSchemas", "maxContains", "minContains", "unevaluatedItems"),
+        *("unevaluatedProperties", "$anchor", "$recursiveRef"),
+    ),
+}
+"""Draft -> keywords that the draft after it introduced."""
+_BESIDE_REFERENCES = {"$schema", "$ref", "definitions", "$defs"}
+"""Keywords that drafts 4 to 7 do not ignore beside `$ref`, or that a reference may lead to."""
 
 
 def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -63,6 +74,27 @@ def rewrite(schema: dict[str, Any]) -> None:
             schema["properties"] = {name: parts[name] for name in names}
     if schema.pop("nullable", None) is True:
         _allow_null(schema)
+
+
+def upgrade(schema: dict[str, Any], draft: str) -> None:
+    """Write a subschema of draft 4, 6 or 7 in draft 2019-09, which knows all formats and does not check contents.
+
+    Args:
+        draft: identifier of the schema's draft, as `draft_of` returns it.
+    """
+    ignored = {keyword for name, keywords in _YOUNGER.items() if name >= draft.split("/")[3] for keyword in keywords}
+    if "$ref" in schema:
+        ignored |= schema.keys() - _BESIDE_REFERENCES
+    for keyword in schema.keys() & ignored:
+        del schema[keyword]
+    if "draft-04" in draft:
+        schema |= {"$id": schema.pop("id")} if "id" in schema else {}
+        for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if schema.pop(exclusive, False) and bound in schema:
+                schema[exclusive] = schema.pop(bound)
+    base, _, anchor = schema.pop("$id", "").partition("#")
+    schema |= {"$id": base} if base else {}
+    schema |= {"$anchor": anchor} if anchor else {}
 
 
 def _allow_null(schema: dict[str, Any]) -> None:

@@ -1,0 +1,97 @@
+"""Which texts a schema allows: inputs that a library, or the reader of schemas, once decided wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from byte_vocabulary import BYTES, accepts
+
+from guided.backends import Backends
+from guided.constraint import Constraint
+
+BACKENDS = Backends(BYTES)
+URI = "http://json-schema.org/draft-0{}/schema#"
+DAY = {"type": "string", "format": "date"}
+SPAN = {"type": "string", "format": "duration"}
+OLD_FORMATS = [
+    ({"properties": {"a": {"not": SPAN}}}, ['{"a": "P"}'], ['{"a": "P1D"}']),
+    ({"format": "date", "enum": ["2024-05-17", "May"]}, ['"2024-05-17"'], ['"May"']),
+    ({"type": "array", "items": SPAN, "uniqueItems": True}, ['["P1D"]'], ['["day"]', '["P1D", "P1D"]']),
+    ({"allOf": [DAY, {"type": "string", "maxLength": 10}]}, ['"2024-05-17"'], ['"2024"']),
+    ({"type": "integer", "maximum": 3, "dependencies": {"a": ["b"]}}, ["3"], ["4"]),
+]
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("draft", [4, 6, 7])
+@pytest.mark.parametrize(("schema", "valid", "invalid"), OLD_FORMATS, ids=str)
+def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str], draft: int, backend: str) -> None:
+    decide({"$schema": URI.format(draft), **schema}, backend, valid, invalid)
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (
+            {
+                "$schema": URI.format(4),
+                "id": "http://x.y/root",
+                "properties": {"n": {"$ref": "n#m", "type": "null"}, "k": {"$ref": "n"}},
+                "definitions": {
+                    "n": {
+                        "id": "n",
+                        "minimum": 3,
+                        "exclusiveMinimum": True,
+                        "definitions": {"m": {"id": "#m", "type": "integer"}},
+                    }
+                },
+            },
+            ['{"n": 3, "k": 4}', "{}"],
+            ['{"k": 3}', '{"n": null}'],
+        ),
+        (
+            {
+                "$schema": URI.format(7),
+                "type": "array",
+                "items": [{"if": {"minimum": 2}, "then": {"maximum": 5}}, SPAN],
+                "additionalItems": False,
+            },
+            ['[5, "P1D"]', "[1]"],
+            ['[6, "P1D"]', '[5, "day"]', '[5, "P1D", 1]'],
+        ),
+        ({"$schema": URI.format(7), "type": "string", "contentMediaType": "application/json"}, ['"{"', '"{}"'], ["{}"]),
+        ({"$schema": URI.format(6), "items": {"$ref": URI.format(6)}}, ['[{"type": "null"}]'], ['[{"type": "nil"}]']),
+        (
+            {
+                "$id": "http://x.y/list",
+                "$ref": "base",
+                "$defs": {
+                    "more": {"$dynamicAnchor": "rest", "prefixItems": [True, {"type": "string"}]},
+                    "base": {
+                        "$id": "base",
+                        "type": "array",
+                        "prefixItems": [{"type": "null"}],
+                        "unevaluatedItems": False,
+                        "$dynamicRef": "#rest",
+                        "$defs": {"empty": {"$dynamicAnchor": "rest"}},
+                    },
+                },
+            },
+            ["[null]", '[null, "a"]'],
+            ["[1]", "[null, 1]", '[null, "a", "b"]'],
+        ),
+    ],
+    ids=str,
+)
+def test_texts(schema: dict[str, Any], valid: list[str], invalid: list[str], backend: str) -> None:
+    decide(schema, backend, valid, invalid)
+
+
+def decide(schema: dict[str, Any], backend: str, valid: list[str], invalid: list[str]) -> None:
+    grammar = BACKENDS[backend].compile(Constraint.json_schema(schema))
+    assert {text: accepts(grammar, text) for text in (*valid, *invalid)} == {
+        **dict.fromkeys(valid, True),
+        **dict.fromkeys(invalid, False),
+    }
