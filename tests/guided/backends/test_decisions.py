@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from byte_vocabulary import BYTES, accepts
+from byte_vocabulary import BYTES, WORDS, accepts, tokens
 
 from guided.backends import Backends
+from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
+from guided.worker import MaskWorker
 
 BACKENDS = Backends(BYTES)
 URI = "http://json-schema.org/draft-0{}/schema#"
@@ -95,3 +98,28 @@ def decide(schema: dict[str, Any], backend: str, valid: list[str], invalid: list
         **dict.fromkeys(valid, True),
         **dict.fromkeys(invalid, False),
     }
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("[1e400", "[1e40"),
+        ("[-2.5E-123", "[-2.5E-12"),
+        ("[0e+12, 7e99]", "[0e+12, 7e99]"),
+        ('["1e400", 1e4]', '["1e400", 1e4]'),
+        (f"[{'7' * 30}", f"[{'7' * 24}"),
+    ],
+)
+def test_each_number_is_in_the_range_of_doubles(text: str, written: str, backend: str) -> None:
+    worker = MaskWorker(BYTES)
+    worker.open(0, BACKENDS[backend].compile(Constraint.json_schema({"type": "array"})))
+    row = np.empty(WORDS, np.int32)
+    assert worker.fill(0, (), row) is None
+    count = 0
+    for token in tokens(text):
+        if token not in allowed_ids(row):
+            break
+        assert worker.fill(0, [token], row) is None
+        count += 1
+    assert text[:count] == written
