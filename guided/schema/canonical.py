@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 import jsonschema_rs
 from jsonschema_rs import CanonicalSchema
-from jsonschema_rs.canonical import Satisfiability
+from jsonschema_rs.canonical import Satisfiability, find_unsatisfiable
 from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
@@ -80,35 +79,52 @@ class CanonicalForm:
 
     def _form(self, document: dict[str, Any]) -> Any:
         """Return the library's form of the document."""
-        try:
-            form = _canonicalize(document, self._draft)
-            if form.satisfiability() == Satisfiability.NO:
-                raise InvalidConstraint("no value satisfies the schema", param="json_schema")
-        except InvalidConstraint as error:
-            error.pointer = shortened(self._place_of_fault())
-            raise
+        empty: list[Any] = []
+
+        def replaced(part: dict[str, Any]) -> dict[str, Any]:
+            if not string_pattern.is_empty(part):
+                return part
+            empty.append(part)
+            return {"not": {}}
+
+        form = self._checked(document)
         text = to_string(form.to_json_schema())  # with Python's usual numbers once it is read
         if len(text) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
             raise ConstraintTooLarge("the alternatives of the schema multiply: it has too many", param="json_schema")
+        schema = json.loads(text, object_hook=replaced)
+        if empty:
+            return self._form(schema)
         named = text.replace('{"$ref":"#"}', f'{{"$ref":"#/$defs/{_ROOT}"}}')
-        schema = json.loads(named)
         if named != text:  # parts of it stand alone too, so what refers to the whole of it needs a definition
+            schema = json.loads(named)
             schema["$defs"] = {**schema.get("$defs", {}), _ROOT: _without_frame(schema)}
         return schema
 
-    def _place_of_fault(self) -> str:
-        """Return the pointer of a pattern or a subschema that the library does not take, or that no value satisfies."""
+    def _checked(self, document: dict[str, Any]) -> CanonicalSchema:
+        """Return the library's form of the document, which has values."""
         root = self._graph.root.schema
-        anything = {name: dict.fromkeys(root[name], True) for name in ("$defs", "definitions") if name in root}
-        place = ""
-        with suppress(InvalidConstraint):
-            for node in reversed([*self._graph.nodes()]):  # the parts of a subschema before itself
-                for place, pattern in node.patterns():  # noqa: B007  it is returned
+        try:
+            form = _canonicalize(document, self._draft)
+        except InvalidConstraint as error:
+            error.pointer = shortened(self._bad_pattern())
+            raise
+        if form.satisfiability() == Satisfiability.NO:
+            found = find_unsatisfiable(root, validate_formats=True, pattern_options=PATTERNS, offline=True)
+            reasons = {place: text for place, reason in found.items() if "" in found and (text := _reason(reason))}
+            place = max(reasons, key=len, default="")
+            message = f"no value satisfies the schema{reasons.get(place, '')}"
+            raise InvalidConstraint(message, param="json_schema", pointer=shortened(place))
+        return form
+
+    def _bad_pattern(self) -> str:
+        """Return the pointer of a pattern that the library does not take; that of the root if there is none."""
+        for node in self._graph.nodes():
+            for place, pattern in node.patterns():
+                try:
                     _canonicalize({"pattern": pattern}, self._draft)
-                place = node.pointer()
-                if _canonicalize({**node.schema, **anything}, self._draft).satisfiability() == Satisfiability.NO:
-                    break
-        return place
+                except InvalidConstraint:
+                    return place
+        return ""
 
     def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
         """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
@@ -272,6 +288,13 @@ def _canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
         )
     except ValueError as error:
         raise InvalidConstraint(f"the schema can't be read: {bounded(error)}", param="json_schema") from None
+
+
+def _reason(found: Any) -> str:
+    """Return the keywords that the library names as the reason why no value satisfies a subschema."""
+    causes = [found.cause] if hasattr(found, "cause") else getattr(found, "causes", [])
+    keywords = [repr(keyword) for cause in causes for keyword in cause.keywords]
+    return f": {', '.join(keywords)}" if keywords else ""
 
 
 def _body(form: CanonicalSchema) -> Any:

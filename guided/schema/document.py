@@ -24,19 +24,12 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
-from guided.schema.keywords import MISSPELT, OTHERS, escape, is_number, listed, shortened, types_of
+from guided.schema.keywords import MISSPELT, OTHERS, escape, listed, shortened, types_of
 from guided.schema.spelling import rewrite, tidy, upgrade
 from guided.schema.validation import TUPLES, Validator, draft_of, fault
 
 _Check = Callable[[Node, str], None]
 """Checks a subschema in a draft."""
-_BOUNDS = (
-    ("minLength", "maxLength"),
-    ("minItems", "maxItems"),
-    ("minProperties", "maxProperties"),
-    ("minContains", "maxContains"),
-    ("minimum", "maximum"),
-)
 _OPENING = {"additionalProperties", "unevaluatedProperties"}
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
@@ -203,7 +196,7 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
 
 
 def _check_subschema(node: Node, draft: str) -> None:
-    """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
+    """Check one subschema alone, and its limits."""
     schema = node.schema
     if isinstance(schema, bool):
         return
@@ -215,7 +208,6 @@ def _check_subschema(node: Node, draft: str) -> None:
         if found := fault(schema, draft):
             raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
     _check_sizes(schema, node)
-    _check_satisfiable(schema, node)
 
 
 def _check_sizes(schema: dict[str, Any], node: Node) -> None:
@@ -247,18 +239,6 @@ def _check_alternatives(graph: SchemaGraph) -> None:
             count += len(options) if isinstance(options, list) else 0
             if count > LIMITS.max_alternatives:
                 raise LIMITS.too_many_alternatives("json_schema", node.pointer(keyword))
-
-
-def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
-    """Find contradictions between neighbouring keywords. The library finds others."""
-    found = [(keyword, f"{keyword!r} is empty: no value satisfies it") for keyword in ("enum", "type")]
-    found = [(keyword, message) for keyword, message in found if schema.get(keyword) == []]
-    for low, high in _BOUNDS:
-        least, most = schema.get(low), schema.get(high)
-        if is_number(least) and is_number(most) and least > most:
-            found.append((low, f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"))
-    if found and "/not/" not in f"{node.pointer()}/":  # under `not`, such a schema is useful
-        raise InvalidConstraint(found[0][1], pointer=node.pointer(found[0][0]))
 
 
 def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool, has_tuples: bool) -> Iterator[str]:

@@ -11,6 +11,7 @@ from byte_vocabulary import BYTES, WORDS, accepts, tokens
 from guided.backends import Backends
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
+from guided.errors import InvalidConstraint
 from guided.worker import MaskWorker
 
 BACKENDS = Backends(BYTES)
@@ -85,11 +86,37 @@ def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str]
             ["[null]", '[null, "a"]'],
             ["[1]", "[null, 1]", '[null, "a", "b"]'],
         ),
+        (
+            {
+                "properties": {
+                    "a": {"type": "string", "pattern": "^[a-z]{3}$", "minLength": 4},
+                    "b": {"type": "array", "minItems": 3, "maxItems": 2},
+                    "c": {"anyOf": [{"type": "string", "pattern": "^(ab){2,}$", "maxLength": 3}, {"type": "null"}]},
+                }
+            },
+            ["{}", '{"c": null}'],
+            ['{"a": "abc"}', '{"b": [1, 2]}', '{"c": "ab"}'],
+        ),
     ],
     ids=str,
 )
 def test_texts(schema: dict[str, Any], valid: list[str], invalid: list[str], backend: str) -> None:
     decide(schema, backend, valid, invalid)
+
+
+@pytest.mark.parametrize(
+    ("part", "place"),
+    [
+        ({"type": "string", "pattern": "^[a-z]{3}$", "minLength": 4}, ""),
+        ({"allOf": [{"type": "string", "maxLength": 2}, {"pattern": "^a.c"}]}, ""),
+        ({"type": "array", "minItems": 3, "maxItems": 2}, "/properties/a"),
+    ],
+)
+def test_a_required_value_without_values_is_refused(part: dict[str, Any], place: str) -> None:
+    schema = {"type": "object", "properties": {"a": part, "b": {"enum": [1], "type": "null"}}, "required": ["a"]}
+    with pytest.raises(InvalidConstraint, match="no value satisfies the schema") as refused:
+        BACKENDS["llguidance"].compile(Constraint.json_schema(schema))
+    assert refused.value.pointer == place
 
 
 def decide(schema: dict[str, Any], backend: str, valid: list[str], invalid: list[str]) -> None:

@@ -150,11 +150,7 @@ def test_a_tuple_of_draft_7_is_one_without_schema_too(backend: str) -> None:
 
 
 def test_pointers_in_a_tuple_are_those_of_the_schema_as_sent() -> None:
-    for part, place in (
-        ({"type": "int"}, "/items/1/type"),
-        ({"minItems": 2, "maxItems": 1}, "/items/1/minItems"),
-        ({"items": [{"minimum": ""}]}, "/items/1/items/0/minimum"),
-    ):
+    for part, place in (({"type": "int"}, "/items/1/type"), ({"items": [{"minimum": ""}]}, "/items/1/items/0/minimum")):
         with pytest.raises(InvalidConstraint) as caught:
             check({"items": [{}, part]})
         assert caught.value.pointer == place
