@@ -40,6 +40,8 @@ _MAX_GROWTH = 20
 """Maximum size of the form as JSON text: `_MAX_CHARACTERS` and `_MAX_GROWTH` times the schema's size."""
 _OWN_NAME = "urn:jsonschema:canonical:"
 """How the library's names of definitions begin that are no pointers into the schema as sent: a URI, escaped."""
+_NO_BASE = "json-schema:///"
+"""How such a URI begins in a document without an identifier."""
 
 
 def canonical(schema: Schema, *, open_objects: bool | None = None) -> CanonicalForm:
@@ -269,16 +271,13 @@ class CanonicalForm:
         """Return the subschema as sent that a part of the library's form refers to; None if it is not known."""
         if isinstance(part, bool) or "$ref" not in part:
             return None
-        place = unquote(part["$ref"].partition("#")[2])
-        if place == f"/$defs/{_ROOT}":
+        reference = unquote(part["$ref"])
+        if reference == f"#/$defs/{_ROOT}":
             return self._graph.root
-        name = unquote(place.rpartition("/")[2].replace("~1", "/"))
+        name = unquote(reference.rpartition("/")[2])
         if name.startswith(_OWN_NAME):
-            place = unquote(name.removeprefix(_OWN_NAME)).partition("#")[2]
-        try:
-            return self._graph.find(at(self._graph.root.schema, place))
-        except (LookupError, ValueError, TypeError):
-            return None
+            reference = name.removeprefix(_OWN_NAME).removeprefix(_NO_BASE).partition("|dyn=")[0]
+        return self._graph.target(reference)
 
 
 def _canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
@@ -351,7 +350,7 @@ def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:
         return schema
     properties, required = schema.get("properties", {}), schema.get("required", ())
     rest, patterns = schema.get("additionalProperties", True), schema.get("patternProperties")
-    names = origin.names()
+    names = origin.names(properties)
     kept = {*properties} if patterns else {*properties, *required}
     if rest is not False and not patterns and "propertyNames" not in schema:
         kept |= origin.declared()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -55,11 +55,13 @@ class Origin:
         found = [node.pointer(name) for node in self.nodes for name in names if name in node.schema]
         yield from found or [node.pointer() for node in self.nodes[:1]] or [""]
 
-    def names(self) -> list[str]:
-        """Return the names of properties, in their order."""
+    def names(self, known: Iterable[str] = ()) -> list[str]:
+        """Return the names of properties, in their order. `known`: further names, which patterns may spell."""
+        patterns = " ".join(pattern for node in self.nodes for _, pattern in node.patterns())
+        spelled = sorted(filter(patterns.__contains__, known), key=patterns.find)
         declared = [name for node in self.nodes for name in _object(node.schema, "properties")]
         others = [name for node in self.always for name in _listed_names(node.schema)]
-        return [*dict.fromkeys((*declared, *others))]
+        return [*dict.fromkeys((*declared, *spelled, *others))]
 
     def declared(self) -> set[str]:
         """Return the names of the properties that no alternative and no condition names."""
