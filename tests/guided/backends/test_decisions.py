@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_vocabulary import BYTES, WORDS, accepts, tokens
+from byte_vocabulary import BYTES, STOP, WORDS, accepts, tokens
 
 from guided.backends import Backends
 from guided.bitmask import allowed_ids
@@ -150,3 +150,24 @@ def test_each_number_is_in_the_range_of_doubles(text: str, written: str, backend
         assert worker.fill(0, [token], row) is None
         count += 1
     assert text[:count] == written
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    "text", [b"\xff", b"\xc3a", b"\xc0\xaf", b"\xed\xa0\x80", b"\xe4\xb8\xe4", b"\xf4\x90\x80\x80", b"\xc3"]
+)
+def test_free_text_is_utf8(text: bytes, backend: str) -> None:
+    tags = [{"begin": "<f>", "content": {"type": "any_text"}, "end": "</f>"}]
+    form = {"type": "triggered_tags", "triggers": ["<f"], "tags": tags}
+    grammar = BACKENDS[backend].compile(Constraint.structural_tag({"type": "structural_tag", "format": form}))
+    for before, end in ((b"", [STOP]), ("ä<f>é".encode(), tokens("</f>"))):
+        output = [byte + 1 for byte in before + text]
+        accepted = grammar.matcher().accepts([*output, *end])
+        assert len(before) <= accepted < len(before + text) or (text == b"\xc3" and accepted == len(output))
+    assert accepts(grammar, "é <f>狐 😀</f>")
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_escaped_surrogates_come_in_pairs(backend: str) -> None:
+    valid = [r'["\ud83d\ude00", "\u00e9\uE000"]', r'["\uDBFF\udfff"]', r'["\uD7ff\n"]']
+    decide({"type": "array", "uniqueItems": True}, backend, valid, [r'["\ud83d"]', r'["\ude00\ud83d"]', r'["\ud83dx"]'])
