@@ -153,7 +153,7 @@ def _parse(
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
     is_old = "draft-0" in draft
-    if is_old and any(schema.get("$ref") == draft for schema in schemas):
+    if is_old and any(str(schema.get("$ref")).startswith(draft) for schema in schemas):
         document.setdefault("definitions", {})[draft] = deepcopy(REGISTRY.contents(draft))
     graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
     graph.refuse_endless_references()

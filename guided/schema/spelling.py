@@ -94,7 +94,8 @@ def upgrade(schema: dict[str, Any], draft: str) -> None:
                 schema[exclusive] = schema.pop(bound)
     base, _, anchor = schema.pop("$id", "").partition("#")
     schema |= {"$id": base} if base else {}
-    schema |= {"$anchor": anchor} if anchor else {}
+    if anchor and not _ANCHOR.violation(anchor):
+        schema["$anchor"] = anchor
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
