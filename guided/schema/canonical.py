@@ -112,10 +112,8 @@ class CanonicalForm:
             raise
         if form.satisfiability() == Satisfiability.NO:
             found = find_unsatisfiable(root, validate_formats=True, pattern_options=PATTERNS, offline=True)
-            reasons = {place: text for place, reason in found.items() if "" in found and (text := _reason(reason))}
-            place = max(reasons, key=len, default="")
-            message = f"no value satisfies the schema{reasons.get(place, '')}"
-            raise InvalidConstraint(message, param="json_schema", pointer=shortened(place))
+            place = max(found, key=len) if "" in found else ""
+            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer=shortened(place))
         return form
 
     def _bad_pattern(self) -> str:
@@ -261,7 +259,9 @@ class CanonicalForm:
         if name is None:
             name = self._names[key] = f"d{len(self._names)}"
             source = self._source({"$ref": reference})
-            target = at(self._library, unquote(reference.partition("#")[2]))
+            target = self._unfolded({"$ref": reference})
+            while isinstance(target, dict) and target.keys() == {"$ref"}:
+                target = self._unfolded(target)
             self.definitions[name] = self._read(
                 target, Origin.of(self._graph, [source]) if source else origin, is_part=is_part
             )
@@ -287,13 +287,6 @@ def _canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
         )
     except ValueError as error:
         raise InvalidConstraint(f"the schema can't be read: {bounded(error)}", param="json_schema") from None
-
-
-def _reason(found: Any) -> str:
-    """Return the keywords that the library names as the reason why no value satisfies a subschema."""
-    causes = [found.cause] if hasattr(found, "cause") else getattr(found, "causes", [])
-    keywords = [repr(keyword) for cause in causes for keyword in cause.keywords]
-    return f": {', '.join(keywords)}" if keywords else ""
 
 
 def _body(form: CanonicalSchema) -> Any:

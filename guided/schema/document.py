@@ -144,6 +144,8 @@ def _parse(
     if document is True:
         return True
     schemas = tidy(document)
+    if _NUL.search(json.dumps(document)):
+        raise InvalidConstraint("a NUL character, which no backend can take")
     has_tuples = any(isinstance(schema.get("items"), list) for schema in schemas)
     has_tuples = has_tuples and all(map(_SINCE_2020.isdisjoint, schemas))
     if has_tuples:
@@ -178,8 +180,7 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         if len(text) > (limit := LIMITS.max_constraint_bytes):
             raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
         document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_nesting)
-        written = json.dumps(document, ensure_ascii=False, allow_nan=False)
-        written.encode()
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise InvalidConstraint("a lone surrogate is not valid Unicode") from None
     except RecursionError:
@@ -190,8 +191,6 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         raise InvalidConstraint(f"the JSON schema is not valid JSON: {error}") from None
     except (TypeError, ValueError) as error:
         raise InvalidConstraint(f"the JSON schema is not JSON: {bounded(error)}") from None
-    if _NUL.search(written):
-        raise InvalidConstraint("a NUL character, which no backend can take")
     return document
 
 

@@ -41,8 +41,8 @@ _BESIDE_REFERENCES = {"$schema", "$ref", "definitions", "$defs"}
 def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Make a document valid where its fault says nothing about values, and return its subschemas by position.
 
-    Keywords that are null and annotations of a wrong type are removed, and identifiers that are no URIs, unless a
-    reference has the same text.
+    Keywords that are null and annotations of a wrong type or with NUL characters are removed, and identifiers that are
+    no URIs, unless a reference has the same text.
     """
     schemas: list[dict[str, Any]] = []
     todo: list[Any] = [document]
@@ -55,7 +55,9 @@ def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
         for keyword, value in list(schema.items()):
             is_null = value is None and keyword not in _VALUES
             is_name = keyword in _IDENTIFIERS and _IDENTIFIERS[keyword].violation(value) and value not in references
-            if is_null or is_name or not isinstance(value, _ANNOTATIONS.get(keyword, object)):
+            kind = _ANNOTATIONS.get(keyword, object)
+            has_nul = kind is str and "\0" in str(value)
+            if is_null or is_name or has_nul or not isinstance(value, kind):
                 del schema[keyword]
     return schemas
 

@@ -18,6 +18,7 @@ BACKENDS = Backends(BYTES)
 URI = "http://json-schema.org/draft-0{}/schema#"
 DAY = {"type": "string", "format": "date"}
 SPAN = {"type": "string", "format": "duration"}
+NULL = {"type": "null"}
 OLD_FORMATS = [
     ({"properties": {"a": {"not": SPAN}}}, ['{"a": "P"}'], ['{"a": "P1D"}']),
     ({"format": "date", "enum": ["2024-05-17", "May"]}, ['"2024-05-17"'], ['"May"']),
@@ -97,8 +98,35 @@ def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str]
             ["{}", '{"c": null}'],
             ['{"a": "abc"}', '{"b": [1, 2]}', '{"c": "ab"}'],
         ),
+        ({"const": {"a": [1, {}], "b": []}}, ['{"a":[1,{}],"b":[]}', '{"a": [1, {}], "b": []}'], ['{"a": [1, {}]}']),
+        ({"enum": [[1, "x"], 3]}, ['[1, "x"]', '[1,\n "x"]', "3"], ["[1]", '[1, "x", 1]', "1"]),
+        (
+            {
+                "type": "object",
+                "properties": {
+                    "s": {"type": "array", "items": {"$ref": "#/$defs/e"}, "uniqueItems": True, "minItems": 1}
+                },
+                "$defs": {"e": {"enum": ["x", 2, None], "description": "a\0b"}},
+            },
+            ['{"s": [2, "x"]}', '{"s": [null]}', '{"s": ["x",null,2]}'],
+            ['{"s": []}', '{"s": [2,2]}', '{"s": ["x", 2, "x"]}', '{"s": [3]}'],
+        ),
+        (
+            {
+                "dependencies": {"a": {"required": ["b"]}, "c": ["d"]},
+                "properties": {"a": {"type": "null"}, "b": {}, "c": {}, "d": {}},
+                "type": "object",
+            },
+            ['{"a": null, "b": 1}', '{"c": 1, "d": 2}'],
+            ['{"a": null}', '{"c": 1}'],
+        ),
+        (
+            {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(300)} | {"300": NULL}},
+            ["null"],
+            ["1"],
+        ),
     ],
-    ids=str,
+    ids=lambda part: str(part)[:60],
 )
 def test_texts(schema: dict[str, Any], valid: list[str], invalid: list[str], backend: str) -> None:
     decide(schema, backend, valid, invalid)
@@ -117,6 +145,26 @@ def test_a_required_value_without_values_is_refused(part: dict[str, Any], place:
     with pytest.raises(InvalidConstraint, match="no value satisfies the schema") as refused:
         BACKENDS["llguidance"].compile(Constraint.json_schema(schema))
     assert refused.value.pointer == place
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"enum": ["x", "y", "z", 1, 2]}, "uniqueItems": True},
+        {"oneOf": [{"type": "object", "properties": {"t": {"const": n}}, "required": ["t"]} for n in "ab"]},
+        {
+            "type": "object",
+            "properties": {"t": {"enum": ["a", "b"]}, "n": {}},
+            "required": ["t"],
+            "if": {"properties": {"t": {"const": "a"}}},
+            "then": {"required": ["n"]},
+        },
+    ],
+    ids=lambda schema: next(iter(schema)),
+)
+def test_alternatives_are_enforced(schema: dict[str, Any], backend: str) -> None:
+    assert BACKENDS[backend].compile(Constraint.json_schema(schema)).checked == ()
 
 
 def decide(schema: dict[str, Any], backend: str, valid: list[str], invalid: list[str]) -> None:

@@ -41,7 +41,7 @@ def test_objects_booleans_and_their_texts_are_schemas(schema: Any) -> None:
         ('{"minimum": 1e999}', "Out of range float"),
         ({"minimum": 10**100}, "a number has more than 100 characters"),
         ({"enum": [{1, 2}]}, "set is not JSON"),
-        ({"title": "\x00"}, "NUL"),
+        ({"const": "\x00"}, "NUL"),
         ('{"title": "\\ud800"}', "lone surrogate"),
     ],
 )
