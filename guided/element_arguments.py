@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from guided.element_styles import FREE_NAME, ITEM, NAME, SCALARS, STYLES, TYPES
+from guided.element_styles import FREE_NAME, ITEM, NAME, NEW_NAME, SCALARS, STYLES, TYPES
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import document, string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
@@ -98,7 +98,7 @@ class _Writer:
         """Return a text, with any name in the place of `{name}`."""
         before, any_name, after = text.partition(NAME)
         name: list[Node] = (
-            [Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)] if any_name else []
+            [Content("regex", NEW_NAME, f"{self._content.pointer}{place}"), Text(after)] if any_name else []
         )
         return [Text(before), *name]
 

@@ -14,6 +14,8 @@ TYPES = ("string", *SCALARS, "object", "array")
 NAME = "{name}"
 FREE_NAME = r'[^<>"\n/][^<>"\n]*'
 """Regex of the names that an element can have."""
+NEW_NAME = FREE_NAME.replace('"', '"&')
+"""Regex of the names that a model makes up: parsers decode `&amp;`, and names may not be written in a second way."""
 ITEM = "item"
 """What stands for the name of an array's item."""
 _KIND = "{kind}"

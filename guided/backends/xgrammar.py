@@ -40,6 +40,7 @@ from guided.vocabulary import Vocabulary
 
 xgrammar = import_xgrammar()
 
+_ATTRIBUTE = re.compile(r"(?m)^\s*[?!]?\w+\[\w+.*\](?=\s*(?:::=|:))")
 QUICK_SECONDS = 1.0
 """A grammar that compiles in less time is compiled again instead of serialised. For an ordinary schema, writing and
 reading xgrammar's JSON takes longer (0.46 s instead of 0.27 s with 131,072 tokens), and reading holds the GIL."""
@@ -48,7 +49,8 @@ reading xgrammar's JSON takes longer (0.46 s instead of 0.27 s with 131,072 toke
 def _message(error: BaseException) -> str:
     # xgrammar may cut its quotations within a character.
     text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
-    return bounded(re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", text).strip())  # without the place in its sources
+    # Without the place in its sources, and the column in a line that `gbnf` has rewritten.
+    return bounded(re.sub(r"^\[[\d:]+\] \S+?:\d+: |, column \d+", "", text).strip())
 
 
 class XGrammarBackend(Backend):
@@ -101,6 +103,9 @@ class XGrammarBackend(Backend):
                 return f"root ::= {ebnf(parse(constraint.source))}"
             case "choice":
                 return f"root ::= {' | '.join(map(quoted, constraint.choices))}"
+        if attribute := _ATTRIBUTE.search(constraint.source):
+            message = f"xgrammar has no attributes of rules, such as {bounded(attribute[0], 60)!r}"
+            raise UnsupportedConstraint(message, param="grammar")
         if syntax(constraint.source) == "lark":
             grammar = xgrammar.Grammar.from_lark(constraint.source, tokenizer_info=self._tokenizer)
         else:
