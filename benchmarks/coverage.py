@@ -75,7 +75,7 @@ objects, too.
   other properties. outlines and lm-format-enforcer: an object with `properties` has no others.
 - Structural tags: with `any_order`, properties still come in the schema's order. Names that a model makes up in
   elements have no `&`.
-- Formats are enforced in every draft. Some of their notations are never written:
+- Formats, and keywords of younger drafts, are enforced in every draft. Some of their notations are never written:
 
 | format | not written |
 |---|---|

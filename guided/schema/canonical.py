@@ -168,7 +168,8 @@ class CanonicalForm:
             del read["format"]  # an annotation
         result = _apart(_in_order(_closed(read), origin))
         if self._open_objects is False and not is_part:
-            _close(result["allOf"][0] if "allOf" in result else result, origin)
+            for part in result.get("allOf", [result]):
+                _close(part, origin)
         for part in (result, *result.get("allOf", ())):
             self._origins.setdefault(id(part), (part, origin))
         return result
@@ -188,7 +189,7 @@ class CanonicalForm:
                 parts = [self._read(part, origin.alternative(part), is_part=is_part) for part in value]
                 return {keyword: [part for part in parts if part is not False]}
             case "allOf":
-                order = sorted(value, key=lambda part: origin.place(part, self._source(part)))
+                order = sorted(value, key=lambda part: (origin.place(part, self._source(part)), "required" in part))
                 return {keyword: [self._read(part, origin, is_part=is_part) for part in order]}
             case "not" | "if" | "then" | "else":
                 return {keyword: self._read(value, origin)}

@@ -25,15 +25,6 @@ _URI = Validator({"format": "uri-reference", "pattern": "^(?!#/)"})
 _ANCHOR = Validator({"pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"})
 _IDENTIFIERS = {"$id": _URI, "id": _URI, "$anchor": _ANCHOR, "$dynamicAnchor": _ANCHOR}
 _NULL = {"type": "null"}
-_YOUNGER = {
-    "draft-04": ("const", "contains", "propertyNames"),
-    "draft-06": ("if",),
-    "draft-07": (
-        *("dependentRequired", "dependentSchemas", "maxContains", "minContains", "unevaluatedItems"),
-        *("unevaluatedProperties", "$anchor", "$recursiveRef"),
-    ),
-}
-"""Draft -> keywords that the draft after it introduced."""
 _BESIDE_REFERENCES = {"$schema", "$ref", "definitions", "$defs"}
 """Keywords that drafts 4 to 7 do not ignore beside `$ref`, or that a reference may lead to."""
 
@@ -81,14 +72,14 @@ def rewrite(schema: dict[str, Any]) -> None:
 def upgrade(schema: dict[str, Any], draft: str) -> None:
     """Write a subschema of draft 4, 6 or 7 in draft 2019-09, which knows all formats and does not check contents.
 
+    Younger keywords than the draft are kept: an author who writes them means them.
+
     Args:
         draft: identifier of the schema's draft, as `draft_of` returns it.
     """
-    ignored = {keyword for name, keywords in _YOUNGER.items() if name >= draft.split("/")[3] for keyword in keywords}
     if "$ref" in schema:
-        ignored |= schema.keys() - _BESIDE_REFERENCES
-    for keyword in schema.keys() & ignored:
-        del schema[keyword]
+        for keyword in schema.keys() - _BESIDE_REFERENCES:
+            del schema[keyword]
     if "draft-04" in draft:
         schema |= {"$id": schema.pop("id")} if "id" in schema else {}
         for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):

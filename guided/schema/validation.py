@@ -39,8 +39,7 @@ def fault(document: dict[str, Any], draft: str) -> tuple[str, list[str | int]] |
         keyword = next((part for part in reversed(path) if isinstance(part, str)), "")
         if keyword == "items" and isinstance(error.instance, list):
             return "'items' is no list since 2020-12: a tuple is 'prefixItems', or '$schema' names an older draft", path
-        reason = error.message if len(error.message) <= _MAX_REASON else f"…{error.message[-_MAX_REASON:]}"
-        return f"{keyword!r} is not valid: {bounded(reason)}", path
+        return f"{keyword!r} is not valid: {bounded(error.message[-_MAX_REASON:])}", path
     return None
 
 
