@@ -32,6 +32,8 @@ MAX_DIGITS = 24
 MAX_EXPONENT = 2
 """Digits of an exponent after which a number ends. So each number is in the range of doubles."""
 
+_FEW = 8
+"""Tokens of a number without an exponent that are not counted, to save time."""
 _DIGITS = re.compile(rb"[+-]?(\d+)")
 _NUMBER_END = re.compile(rb"(\d[eE][+-]?)?(\d*)\Z")
 """Matches the digits at the end of a text, and the beginning of an exponent before them."""
@@ -59,6 +61,7 @@ class NumberLimit:
         contents, width = vocabulary.token_bytes, vocabulary.padded_vocab_size
         text_tokens = vocabulary.text_token_ids
         self._in_number = frozenset(token for token in text_tokens if _PART_OF_NUMBER.search(contents[token]))
+        self._exponents = frozenset(token for token in self._in_number if contents[token][-1] not in b"0123456789")
         digits = {token: _DIGITS.match(contents[token]) for token in text_tokens}
         counts = {token: len(found[1]) for token, found in digits.items() if found}
         self._shorter = [
@@ -73,11 +76,14 @@ class NumberLimit:
 
         Where letters or a quotation mark may follow, the digits are text. Where nothing but digits may, they are left.
         """
-        if not output or output[-1] not in self._in_number or (row & self._texts).any():
+        start = len(output)
+        while start > 0 and output[start - 1] in self._in_number and len(output) - start < MAX_DIGITS:
+            start -= 1
+        if len(output) - start < _FEW and self._exponents.isdisjoint(output[start:]):
             return
-        exponent, digits = _NUMBER_END.findall(self._vocabulary.decode(output[-MAX_DIGITS:]))[0]
+        exponent, digits = _NUMBER_END.findall(self._vocabulary.decode(output[max(0, start - 1) :]))[0]
         most = (MAX_EXPONENT if exponent else MAX_DIGITS) - len(digits)
-        if most <= MAX_EXPONENT:
+        if most <= MAX_EXPONENT and not (row & self._texts).any():
             others = row & self._shorter[max(0, most)]
             if accepting or others.any():
                 row[:] = others

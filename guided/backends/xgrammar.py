@@ -261,7 +261,9 @@ class XGrammarMatcher(TextMatcher):
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         if not self.native.fill_next_token_bitmask(row):
             row.fill(-1)  # everything is allowed
-        np.bitwise_and(row, self._shared.after(self._shared.unfinished(self._tokens)), out=row)
+        rest = self._shared.unfinished(self._tokens)
+        if rest or row.item(self._shared.word) >> self._shared.bit & 1:
+            np.bitwise_and(row, self._shared.after(rest), out=row)
         return self._shared.vocabulary.allows_stop(row)
 
     def rollback_text(self, count: int) -> None:
@@ -284,6 +286,8 @@ class _Tokens:
         contents = vocabulary.token_bytes
         self._wrong = [token for token in self.known if _unfinished(contents[token]) is None]
         """Tokens that are no UTF-8, but may continue a character."""
+        self.word, self.bit = divmod(min(self._wrong, default=0), 32)
+        """Place of one of them in a mask: where it is not allowed, none is."""
 
     def unfinished(self, tokens: list[int]) -> bytes:
         """Return the beginning of a character at the end of an output."""

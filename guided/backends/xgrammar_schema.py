@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from guided import regex
-from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
+from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex_parser import parse_search
@@ -47,19 +47,7 @@ class XGrammarLowering(SchemaLowering):
         for value in numbers_in(values):
             if isinstance(value, int) and abs(value) >= _INT64:
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}")
-        if not any(isinstance(value, dict | list) for value in values):
-            return {"enum": values}
-        return any_of([self._literal(value) for value in values])
-
-    def _literal(self, value: Any) -> dict[str, Any]:
-        """Return a value with whitespace where other values have it: xgrammar writes `const` compactly."""
-        if isinstance(value, list):
-            parts: list[Schema] = [{"const": item} for item in value]
-            return self.array({}, ArrayShape(parts, False, len(value), None))
-        if isinstance(value, dict):
-            properties = {name: {"const": part} for name, part in value.items()}
-            return self.object({"properties": properties, "required": [*value], "additionalProperties": False})
-        return {"const": value}
+        return {"enum": values}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
