@@ -17,8 +17,13 @@ TYPES = ("string", *SCALARS, "object", "array")
 NAME = "{name}"
 FREE_NAME = r'[^<>"\n/][^<>"\n]*'
 """Regex of the names that an element can have."""
+<<<<<<< HEAD
 LIST_NAME = r"[^\s<>{}()\[\],:='\"]+(?: [^\s<>{}()\[\],:='\"]+)*"
 """Regex of the names that an element of a list can have."""
+=======
+NEW_NAME = FREE_NAME.replace('"', '"&')
+"""Regex of the names that a model makes up: parsers decode `&amp;`, and names may not be written in a second way."""
+>>>>>>> schema48
 ITEM = "item"
 """What stands for the name of an array's item."""
 KIND = "{kind}"

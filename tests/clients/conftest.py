@@ -49,11 +49,11 @@ def shared(sections: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def check_section(sections: dict[str, str], shared: dict[str, Any]) -> Callable[[str], None]:
-    """Run the code of a section, as it stands in the page, and compare what it prints with the lines after `#>`."""
+    """Run the code of a section, as it stands in the page, and compare what it prints with the lines after `# >`."""
 
     def check(section: str) -> None:
         code = sections[section]
-        stated = re.findall(r"^#> (.*)$", code, re.MULTILINE)
+        stated = re.findall(r"^# > (.*)$", code, re.MULTILINE)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(code, str(PAGE), "exec"), dict(shared))
