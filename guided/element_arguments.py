@@ -14,11 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-<<<<<<< HEAD
 from guided.element_styles import ITEM, KIND, LIST_NAME, NAME, SCALARS, STYLES, TYPES
-=======
-from guided.element_styles import FREE_NAME, ITEM, NAME, NEW_NAME, SCALARS, STYLES, TYPES
->>>>>>> schema48
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import document, string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
@@ -124,16 +120,9 @@ class _Writer:
     def _named(self, text: str, place: str) -> list[Node]:
         """Return a text, with any name in the place of `{name}`."""
         before, any_name, after = text.partition(NAME)
-<<<<<<< HEAD
         if not any_name:
             return [Text(before)]
-        return [Text(before), Content("regex", self._style.names, f"{self._content.pointer}{place}"), Text(after)]
-=======
-        name: list[Node] = (
-            [Content("regex", NEW_NAME, f"{self._content.pointer}{place}"), Text(after)] if any_name else []
-        )
-        return [Text(before), *name]
->>>>>>> schema48
+        return [Text(before), Content("regex", self._style.new_names, f"{self._content.pointer}{place}"), Text(after)]
 
     def _values(self, schema: Schema, types: tuple[str, ...], place: str, end: str) -> Iterator[Node]:
         """Yield the nodes of the values of `schema` with one of `types`. A text ends with `end`."""

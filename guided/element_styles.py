@@ -17,13 +17,10 @@ TYPES = ("string", *SCALARS, "object", "array")
 NAME = "{name}"
 FREE_NAME = r'[^<>"\n/][^<>"\n]*'
 """Regex of the names that an element can have."""
-<<<<<<< HEAD
 LIST_NAME = r"[^\s<>{}()\[\],:='\"]+(?: [^\s<>{}()\[\],:='\"]+)*"
 """Regex of the names that an element of a list can have."""
-=======
 NEW_NAME = FREE_NAME.replace('"', '"&')
 """Regex of the names that a model makes up: parsers decode `&amp;`, and names may not be written in a second way."""
->>>>>>> schema48
 ITEM = "item"
 """What stands for the name of an array's item."""
 KIND = "{kind}"
@@ -47,6 +44,11 @@ class ElementStyle:
     """Text between the elements of a list. Empty: the elements are like those of XML."""
     has_json_strings: bool = False
     """Strings are written as in JSON. False: as they are, up to the end of their element."""
+
+    @property
+    def new_names(self) -> str:
+        """Regex of the names that a model makes up."""
+        return NEW_NAME if self.names == FREE_NAME else self.names
 
     @cached_property
     def begin_pattern(self) -> Any:
