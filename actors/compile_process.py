@@ -5,8 +5,8 @@ does it once (`python -m actors.compile_process`), and every compile process is 
 a second. The fork server has one thread and never compiles a user's constraint.
 
 The fork server takes sockets over its control socket, and starts a compile process on each. That one sends its pid, and
-then a `CompileResult` for each `CompileRequest`. Nothing in `ForkServer` and `CompileProcess` relies on the other
-process to behave: every wait has a deadline, and ends with a kill.
+then a `CompileResult` for each `CompileRequest`, as packages. Nothing in `ForkServer` and `CompileProcess` relies on
+the other process to behave: every wait has a deadline, and ends with a kill.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import os
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
-from msgspec.msgpack import Decoder, encode
+from msgspec.msgpack import Decoder
 
-from actors.processes import START_SECONDS, enter_session, kill, resident_bytes
+from actors.packages import CompileResult, Package, buffer, pack, receive_package, send_package, socket_pair
+from actors.processes import START_SECONDS, TICK_SECONDS, enter_session, kill, resident_bytes
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
 from guided.constraint import Constraint
-from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge, UnsupportedConstraint, Wire, to_wire
+from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge, UnsupportedConstraint, to_wire
 from guided.process_resources import give_back_free_memory
 from guided.vocabulary import Vocabulary
 
@@ -49,6 +49,8 @@ _WARM_UP = (
     Constraint.grammar('root ::= "a"'),
     Constraint.structural_tag({"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}),
 )
+_FORK_SECONDS = 5.0
+"""Time limit for a fork. It takes hundredths of a second on a quiet machine."""
 _log = logging.getLogger(__name__)
 
 
@@ -60,85 +62,21 @@ class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
     max_bytes: int
 
 
-class CompileResult(msgspec.Struct, array_like=True):
-    """An error, or what a `Grammar` has."""
-
-    error: Wire | None = None
-    nbytes: int = 0
-    """Memory of the grammar in a process that has loaded it, as measured here."""
-    dumped: bytes = b""
-    checked: tuple[str, ...] = ()
-
-
 # the engine's side
 
 
 class ForkServer:
-    """The warm process that compile processes are forks of. Started when first needed, and again when it is lost.
+    """A process that compile processes are forks of, once it is warm.
 
-    It dies with the thread that started it, and its forks die with it: threads that call `fork` live until `close`.
+    It dies with the thread that started it, and its forks die with it.
     """
 
-    def __init__(self, vocabulary: bytes) -> None:
-        self._vocabulary = os.memfd_create("vocabulary")
-        weakref.finalize(self, os.close, self._vocabulary)
-        with open(self._vocabulary, "wb", closefd=False) as file:
-            file.write(vocabulary)
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control = socket.socket()
-        self._closed = False
-        self.started = time.monotonic()
-        """`time.monotonic()` when the fork server was last ready."""
-
-    def fork(self) -> CompileProcess:
-        """Start a compile process.
-
-        Raises:
-            OSError: not possible now: out of memory, or the fork server does not start.
-        """
-        with self._lock:
-            if self._closed:
-                raise OSError("the fork server was closed")
-            if is_new := self._process is None or self._process.poll() is not None:
-                self._start()
-            ours, theirs = socket.socketpair()
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # 5 s: a process may freeze in mid-message
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 5, 0))
-            jobs: Connection[Any, Any] = Connection(ours.detach())
-            try:
-                with theirs:
-                    socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-                if not jobs.poll(START_SECONDS):
-                    self._kill()
-                    raise OSError("the fork server of the compile processes does not answer")
-                process = CompileProcess(jobs)
-            except (EOFError, OSError, psutil.NoSuchProcess) as error:
-                jobs.close()
-                raise OSError(str(error) or "the compile process ended") from None
-            if is_new:
-                self.started = time.monotonic()
-            return process
-
-    def close(self) -> None:
-        """End the fork server, and with it all its forks, for good."""
-        self._closed = True
-        self._kill()  # without the lock: another thread may wait in `fork` until the process is warm
-        with self._lock:
-            self._kill()
-            self._control.close()
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def _start(self) -> None:
-        self._control.close()
+    def __init__(self, vocabulary: int) -> None:
         self._control, theirs = socket.socketpair()
+        self.is_warm = False
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        descriptors = (theirs.fileno(), self._vocabulary)
+        descriptors = (theirs.fileno(), vocabulary)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "actors.compile_process", *map(str, descriptors), str(os.getpid())],
@@ -148,28 +86,114 @@ class ForkServer:
                 env={**os.environ, **one_thread, **path},
             )
 
+    def look(self) -> bool:
+        """Note whether it is warm. Returns False if it has ended."""
+        if not self.is_warm and wait([self._control], 0):
+            self.is_warm = bool(self._control.recv(1))
+        return self._process.poll() is None
+
+    def fork(self) -> CompileProcess:
+        """Start a compile process. Raises OSError if that is not possible now."""
+        jobs, theirs = socket_pair()
+        jobs.settimeout(5)
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            if not wait([jobs], _FORK_SECONDS):
+                self._process.kill()
+                raise OSError("the fork server of the compile processes does not answer")
+            return CompileProcess(jobs)
+        except (EOFError, OSError, psutil.NoSuchProcess) as error:
+            jobs.close()
+            raise OSError(str(error) or "the compile process ended") from None
+
+    def close(self) -> None:
+        """End it, and with it all its forks."""
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+
+
+class ForkServers:
+    """The fork server in use, and a warm one that replaces it at once when it is lost."""
+
+    def __init__(self, vocabulary: bytes) -> None:
+        self._vocabulary = os.memfd_create("vocabulary")
+        weakref.finalize(self, os.close, self._vocabulary)
+        with open(self._vocabulary, "wb", closefd=False) as file:
+            file.write(vocabulary)
+        self._servers: list[ForkServer] = []
+        self._closed = threading.Event()
+        self.ends = 0
+        """Number of fork servers that were lost."""
+        self.started = math.inf
+        """`time.monotonic()` at which there was one that was warm, after there was none."""
+
+    def keep(self, is_quiet: bool) -> None:
+        """Replace what is lost. Call it every `TICK_SECONDS`, from a thread that lives until `close`.
+
+        Args:
+            is_quiet: nothing is compiled now. Only then a second one is started, which takes seconds of a core.
+        """
+        for server in list(self._servers):
+            if not server.look():
+                self._servers.remove(server)
+                server.close()
+                self.ends += 1
+                _log.error("a fork server of the compile processes was lost: it is replaced")
+        warm = sum(server.is_warm for server in self._servers)
+        if not warm:
+            self.started = math.inf
+        elif self.started == math.inf:
+            self.started = time.monotonic()
+        if len(self._servers) == warm < 1 + is_quiet and not self._closed.is_set():
+            self._servers.append(ForkServer(self._vocabulary))
+
+    def fork(self) -> CompileProcess:
+        """Start a compile process, once there is a fork server that is warm. Raises OSError if that is not possible."""
+        deadline = time.monotonic() + START_SECONDS
+        error = OSError("no fork server of the compile processes has started")
+        while time.monotonic() < deadline and not self._closed.is_set():
+            for server in [server for server in self._servers if server.is_warm]:
+                try:
+                    return server.fork()
+                except OSError as raised:
+                    error = raised
+            self._closed.wait(TICK_SECONDS)
+        raise error
+
+    def close(self) -> None:
+        """End all for good."""
+        self._closed.set()
+        for server in self._servers:
+            server.close()
+
 
 class CompileProcess:
     """One compile process. Used by one thread at a time."""
 
-    def __init__(self, jobs: Connection[Any, Any]) -> None:
+    def __init__(self, jobs: socket.socket) -> None:
         self._jobs = jobs
         self._decode = Decoder(CompileResult).decode
-        self._process = psutil.Process(int(jobs.recv_bytes()))
+        self._process = psutil.Process(int(buffer(receive_package(jobs))))
         self._fresh = resident_bytes(self._process)
+        if not self._fresh:
+            raise OSError("the memory of a compile process cannot be read")
 
     @property
     def alive(self) -> bool:
         """Whether the process waits for a request. Only meaningful between two requests."""
-        return not self._jobs.poll(0)
+        return not wait([self._jobs], 0)
 
     @property
     def growth(self) -> int:
         """Growth of its resident memory since its fork, in bytes."""
         return resident_bytes(self._process) - self._fresh
 
-    def compile(self, request: CompileRequest, seconds: float, memory_bytes: int) -> CompileResult:
-        """Have the process compile a constraint. If this raises, the process has to be killed.
+    def compile(self, request: CompileRequest, seconds: float, memory_bytes: int) -> tuple[CompileResult, Package]:
+        """Have the process compile a constraint. Returns the result, also as it was sent.
+
+        If this raises, the process has to be killed.
 
         Args:
             memory_bytes: limit of `growth`.
@@ -184,19 +208,19 @@ class CompileProcess:
             "try a simpler one, or another backend"
         )
         try:
-            self._jobs.send_bytes(encode(request))
-            while not self._jobs.poll(min(0.01, deadline - time.monotonic())):  # then its memory is read
+            send_package(self._jobs, pack(request))
+            while not wait([self._jobs], min(0.01, deadline - time.monotonic())):  # then its memory is read
                 if self.growth > memory_bytes:
                     text = f"compiling this constraint with {request.backend} took more than {memory_bytes >> 20} MiB"
                     raise ConstraintTooLarge(f"{text} of memory; try a smaller one, or another backend")
                 if time.monotonic() >= deadline:
                     raise timeout
-            result: CompileResult = self._decode(self._jobs.recv_bytes())
-        except BlockingIOError:
+            package = receive_package(self._jobs)
+            return self._decode(buffer(package)), package
+        except TimeoutError:
             raise timeout from None
         except (EOFError, OSError):
             raise BackendError("compiling this constraint ended its process") from None
-        return result
 
     def kill(self) -> None:
         """Kill the process. Idempotent."""
@@ -228,18 +252,19 @@ def _warm(backends: Backends) -> None:
 
 
 def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
+    name, constraint = request.backend, request.constraint
     try:
-        compiled = compile_with(backends, request.constraint, request.backend)
+        compiled = compile_with(backends, constraint, name)
         dumped, checked = compiled.grammar.dump(), tuple(compiled.grammar.checked)
         size = max(compiled.nbytes, len(dumped))
         if size > request.max_bytes:
             raise ConstraintTooLarge(
-                f"the compiled constraint takes {size >> 20} MiB with {request.backend}; "
+                f"the compiled constraint takes {size >> 20} MiB with {name}; "
                 f"the limit is {request.max_bytes >> 20} MiB"
             )
     except Exception as error:
-        return CompileResult(to_wire(error))
-    return CompileResult(None, size, dumped, checked)
+        return CompileResult(name, constraint, to_wire(error))
+    return CompileResult(name, constraint, None, size, checked, memoryview(dumped))
 
 
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> None:
@@ -248,12 +273,13 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.nice(10)  # a compilation takes seconds of a core: the engine and the masks have precedence
     enter_session()
-    connection: Connection[Any, Any] = Connection(jobs)
+    stream = socket.socket(fileno=jobs)
     decode = Decoder(CompileRequest).decode
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        connection.send_bytes(str(os.getpid()).encode())
+        stream.send(str(os.getpid()).encode())
         while True:
-            connection.send_bytes(encode(_compile(backends, decode(connection.recv_bytes()))))
+            request = decode(buffer(receive_package(stream)))
+            send_package(stream, pack(_compile(backends, request)))
             gc.collect()
             give_back_free_memory()
 
@@ -273,6 +299,7 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
     gc.collect()
     gc.freeze()  # in a fork, a collection would touch, and so copy, every object
     fork_server = os.getpid()
+    control.send(b"w")
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:

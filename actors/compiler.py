@@ -1,4 +1,4 @@
-"""Compiler: compiles constraints in processes that can be killed, first come first served, and caches the grammars.
+"""Compiler: compiles constraints in processes that can be killed, and caches the grammars.
 
 It runs in the engine's process. Native code runs in the compile processes only.
 """
@@ -7,39 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
 
-from actors.compile_process import CompileProcess, CompileRequest, CompileResult, ForkServer
-from actors.processes import RETRY_SECONDS
+from actors.compile_process import CompileProcess, CompileRequest, ForkServers
+from actors.compile_queue import CompileQueue, Task
+from actors.packages import CompileResult, Package
+from actors.processes import RETRY_SECONDS, TICK_SECONDS
 from guided.backends import BACKENDS
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
 from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, PoolUnavailable, from_wire
 from guided.pools.grammar_cache import GrammarCache
 from guided.pools.options import RayPoolOptions
-from guided.pools.protocol import BackendStatus, Grammar
+from guided.pools.protocol import CLIENT, BackendStatus, Grammar
 from guided.process_resources import available_cpus
 from guided.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)
-
-
-class _Task(NamedTuple):
-    """A constraint that waits for a process."""
-
-    constraint: Constraint
-    backends: Sequence[str]
-    key: str
-    future: Future[Grammar]
-    submitted: float
-    """`time.monotonic()`."""
 
 
 class Compiler:
@@ -47,18 +36,19 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._limits = options.compile_limits
-        self._lock = threading.Lock()
-        """For the counters, and for `_closing` together with `_queue`."""
+        self._changed = threading.Condition()
+        """For the queue, the counters, and `_closing` together with the queue. Notified when a task may be taken."""
         self._cache = GrammarCache(options.max_cache_bytes)
         self._crashes: Counter[str] = Counter()
         self._timeouts: Counter[str] = Counter()
         self._closing = threading.Event()
-        self._queue: queue.Queue[_Task | None] = queue.Queue()
-        self._fork_server = ForkServer(vocabulary.to_bytes())
+        self._fork_servers = ForkServers(vocabulary.to_bytes())
         self._idle: list[CompileProcess] = []
         """The one that was used last is used next: under a light load there is one process."""
         count = self._limits.processes or max(4, min(16, available_cpus()))
+        self._queue = CompileQueue(self._limits.waiting, count)
         self._threads = [threading.Thread(target=self._work, args=(index,), daemon=True) for index in range(count)]
+        self._threads.append(threading.Thread(target=self._keep, daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -73,38 +63,60 @@ class Compiler:
     def _enqueue(self, constraint: Constraint, backends: Sequence[str], key: str) -> Future[Grammar]:
         future: Future[Grammar] = Future()
         future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
-        error: GuidedError | None = None
-        with self._lock:
+        with self._changed:
             if self._closing.is_set():
-                error = _closed()
-            elif (waiting := self._queue.qsize()) >= self._limits.waiting:
-                error = CompileQueueFull(f"{waiting} constraints wait to be compiled: try again later")
-            else:
-                self._queue.put(_Task(constraint, backends, key, future, time.monotonic()))
-        if error is not None:
-            future.set_exception(error)
+                future.set_exception(_closed())
+                return future
+            refused = self._queue.put(Task(constraint, backends, key, future, CLIENT.get(), time.monotonic()))
+            self._changed.notify()
+        if refused is not None:
+            error = CompileQueueFull(f"{self._limits.waiting} constraints wait to be compiled: try again later")
+            refused.future.set_exception(error)
         return future
 
     def backends(self) -> list[BackendStatus]:
         """Return how often each backend has crashed or exceeded a time limit."""
         return [BackendStatus(name, self._crashes[name], self._timeouts[name]) for name in BACKENDS]
 
+    def counts(self) -> dict[str, int]:
+        """Return counters of `PoolStatus`."""
+        cache = self._cache
+        servers = self._fork_servers
+        return {"cache_hits": cache.hits, "shared_compilations": cache.shared, "fork_server_ends": servers.ends}
+
     def close(self) -> None:
         """End the processes. Constraints that wait or are being compiled fail with `PoolUnavailable`."""
-        with self._lock:
+        with self._changed:
             self._closing.set()
-        for _ in self._threads:
-            self._queue.put(None)
-        self._fork_server.close()
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        for task in self._queue.waiting:
+            task.future.set_exception(_closed())
+        for process in self._idle:
+            process.kill()
+
+    def _keep(self) -> None:
+        """Body of a thread: keep fork servers, which end with this thread, and refuse what has waited too long."""
+        while not self._closing.wait(TICK_SECONDS):
+            self._fork_servers.keep(is_quiet=not self._queue.running)
+            limit = self._limits.wait_seconds
+            latest = time.monotonic() - limit
+            expired: list[Task] = []
+            if self._fork_servers.started < latest:
+                with self._changed:
+                    expired = self._queue.expired(latest)
+            for task in expired:  # without the lock: the cache has one too
+                text = f"this constraint waited {limit:g} s for others: try again later"
+                task.future.set_exception(CompileQueueFull(text))
+        self._fork_servers.close()
 
     def _work(self, index: int) -> None:
         """Body of a thread: compile one constraint after the other."""
         if index == 0:  # warm up before the first constraint
             with contextlib.suppress(PoolUnavailable):
                 self._idle.append(self._take())
-        while (task := self._queue.get()) is not None:
+        while (task := self._next()) is not None:
             try:
                 task.future.set_result(self._compile(task))
             except GuidedError as error:
@@ -112,12 +124,22 @@ class Compiler:
             except Exception as raised:  # a bug, or a garbled answer: fails one constraint, and does not end the thread
                 _log.exception("a constraint was not compiled")
                 task.future.set_exception(BackendError(f"compiling failed: {type(raised).__name__}"))
+            with self._changed:
+                self._queue.running.remove(task)
+                self._changed.notify()
 
-    def _compile(self, task: _Task) -> Grammar:
+    def _next(self) -> Task | None:
+        """Wait for the next constraint. None: the compiler is being closed."""
+        with self._changed:
+            while not self._closing.is_set():
+                task = self._queue.take()
+                if task is not None:
+                    return task
+                self._changed.wait()
+        return None
+
+    def _compile(self, task: Task) -> Grammar:
         """Compile with the first backend that can enforce all of a constraint."""
-        waited = time.monotonic() - max(task.submitted, self._fork_server.started)
-        if waited > self._limits.wait_seconds:
-            raise CompileQueueFull(f"this constraint waited {waited:.0f} s for others: try again later")
         spent = 0.0
         """Seconds, without the time that processes take to start."""
         failed: list[tuple[str, GuidedError]] = []
@@ -128,7 +150,7 @@ class Compiler:
             request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
             began = time.monotonic()
             try:
-                result = self._run(process, request, self._limits.seconds * share - spent)
+                result, package = self._run(process, request, self._limits.seconds * share - spent)
             except GuidedError as error:
                 if not is_about_backend(error):  # but about the constraint
                     raise
@@ -142,21 +164,21 @@ class Compiler:
                     spent + time.monotonic() - began,
                     checked=result.checked,
                     nbytes=result.nbytes,
-                    dumped=result.dumped,
+                    dumped=package,
                 )
         raise conclusion(failed)
 
-    def _run(self, process: CompileProcess, request: CompileRequest, seconds: float) -> CompileResult:
+    def _run(self, process: CompileProcess, request: CompileRequest, seconds: float) -> tuple[CompileResult, Package]:
         """Compile with one backend. Raises what `CompileProcess.compile` raises, and the error of the result."""
         is_reusable = False
         try:
-            result = process.compile(request, seconds, self._limits.memory_bytes)
+            result, package = process.compile(request, seconds, self._limits.memory_bytes)
             # A process that has grown by more than this is replaced after its constraint.
             is_reusable = process.growth <= 64 << 20
         except GuidedError as error:
             if self._closing.is_set():
                 raise _closed() from None
-            with self._lock:
+            with self._changed:
                 self._timeouts[request.backend] += isinstance(error, CompileTimeout)
                 self._crashes[request.backend] += isinstance(error, BackendError)
             _log.warning("%s, compiling with %s: %s", error, request.backend, request.constraint.key)
@@ -168,7 +190,7 @@ class Compiler:
                 process.kill()
         if result.error is not None:
             raise from_wire(result.error)
-        return result
+        return result, package
 
     def _take(self) -> CompileProcess:
         """Return an idle process, or a new one. Raises `PoolUnavailable` if the compiler is being closed."""
@@ -177,7 +199,7 @@ class Compiler:
                 process = self._idle.pop()
             except IndexError:
                 try:
-                    return self._fork_server.fork()
+                    return self._fork_servers.fork()
                 except OSError as error:
                     if not self._closing.is_set():
                         _log.error("cannot start a compile process, will try again: %s", error)

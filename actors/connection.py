@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,6 +17,8 @@ from actors.protocol import (
     EDIT,
     FREE,
     IDLE,
+    IMPORTING,
+    LOADER,
     POSITION,
     UNKNOWN,
     Channel,
@@ -22,14 +26,13 @@ from actors.protocol import (
     Failed,
     Fill,
     Free,
-    Load,
     Open,
     Request,
     Segment,
     Unload,
     freed,
 )
-from guided.errors import GuidedError, from_wire
+from guided.errors import GuidedError, bounded, from_wire
 from guided.pools.grammar_cache import LeastRecentlyUsed
 from guided.pools.protocol import Grammar
 from guided.sequence import GuidedSequence
@@ -46,12 +49,14 @@ class SequenceState:
     worker: WorkerConnection | None = None
     """The worker that it is open on. None: it is opened on one when it is next submitted."""
     slot: int = FREE
+    number: int = 0
+    """Number of its grammar on that worker."""
     changed_from: int | None = None
     """Output tokens from this position on have changed since they were sent."""
     waiting_since: float = 0.0
     """`time.monotonic()` when it was first submitted and no worker could take it; 0 if one has."""
-    deaths: int = 0
-    """Number of workers that died while they were filling its mask."""
+    replays: int = 0
+    """Number of workers that ended while they were busy with it."""
     error: GuidedError | None = None
     """Why it is over."""
 
@@ -74,6 +79,25 @@ class SequenceState:
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
         self.worker, self.slot, self.changed_from = None, FREE, None
+
+
+class Work(NamedTuple):
+    """What a thread of a worker was busy with at its last heartbeat (`SlotTable.mark`)."""
+
+    thread: int
+    subject: int
+    """The slot that it fills, or the number of the grammar that it loads."""
+    seconds: float
+    """Seconds since it began, without those in which it waited for a CPU."""
+    wall: float
+    cpu: float
+
+    @property
+    def phase(self) -> Literal["fill", "load", "import"]:
+        """What it does."""
+        if self.thread != LOADER:
+            return "fill"
+        return "import" if self.subject >= IMPORTING else "load"
 
 
 def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -148,6 +172,9 @@ class WorkerConnection:
         """The open sequences, by slot."""
         self._loaded = LeastRecentlyUsed(max_cache_bytes)
         """Keys of the grammars that the worker has."""
+        self._numbers: dict[str, int] = {}
+        """The number of each of them. One that is sent again gets a new number."""
+        self._count = count()
         self._segment = segment
         self._free_slots: list[int] = []
         self.requests: list[Request] = []
@@ -166,13 +193,15 @@ class WorkerConnection:
         sequence, grammar = state.sequence, state.grammar
         tokens = list(sequence.output_token_ids)
         if grammar.key not in self._loaded:
-            self.requests.append(Load(grammar.key, grammar.backend, grammar.constraint, grammar.dumped))
+            self._numbers[grammar.key] = next(self._count)
+            self.channel.send_grammar(grammar.dumped)
+        state.number = self._numbers[grammar.key]
         self.sequences[slot] = state
         state.worker, state.slot, state.waiting_since = self, slot, 0.0
         version = self._next_version(slot, len(tokens))
-        self.requests.append(Open(slot, version, grammar.key, tokens, sequence.request_id, sequence.budget))
+        self.requests.append(Open(slot, version, state.number, tokens, sequence.request_id, sequence.budget))
         if left := self._loaded.use(grammar.key, grammar.nbytes):
-            self.requests.append(Unload(left))
+            self.requests.append(Unload([self._numbers.pop(key) for key in left]))
 
     def edit(self, state: SequenceState) -> None:
         """Send the part of a sequence's output that has changed, or that the worker may not know, in a message."""
@@ -223,19 +252,30 @@ class WorkerConnection:
                 failed.append(state)
         return failed
 
-    def busy(self) -> list[tuple[int, float]]:
-        """Return what each busy thread of the worker does (`busy` of the mark), and the seconds so far. Any thread."""
-        mark, now = self.table.mark[0], time.monotonic()
-        return [
-            (int(busy), now - since) for busy, since in zip(mark["busy"], mark["since"], strict=True) if busy != IDLE
-        ]
+    def work(self) -> list[Work]:
+        """Return what each busy thread of the worker does. From any thread."""
+        mark = self.table.mark[0]
+        threads = enumerate(zip(mark["busy"].tolist(), mark["spent"].tolist(), strict=True))
+        return [Work(thread, subject, *spent) for thread, (subject, spent) in threads if subject != IDLE]
 
-    def marked(self) -> list[SequenceState]:
-        """Return the sequences that the worker was filling, or may have been filling, when it ended."""
-        busy = self.table.mark["busy"][0].tolist()
-        return [
-            state for slot, state in self.sequences.items() if (slot in busy or UNKNOWN in busy) and not state.is_ready
-        ]
+    def concerned(self, work: Work) -> list[SequenceState]:
+        """Return the sequences without a mask that a thread is, or may be, busy with. From any thread."""
+        states = [state for state in list(self.sequences.values()) if not state.is_ready]
+        if work.subject == UNKNOWN:
+            return states
+        if work.thread == LOADER:
+            number = work.subject % IMPORTING
+            return [state for state in states if state.number == number and not state.has_answered]
+        return [state for state in states if state.slot == work.subject]
+
+    def described(self, work: Work) -> str:
+        """Return a text about what a thread is busy with, for the log. From any thread."""
+        text = f"; {work.phase}: {work.cpu:.1f} s of CPU in {work.wall:.1f} s"
+        for state in self.concerned(work):
+            sequence, constraint = state.sequence, state.grammar.constraint
+            text += f", sequence {sequence.sequence_id} of request {sequence.request_id}, constraint {constraint.key}"
+            return text + f": {bounded(constraint.source, 200)!r}"
+        return text
 
     def close(self) -> None:
         """Close the connection and drop the memory. Idempotent."""

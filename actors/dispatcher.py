@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from actors.connection import SequenceState, StepPart, WorkerConnection, last_tokens, send_all
-from actors.protocol import FREE, STEERED
+from actors.connection import SequenceState, StepPart, Work, WorkerConnection, last_tokens, send_all
+from actors.protocol import STEERED
+from actors.quarantine import Quarantine
 from guided.backends import BACKENDS
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
 from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
@@ -67,7 +68,7 @@ class Dispatcher:
 
     Args:
         pool_wait: seconds that a sequence waits for a worker before it fails with `PoolUnavailable`.
-        max_replays: how often a sequence is opened again after a worker died while it filled the sequence's mask.
+        max_replays: how often a sequence is opened again after a worker died while it was busy with the sequence.
         forced_tokens: workers look ahead where a mask allows only one token.
     """
 
@@ -85,8 +86,7 @@ class Dispatcher:
         """Sequences that were edited, moved or failed since the last step."""
         self._holding: set[SequenceState] = set()
         """Sequences of a backend that holds the interpreter lock while it computes a mask."""
-        self._deaths: Counter[str] = Counter()
-        """Number of workers that died while they filled a first mask and no other row, by the grammar's key."""
+        self.quarantine = Quarantine()
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._events: deque[Callable[[], None]] = deque()
@@ -106,35 +106,37 @@ class Dispatcher:
         self.workers.append(worker)
         self._poller.register(worker.channel.fd, select.POLLIN)
 
-    def end(self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", slot: int = FREE) -> None:
+    def end(
+        self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", culprit: Work | None = None
+    ) -> None:
         """Handle the end of a worker: its sequences fail, or are opened on another one when they are next wanted.
 
-        If its supervisor ended it because of a mask, the sequence in `slot` fails. If it died: with `max_replays=0`
-        each one with an open matcher fails; with n, each one that was being filled at the death of n + 1 workers.
+        The sequences that `culprit` concerns fail. If the worker died and `max_replays` is 0, each one with an open
+        matcher fails too. Otherwise each one fails that n workers were busy with at their ends: loaded, opened or
+        filled it. For a death n is `max_replays` + 1, for another end it is at least 2.
 
         Args:
             error: for the sequences that are lost.
+            culprit: the reason why the supervisor ended the worker.
         """
         if worker not in self.workers:
             return
         self._changed.update(worker.receive())  # what it answered before its end still counts
         self._poller.unregister(worker.channel.fd)
         self.workers.remove(worker)
-        marked = [state for state in worker.marked() if cause == "died" or state.slot == slot]
-        if cause == "died":
-            for state in marked:
-                state.deaths += 1
-                if len(marked) == 1 and not state.has_answered:  # with two, it need not be the cause
-                    self._deaths[state.grammar.key] += 1
+        culprits = [] if culprit is None else worker.concerned(culprit)
+        busy = {state for work in worker.work() for state in worker.concerned(work)}
+        if cause == "transfer":  # any of those that it should have begun with may be the reason
+            busy = {state for state in worker.sequences.values() if not state.is_ready}
+        self._suspect(cause, culprits, busy)
+        replays = self._max_replays if cause == "died" else max(1, self._max_replays)
         for state in worker.sequences.values():
-            if cause != "died":
-                is_lost = state in marked
-            elif self._max_replays:
-                is_lost = state.deaths > self._max_replays
-            else:
-                is_lost = state in marked or state.has_answered
+            state.replays += state in busy
+            is_lost = state in culprits or state.replays > replays
+            if cause == "died" and not replays:
+                is_lost = is_lost or state.has_answered
             if is_lost:
-                self._fail(state, _error_of(state, error, marked))
+                self._fail(state, _error_of(state, error, busy))
         for part in self._step.parts:
             if part.worker is worker:
                 self._step.take(part)
@@ -144,6 +146,20 @@ class Dispatcher:
             self._changed.add(state)
         worker.sequences.clear()
         worker.close()
+
+    def _suspect(self, cause: EndCause, culprits: Collection[SequenceState], busy: Collection[SequenceState]) -> None:
+        """Note which constraint has ended a worker."""
+        if cause == "died":
+            culprits = busy
+        keys = {state.grammar.constraint.key for state in culprits}
+        if cause == "died":
+            states = [state for state in self._sequences.values() if state.grammar.constraint.key in keys]
+            had_mask = any(state.has_answered or state.sequence.output_token_ids for state in states)
+            if had_mask or len(keys) > 1:  # then it need not be the cause
+                return
+        if cause in ("died", "load", "fill"):
+            for key in keys:
+                self.quarantine.note(key)
 
     def _fail(self, state: SequenceState, error: GuidedError) -> None:
         """Fail a sequence for another reason than a worker's answer."""
@@ -230,9 +246,8 @@ class Dispatcher:
         if self._closed:
             self._fail(state, PoolUnavailable("the pool is shut down"))
             return
-        if self._deaths[state.grammar.key] > max(1, self._max_replays):  # one may be killed by anything
-            error = WorkerDied("this constraint ended several mask workers with its first mask: it is rejected")
-            error.retryable = False
+        error = self.quarantine.error(state.grammar.constraint.key)
+        if error is not None:
             self._fail(state, error)
             return
         able = [each for each in self.workers if each.has_slot()]
@@ -313,9 +328,9 @@ class Dispatcher:
         )
 
 
-def _error_of(state: SequenceState, error: GuidedError, marked: Sequence[SequenceState]) -> GuidedError:
-    """Return the error of a sequence that is lost. It is not retryable if its own mask ended the worker."""
-    if isinstance(error, WorkerDied) and state in marked:
+def _error_of(state: SequenceState, error: GuidedError, busy: Collection[SequenceState]) -> GuidedError:
+    """Return the error of a sequence that is lost. It is not retryable if its own mask may have ended the worker."""
+    if isinstance(error, WorkerDied) and state in busy:
         error = WorkerDied(f"{error.message} while it computed this request's mask")
         error.retryable = False
     return error

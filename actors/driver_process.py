@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
+import numpy as np
 import ray
 from ray._private import node, ray_constants, services, utils
 from ray._raylet import PlacementGroupID
@@ -38,6 +39,10 @@ _ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_g
 _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
 
 
+_JOIN_SECONDS = 12.0
+"""Time limit for joining a cluster, once this process has loaded Ray."""
+
+
 def main() -> None:
     """Serve the engine's process. Arguments: descriptor of a socket; directory of a local Ray, "" to join a cluster."""
     control, directory = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
@@ -50,7 +55,12 @@ def main() -> None:
     try:
         if directory:
             _leave_out_processes()
+        else:  # without a raylet, Ray would try for a minute and a half
+            patience = threading.Timer(_JOIN_SECONDS, _give_up, (first,))
+            patience.start()
         ray.init(**options)
+        if not directory:
+            patience.cancel()
         context = ray.get_runtime_context()
         threading.Thread(target=_exit_with_raylet, args=(str(context.get_node_id()),), daemon=True).start()
     except Exception as error:
@@ -60,6 +70,12 @@ def main() -> None:
     for connection in connections:
         threading.Thread(target=Session(connection).serve, daemon=True).start()
     ray.shutdown()  # has no time limit: the engine's process kills this one
+
+
+def _give_up(engine: Connection[Any, Any]) -> None:
+    """Exit because the cluster does not answer."""
+    engine.send((None, PoolUnavailable("its GCS server, or this node's raylet, does not answer")))
+    os._exit(1)
 
 
 def _connections(control: socket.socket) -> Iterator[Connection[Any, Any]]:
@@ -162,7 +178,11 @@ class Session:
             calls.append(collect())  # the actor goes on while lines are on their way
             return cast(Lines, ray.get(calls.popleft()))
 
-        forward(connect(path), table, actor.deliver.remote, lines)
+        def load(grammar: Any) -> None:
+            # In a list: Ray would hold back all later calls until an argument is there.
+            actor.load.remote([ray.put(np.frombuffer(grammar, np.uint8))])
+
+        forward(*connect(path), table, actor.deliver.remote, load, lines)
 
 
 def _described(error: Exception) -> PoolUnavailable:

@@ -2,8 +2,9 @@
 
 For the engine each worker is local. `RemoteSteps`, in an actor on another node, has a slot table of its own for the
 same `StepServer`. `forward`, in the driver's process on the engine's node, is the worker's side of the engine's table
-and channel. It makes two kinds of Ray calls: `deliver` hands over a frame of requests, and `collect` waits for lines of
-the table that have changed. They are separate, so that a slow row does not delay frames.
+and channel. It makes three kinds of Ray calls: `deliver` hands over a frame of requests, `load` a grammar in the object
+store, and `collect` waits for lines of the table that have changed. They are separate, so that a slow row does not
+delay frames.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import queue
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -23,10 +26,11 @@ import numpy as np
 from msgspec.msgpack import Decoder
 from numpy.typing import NDArray
 
+from actors.packages import buffer, receive_package
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
-from actors.protocol import IDLE, UNKNOWN, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
+from actors.protocol import FIRST, IDLE, UNKNOWN, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
 from actors.server import StepServer
-from guided.backends import BACKENDS, Backends
+from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.process_resources import watch_free_memory
 from guided.vocabulary import Vocabulary
@@ -36,6 +40,8 @@ _TOGETHER_SECONDS = 0.003
 """Lines that are ready wait so long for the other ones, and are sent without them after that."""
 _REPORT_SECONDS = 0.25
 """While lines are missing, the engine hears this often which of them is being filled."""
+_IDLE_REPORT_SECONDS = 1.0
+"""Otherwise it gets the heartbeat this often."""
 ANSWERS = "answers"
 """The concurrency group of `collect`, which waits for masks: it has a thread of its own."""
 _decode_answer = Decoder(Failed).decode
@@ -58,17 +64,21 @@ class MaskActor:
     Args:
         memory: limit of this process's memory in bytes.
         forced_tokens: look ahead for tokens without an alternative.
+        backends: grammar libraries that are imported now. Others are when a grammar first needs them.
     """
 
-    def __init__(self, vocabulary: Vocabulary, memory: int, forced_tokens: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, memory: int, forced_tokens: bool, backends: Sequence[str]) -> None:
         limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
         leave_out_torch()
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
         # Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python.
         sys.setswitchinterval(0.00005)
         self._backends = Backends(vocabulary)
-        # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.
-        self._backends[next(iter(BACKENDS))]
+        for name in backends:
+            try:
+                self._backends[name]
+            except Exception:  # its grammars will get the error
+                _log.exception("the grammar library of %s cannot be imported", name)
         self._worker = MaskWorker(vocabulary)
         self._forced_tokens = forced_tokens
         self._remote: RemoteSteps
@@ -88,15 +98,24 @@ class MaskActor:
         table = attach(segment)
         if table is None:
             return False
-        self._serve(connect(path), table)
+        end, grammars = connect(path)
+        self._serve(end, lambda: buffer(receive_package(grammars)), table)
         return True
 
     def serve_remotely(self, slots: int, words: int) -> None:
         """Start to serve steps by `deliver` and `collect`, for an engine on another node."""
-        self._remote = RemoteSteps(slots, words, self._serve)
+        import ray
 
-    def _serve(self, end: Connection[Any, Any], table: SlotTable) -> None:
-        StepServer(self._worker, self._backends, end, table, self._forced_tokens, lambda: os._exit(1)).start()
+        self._remote = RemoteSteps(slots, words, self._serve, ray.get)
+
+    def _serve(self, end: Connection[Any, Any], receive_grammar: Callable[[], Any], table: SlotTable) -> None:
+        def give_up() -> None:
+            os._exit(1)
+
+        StepServer(self._worker, self._backends, end, receive_grammar, table, self._forced_tokens, give_up).start()
+
+    def load(self, reference: list[Any]) -> None:
+        self._remote.load(reference)
 
     def deliver(self, *frame: Any) -> None:
         self._remote.deliver(*frame)
@@ -117,7 +136,7 @@ class Lines(NamedTuple):
     mask: NDArray[np.int32]
     """`[m]`: the words there."""
     mark: NDArray[np.void]
-    """The worker's mark. `since` is the number of seconds that have passed since then."""
+    """The worker's mark."""
     failures: list[bytes]
     """Frames with a `Failed` each."""
 
@@ -126,10 +145,17 @@ class RemoteSteps:
     """Serves the steps of an engine on another node.
 
     Args:
-        serve: starts a `StepServer` with its end of a channel and its table.
+        serve: starts a `StepServer` with its end of a channel, a function that returns the next grammar, and its table.
+        fetch: waits for the objects of references (`ray.get`).
     """
 
-    def __init__(self, slots: int, words: int, serve: Callable[[Connection[Any, Any], SlotTable], None]) -> None:
+    def __init__(
+        self,
+        slots: int,
+        words: int,
+        serve: Callable[[Connection[Any, Any], Callable[[], Any], SlotTable], None],
+        fetch: Callable[[list[Any]], list[Any]],
+    ) -> None:
         self._segment = Segment(slots, words)
         self._table = self._segment.table
         self._sent_ready, self._sent_mask = self._table.ready.copy(), np.zeros_like(self._table.mask)
@@ -137,8 +163,13 @@ class RemoteSteps:
         """The version at which each slot's sequence was over."""
         self._news = threading.Event()
         """Set while there may be lines to wait for."""
+        self._grammars = queue.SimpleQueue[list[Any]]()
         self._end, server_end = Pipe()
-        serve(server_end, self._table)
+        serve(server_end, lambda: fetch(self._grammars.get())[0], self._table)
+
+    def load(self, reference: list[Any]) -> None:
+        """Take over a grammar: the one reference of an encoded `CompileResult` in the object store. In order."""
+        self._grammars.put(reference)
 
     def deliver(
         self, frame: bytes, slots: NDArray[np.intp], target: NDArray[np.int64], tokens: NDArray[np.int32]
@@ -152,7 +183,7 @@ class RemoteSteps:
     def collect(self) -> Lines:
         """Wait for changed lines. Those that are ready wait a few milliseconds for the others of their step."""
         table, failures = self._table, list[bytes]()
-        self._news.wait()
+        self._news.wait(_IDLE_REPORT_SECONDS)
         deadline, has_news = time.monotonic() + _REPORT_SECONDS, False
         while True:
             self._news.clear()
@@ -188,22 +219,23 @@ class RemoteSteps:
         masks = table.mask[slots]
         words = np.flatnonzero(masks != self._sent_mask[slots]).astype(np.int32)
         self._sent_ready[slots], self._sent_mask[slots] = ready, masks
-        mark = table.mark.copy()
-        mark["since"] = time.monotonic() - mark["since"]
-        return Lines(slots, {**columns, "ready": ready}, words, masks.reshape(-1)[words], mark, failures)
+        return Lines(slots, {**columns, "ready": ready}, words, masks.reshape(-1)[words], table.mark.copy(), failures)
 
 
 def forward(
     end: Connection[Any, Any],
+    grammars: socket.socket,
     table: SlotTable,
     deliver: Callable[[bytes, NDArray[np.intp], NDArray[np.int64], NDArray[np.int32]], object],
+    load: Callable[[Any], object],
     collect: Callable[[], Lines],
 ) -> None:
-    """Forward one incarnation's steps, on two daemon threads, until the engine closes the channel or the actor ends.
+    """Forward one incarnation's steps, on three daemon threads, until the engine closes the channel or the actor ends.
 
     Args:
-        end, table: the worker's end of the engine's channel, and the engine's table.
+        end, grammars, table: the worker's ends of the engine's channel, and the engine's table.
         deliver: calls `RemoteSteps.deliver` in the actor, and does not wait for it. Calls keep their order.
+        load: puts a buffer into the object store, and calls `RemoteSteps.load` in the actor.
         collect: calls `RemoteSteps.collect` in the actor. Raises if the actor has ended.
     """
 
@@ -213,10 +245,12 @@ def forward(
         frame = end.recv_bytes()
         slots = np.flatnonzero(table.target != sent)  # each request of a mask has another version
         sent[slots] = target = table.target[slots]
-        if table.mark["busy"][0, 0] == IDLE:  # until the actor says which slot it is
-            table.mark["since"][0, 0] = time.monotonic()
-            table.mark["busy"][0, 0] = UNKNOWN
+        if table.mark["busy"][0, FIRST] == IDLE:
+            table.mark["busy"][0, FIRST] = UNKNOWN  # until the actor says which slot it is
         deliver(frame, slots, target, table.tokens[slots])
+
+    def forward_grammar() -> None:
+        load(buffer(receive_package(grammars)))
 
     def return_lines() -> None:
         lines = collect()
@@ -235,7 +269,7 @@ def forward(
             _log.info("a step channel ends: %s", error)
         hang_up(end)
 
-    for action in (forward_frame, return_lines):
+    for action in (forward_frame, forward_grammar, return_lines):
         threading.Thread(target=run, args=(action,), name="forwarder", daemon=True).start()
 
 
@@ -247,9 +281,9 @@ def _write(lines: Lines, table: SlotTable) -> None:
     table.mask[slots] = masks
     for name, values in lines.columns.items():
         getattr(table, name)[slots] = values
-    mark = table.mark
-    if (lines.mark["busy"] != IDLE).any() or not table.has_work():
-        mark["since"], mark["busy"] = time.monotonic() - lines.mark["since"], lines.mark["busy"]
-    elif mark["busy"][0, 0] != UNKNOWN:  # the engine has asked for more since the lines were read
-        mark["since"], mark["busy"] = time.monotonic(), (UNKNOWN, IDLE)
-    mark["filled"] = lines.mark["filled"]
+    mark = lines.mark
+    if (mark["busy"] == IDLE).all() and table.has_work():  # the engine has asked for more since the lines were read
+        mark["busy"][0, FIRST] = UNKNOWN
+    for name in mark.dtype.names or ():
+        if name != "wake":  # the engine's
+            table.mark[name] = mark[name]

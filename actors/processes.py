@@ -48,11 +48,28 @@ def enter_session() -> None:
             return
 
 
+def thread_times(thread: int, process: int | str = "self") -> tuple[float, float]:
+    """Return the seconds that a thread has run, and has waited for a CPU (proc(5)). Zeros where that is not known."""
+    try:
+        ran, waited, _ = map(int, Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split())
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return ran / 1e9, waited / 1e9
+
+
+def thread_state(thread: int, process: int) -> str:
+    """Return the state of a thread (proc(5)): R runs or waits for a CPU, T is stopped. Empty where it is not known."""
+    try:
+        return Path(f"/proc/{process}/task/{thread}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
 def resident_bytes(process: psutil.Process) -> int:
-    """Return the resident memory of a process in bytes; 0 if it has ended."""
+    """Return the resident memory of a process in bytes; 0 if it has ended, or cannot be read now."""
     try:
         return int(process.memory_info().rss)
-    except psutil.NoSuchProcess:
+    except (psutil.Error, OSError):  # for example, this process has no free descriptor
         return 0
 
 

@@ -3,7 +3,8 @@
 A sequence that is open on a worker holds a slot there, one line of the `SlotTable`. In the usual step the engine writes
 `tokens` and `target` of the batch's slots and sends one `Fill` with the slot numbers; after the forward pass it
 compares `ready` with `target`. Everything else is a message in the same socket, handled in order. A slot is used again
-only after the worker has handled its `Free`, or the worker's process is gone.
+only after the worker has handled its `Free`, or the worker's process is gone. Grammars have a socket of their own,
+which only the thread reads that loads them. They have numbers, in the order in which they are sent.
 
 A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
 the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
@@ -21,6 +22,7 @@ import secrets
 import socket
 import struct
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,7 +31,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.constraint import Constraint
+from actors.packages import Package, send_package
 from guided.errors import Wire
 from guided.pools.protocol import MAX_FORCED_TOKENS
 
@@ -40,51 +42,63 @@ EDIT = 1 << 32
 FREE = -1
 """`ready` of a slot that no sequence has held yet."""
 OK, FAILED, STEERED = 0, 1, 2
-IDLE, IMPORTING, UNKNOWN = -1, -2, -3
-"""`busy` of a thread that fills no row, of one that imports a grammar library, which takes seconds, and of an actor on
-another node that has not said yet what it fills."""
-THREADS = 2
-"""Threads of a worker that fill rows."""
+IDLE, UNKNOWN = -1, -2
+"""`busy` of a thread that does nothing, and of an actor on another node that has not said yet what it fills."""
+IMPORTING = 1 << 30
+"""Added to the number of a grammar whose library is being imported."""
+FIRST, SECOND, LOADER = 0, 1, 2
+"""The threads of a worker by their place in the mark: two fill rows, the third loads grammars."""
+THREADS = 3
+BEAT_SECONDS = 0.2
+"""Interval of a worker's heartbeat."""
 SLOW_SECONDS = 0.001
 """If the last mask of a row took longer than this, the next one is expected to be slow."""
 _LENGTH = struct.Struct("!i")
 """What a `Connection` sends before each message."""
+_KINDS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
+"""Kinds of the sockets for steps, and for grammars (where each message is a package)."""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end (SO_PEERCRED)."""
 _NONCE_BYTES = 32
 _MARK_OFFSET = 64
-_MARK = np.dtype([("since", "f8", THREADS), ("busy", "i4", THREADS), ("filled", "i8"), ("wake", "i4")])
-_COLUMNS_OFFSET = 128
+_SPENT = ("spent", "f8", (THREADS, 3))
+_MARK = np.dtype([_SPENT, ("beat", "i8"), ("filled", "i8"), ("busy", "i4", THREADS), ("heart", "i4"), ("wake", "i4")])
+_COLUMNS_OFFSET = 192
 _LINE_BYTES = 8 + 8 + 4 + 4 + 4 + 4 * MAX_FORCED_TOKENS
 """Size of a line of the table, but for its mask."""
 
 
 class Channel:
-    """The engine's end: a Unix socket, used by one incarnation only. Sends never block."""
+    """The engine's ends of two sockets, for steps and for grammars. For one incarnation only. Sends never block."""
 
     def __init__(self) -> None:
         self.path = f"\0guided-{os.getpid()}-{secrets.token_hex(8)}"
         """Where the worker connects to: an abstract address (unix(7)), which leaves no file."""
-        self._stream = socket.socket(socket.AF_UNIX)
-        self._stream.bind(self.path)
-        self._stream.listen(1)
+        self._stream, self._grammars = (socket.socket(socket.AF_UNIX, kind) for kind in _KINDS)
+        for listening in (self._stream, self._grammars):
+            listening.bind(self.path)
+            listening.listen(1)
         self._received = bytearray()
-        self._unsent = b""
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_grammars: deque[Package] = deque()
 
     def accept(self, timeout: float) -> bool:
         """Return whether the worker connected within `timeout` seconds. Nothing can connect after this."""
-        with self._stream as listening:
-            listening.settimeout(timeout)
-            try:
-                connected, _ = listening.accept()
-            except TimeoutError:
+        connected = []
+        for listening in (self._stream, self._grammars):
+            with listening:
+                listening.settimeout(timeout)
+                try:
+                    connected.append(listening.accept()[0])
+                except TimeoutError:
+                    return False
+        for stream in connected:
+            credentials = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # other users can see the address
+                stream.close()
                 return False
-        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # other users can see the address
-            connected.close()
-            return False
-        connected.setblocking(False)
-        self._stream = connected
+            stream.setblocking(False)
+        self._stream, self._grammars = connected
         return True
 
     @property
@@ -94,14 +108,26 @@ class Channel:
 
     def send(self, message: bytes) -> None:
         """Queue a message, and send what the socket takes now. A lost connection is noticed by its supervisor."""
-        self._unsent += _LENGTH.pack(len(message)) + message
+        self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+        self.push()
+
+    def send_grammar(self, grammar: Package) -> None:
+        """Queue a grammar, and send it if its socket takes it now."""
+        self._unsent_grammars.append(grammar)
         self.push()
 
     def push(self) -> None:
-        """Send what is left of the queue."""
-        if self._unsent:
-            with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
-                self._unsent = self._unsent[self._stream.send(self._unsent, socket.MSG_NOSIGNAL) :]
+        """Send what is left of the queues."""
+        with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
+            while self._unsent_grammars:
+                send_package(self._grammars, self._unsent_grammars[0])
+                self._unsent_grammars.popleft()
+        with contextlib.suppress(OSError):
+            while self._unsent:
+                sent = self._stream.send(self._unsent[0], socket.MSG_NOSIGNAL)
+                self._unsent[0] = self._unsent[0][sent:]
+                if not self._unsent[0]:
+                    self._unsent.popleft()
 
     def receive(self) -> bytes | None:
         """Return the next message that has arrived, or None."""
@@ -124,13 +150,17 @@ class Channel:
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._stream.close()
+        self._grammars.close()
 
 
-def connect(path: str) -> Connection[Any, Any]:
-    """Worker side: connect to `Channel.path`."""
-    with socket.socket(socket.AF_UNIX) as stream:
-        stream.connect(path)
-        return Connection(stream.detach())
+def connect(path: str) -> tuple[Connection[Any, Any], socket.socket]:
+    """Worker side: connect to `Channel.path`. Returns the ends for steps and for grammars."""
+    with contextlib.ExitStack() as undo:
+        ends = [undo.enter_context(socket.socket(socket.AF_UNIX, kind)) for kind in _KINDS]
+        for end in ends:
+            end.connect(path)
+        stream, grammars = (end.detach() for end in ends)
+        return Connection(stream), socket.socket(fileno=grammars)
 
 
 def hang_up(end: Connection[Any, Any]) -> None:
@@ -145,20 +175,10 @@ class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
     slots: bytes
 
 
-class Load(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
-    """Load a compiled grammar when a sequence of it is first filled. Sent before the `Open`s with its key."""
-
-    key: str
-    backend: str
-    constraint: Constraint
-    dumped: bytes
-    """The serialized grammar."""
-
-
 class Unload(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
     """Drop grammars that the engine has not used for long. Open sequences keep theirs."""
 
-    keys: list[str]
+    numbers: list[int]
 
 
 class Open(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
@@ -167,7 +187,8 @@ class Open(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
     slot: int
     version: int
     """The version of the output, with a new edit count."""
-    grammar: str
+    grammar: int
+    """Number of the grammar, which may come later."""
     tokens: list[int]
     """The sequence's whole output so far."""
     request_id: str = ""
@@ -191,7 +212,7 @@ class Free(msgspec.Struct, array_like=True, tag=5, gc=False, frozen=True):
     version: int
 
 
-Request = Fill | Load | Unload | Open | Edit | Free
+Request = Fill | Unload | Open | Edit | Free
 """From the engine; a frame is a list of them."""
 
 
@@ -223,9 +244,10 @@ class SlotTable:
     mask: NDArray[np.int32]
     """`[slots, words]`, by the worker: the token bitmask."""
     mark: NDArray[np.void]
-    """`[1]`. `busy`: for each thread of the worker the slot that it fills, `IDLE` or `IMPORTING`. `since`: the
-    `time.monotonic()` at which it began. `filled`: number of masks so far. `wake`: the engine waits; the worker sends a
-    message when it is done."""
+    """`[1]`. `busy`: for each thread of the worker the slot that it fills, the number of the grammar that it loads, or
+    `IDLE`. `spent`: the seconds until the last heartbeat in which it was busy with that and did not wait for a CPU; all
+    in which it was busy with it; those in which it ran. `beat`: number of heartbeats, and `heart`: the id of their
+    thread. `filled`: number of masks so far. `wake`: the engine waits; the worker sends a message when it is done."""
 
     def has_work(self) -> bool:
         """Return whether the worker was asked for a mask, or to free a slot, and has not done so."""

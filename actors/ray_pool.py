@@ -26,10 +26,19 @@ from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
 from actors.mask_actor import ActorLocation
 from actors.processes import CALL_SECONDS, RETRY_SECONDS, START_SECONDS, STOP_SECONDS, TICK_SECONDS, kill, memory_limit
-from actors.protocol import IDLE, IMPORTING, Channel, Segment
+from actors.protocol import Channel, Segment
+from actors.watch import Verdict, Watch
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
+from guided.errors import (
+    BackendError,
+    GrammarLoadTimeout,
+    GuidedError,
+    MaskTimeout,
+    PoolUnavailable,
+    WorkerDied,
+    bounded,
+)
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import EndCause, Grammar, PoolStatus, WorkerState, WorkerStatus
 from guided.vocabulary import Vocabulary
@@ -85,7 +94,12 @@ class RayPool(Dispatcher):
             supervisor.join(max(0.0, deadline - time.monotonic()))
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        return self._compiler.compile(constraint, backends)
+        error = self.quarantine.error(constraint.key)
+        if error is None:
+            return self._compiler.compile(constraint, backends)
+        refused: Future[Grammar] = Future()
+        refused.set_exception(error)
+        return refused
 
     def status(self) -> PoolStatus:
         return PoolStatus(
@@ -95,6 +109,9 @@ class RayPool(Dispatcher):
             backends=self._compiler.backends(),
             trouble=self.cluster.trouble,
             replays=self.replays,
+            quarantined=self.quarantine.keys(),
+            quarantines=self.quarantine.total,
+            **self._compiler.counts(),
         )
 
     def shutdown(self) -> None:
@@ -119,6 +136,7 @@ class Supervisor:
         self._incarnation = 0
         self._up: tuple[WorkerConnection, ActorLocation] | None = None
         """Set while the actor is up."""
+        self._watch: Watch | None = None
         self._stopping = threading.Event()
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
@@ -139,6 +157,7 @@ class Supervisor:
             restarts=max(0, self._incarnation - 1),
             ends=dict(self._causes),
             last_end=self._last_end,
+            silent=self._watch.silent if self._watch is not None and location else 0.0,
         )
 
     def stop(self) -> None:
@@ -170,7 +189,7 @@ class Supervisor:
         """None: it is on another node."""
         session = self._pool.cluster.session(self._stopping)
         where = (*self._pool.cluster.reserved(self._options), self.index)
-        arguments = (self._pool.vocabulary, self._memory, self._options.forced_tokens)
+        arguments = (self._pool.vocabulary, self._memory, self._options.forced_tokens, self._options.preload)
         try:
             location: ActorLocation = session.ask("bring the actor up", "create", *where, *arguments)
             self._incarnation += 1
@@ -187,15 +206,16 @@ class Supervisor:
             if not self.started.done():
                 self.started.set_result(None)
             try:
-                cause, slot = self._watch(session, process, connection)
+                cause, culprit = self._watched(session, process, connection)
             finally:
                 self._up, self._state = None, "restarting"
             error = self._error_of(cause, location.pid)
             if not self._stopping.is_set():
-                self._record_end(cause, error.message)
+                works = connection.work() if culprit is None else [culprit]
+                self._record_end(cause, error.message + "".join(map(connection.described, works)))
             if cause != "died" and process is not None:
                 kill(process)
-            self._pool.announce(partial(self._pool.end, connection, error, cause, slot))
+            self._pool.announce(partial(self._pool.end, connection, error, cause, culprit))
         finally:
             session.close()  # first, because Ray would report a kill as an unexpected death
             if process is not None:
@@ -235,37 +255,25 @@ class Supervisor:
         worker = f"mask worker {self.index} (pid {pid}, incarnation {self._incarnation})"
         if self._stopping.is_set():
             return PoolUnavailable("the pool was shut down")
-        if cause == "hung":
-            return MaskTimeout(f"{worker} was killed: a mask took longer than {self._options.mask_limit:g} s")
-        if cause == "memory":
-            return BackendError(f"{worker} was killed: it took more than {self._memory >> 20} MiB of memory")
+        match cause:
+            case "fill":
+                return MaskTimeout(f"{worker} was killed: a mask took longer than {self._options.mask_limit:g} s")
+            case "load" | "import":
+                return GrammarLoadTimeout(f"{worker} was killed: it took too long to {cause} a grammar")
+            case "memory":
+                return BackendError(f"{worker} was killed: it took more than {self._memory >> 20} MiB of memory")
+            case "frozen" | "transfer":
+                return WorkerDied(f"{worker} was killed: it did not run, or begin with what it was sent ({cause})")
         return WorkerDied(f"{worker} died")
 
-    def _watch(
-        self, session: Session, process: psutil.Process | None, connection: WorkerConnection
-    ) -> tuple[EndCause, int]:
-        """Wait until the incarnation ends or has to be ended. Returns why, and the slot that is the reason.
-
-        Of two rows over the limit it is the one that began last: if a row holds the interpreter lock, no other one
-        begins after it. `IDLE`: the worker has not begun with what it was asked for.
-        """
-        limit = self._options.mask_limit
-        filled, since = -1, 0.0
-        """Masks so far, and `time.monotonic()` when the worker had last made progress, or nothing to do."""
+    def _watched(self, session: Session, process: psutil.Process | None, connection: WorkerConnection) -> Verdict:
+        """Wait until the incarnation ends or has to be ended."""
+        watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
         poller = select.poll()
         for end in (connection.channel.fd, session):
             poller.register(end, 0)  # reports POLLHUP: the actor's process, or the driver, has ended
         while not poller.poll(TICK_SECONDS * 1000) and not self._stopping.is_set():
-            now, busy, was = time.monotonic(), connection.busy(), filled
-            filled = int(connection.table.mark["filled"][0])
-            if busy or filled != was or not connection.table.has_work():
-                since = now
-            limits = {IMPORTING: START_SECONDS}
-            overdue = [(seconds, slot) for slot, seconds in busy if seconds > limits.get(slot, limit)]
-            if overdue:
-                return "hung", min(overdue)[1]
-            if now - since > limit:
-                return "hung", IDLE
-            if process is not None and processes.resident_bytes(process) > self._memory:
-                return "memory", max([(seconds, slot) for slot, seconds in busy], default=(0.0, IDLE))[1]
-        return "died", IDLE
+            verdict = watch.look()
+            if verdict is not None:
+                return verdict
+        return "died", None

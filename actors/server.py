@@ -1,9 +1,10 @@
-"""StepServer: the worker's side of the step channel. It handles requests and fills the slot table, on two threads.
+"""StepServer: the worker's side of the channel. It handles requests, loads grammars and fills the slot table.
 
 The first thread reads requests, and fills the rows that are expected to be quick. The second one fills those that are
-expected to be slow, because their last mask was, or because their grammar has to be loaded first. While the first
-thread is stuck in a row all the same, the second one does its work. So a slow row delays no quick one: llguidance and
-xgrammar release the interpreter lock. Two threads never work on the same grammar, because its matchers may share state.
+expected to be slow, because their last mask was. While the first thread is stuck in a row all the same, the second one
+does its work. So a slow row delays no quick one: llguidance and xgrammar release the interpreter lock. The two never
+work on the same grammar, because its matchers may share state. A third thread loads grammars and imports libraries: a
+row waits until its grammar is there, and delays no other one. A fourth thread is the heartbeat, and does nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,20 +23,26 @@ import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
+from actors.packages import CompileResult
+from actors.processes import thread_times
 from actors.protocol import (
+    BEAT_SECONDS,
     EDIT,
     FAILED,
+    FIRST,
     IDLE,
     IMPORTING,
+    LOADER,
     OK,
     POSITION,
+    SECOND,
     SLOW_SECONDS,
     STEERED,
+    THREADS,
     Edit,
     Failed,
     Fill,
     Free,
-    Load,
     Open,
     Request,
     SlotTable,
@@ -42,11 +50,9 @@ from actors.protocol import (
 )
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar, guard
-from guided.errors import BackendError, GuidedError, to_wire
+from guided.errors import BackendError, GuidedError, from_wire, to_wire
 from guided.worker import MaskWorker
 
-FIRST, SECOND = 0, 1
-"""The threads, by their place in the mark."""
 _STUCK_SECONDS = 0.002
 """The first thread is stuck if it has filled no row for this long."""
 _Wanted = tuple[int, int]
@@ -58,10 +64,12 @@ _log = logging.getLogger(__name__)
 class _Grammar:
     """A grammar, for all sequences that are opened with it."""
 
-    source: Load | CompiledGrammar
-    """It is loaded when a sequence is first filled."""
+    loaded: CompiledGrammar | GuidedError | None = None
+    """None: it is not there yet. An error: it cannot be loaded."""
+    is_unloaded: bool = False
+    """The engine no longer wants it, and it is not there yet."""
     seconds: float = SLOW_SECONDS
-    """What its quickest mask took, at most: an estimate for the first one of a sequence. Loading it is slow."""
+    """What its quickest mask took, at most: an estimate for the first one of a sequence."""
 
 
 @dataclass(slots=True)
@@ -74,6 +82,8 @@ class _Slot:
     """The edit count of its output."""
     seconds: float
     """What its last mask took, or the estimate for the first."""
+    wanted_at: float
+    """`time.monotonic()` at which its mask was requested."""
     changes: list[Open | Edit]
     """What the engine has sent, and the thread that fills the row next has to apply."""
     freed: int | None = None
@@ -86,7 +96,9 @@ class StepServer:
     Args:
         worker: used by this server's threads only.
         backends: load the grammars.
-        end: connected to the engine, as `table` is.
+        end, table: connected to the engine.
+        receive_grammar: waits for the next grammar of the engine, and returns it, an encoded `CompileResult`. Raises
+            EOFError when the connection is lost.
         forced_tokens: look ahead for tokens without an alternative.
         give_up: called when the connection is lost; ends the process.
     """
@@ -96,6 +108,7 @@ class StepServer:
         worker: MaskWorker,
         backends: Backends,
         end: Connection[Any, Any],
+        receive_grammar: Callable[[], Any],
         table: SlotTable,
         forced_tokens: bool,
         give_up: Callable[[], object],
@@ -103,33 +116,45 @@ class StepServer:
         self._worker = worker
         self._backends = backends
         self._end = end
+        self._receive_grammar = receive_grammar
         self._table = table
         self._forced_tokens = forced_tokens
         self._give_up = give_up
         mark = table.mark  # writing an item of a memoryview takes half of the time that it takes in an array
-        self._busy, self._since, self._filled = mark["busy"][0].data, mark["since"][0].data, mark["filled"].data
-        self._ready, self._seconds, self._wake = table.ready.data, table.seconds.data, mark["wake"]
+        self._busy = mark["busy"][0].data
+        self._so_far: Any = mark["spent"][0, :, 0].data
+        self._filled = mark["filled"].data
+        self._seconds: Any = table.seconds.data
+        self._ready, self._wake = table.ready.data, mark["wake"]
         self._lock = threading.Lock()
         """For the following. The second thread reads from `end` only while the first one fills a row."""
+        self._since = [0.0] * THREADS
+        """`time.monotonic()` at which each thread began with what it does."""
+        self._thread_ids = [0] * THREADS
         self._slots: dict[int, _Slot] = {}
         self._quick: dict[int, _Wanted] = {}
         self._slow: dict[int, _Wanted] = {}
         """Requested masks by slot: those that are expected to be quick, in the order of the requests; the others."""
-        self._grammars: dict[str, _Grammar] = {}
-        """By key: those that may be opened."""
+        self._waiting: dict[int, _Wanted] = {}
+        """Those whose grammar is not there yet."""
+        self._grammars: dict[int, _Grammar] = {}
+        """By number: those that may be opened, or that are being loaded."""
         self._filling: list[int | None] = [None, None]
         """The slot that each thread fills."""
         self._news = threading.Event()
         """Set when a frame was handled; cleared by the second thread."""
         self._decode = Decoder(list[Request]).decode
+        self._read = Decoder(CompileResult).decode
         self._sending = threading.Lock()
 
     def start(self) -> None:
         """Serve, on daemon threads."""
-        for loop in (self._serve, self._relieve):
-            threading.Thread(target=self._run, args=(loop,), name=loop.__name__, daemon=True).start()
+        for index, loop in enumerate((self._serve, self._relieve, self._load_all, self._beat)):
+            threading.Thread(target=self._run, args=(index, loop), name=loop.__name__, daemon=True).start()
 
-    def _run(self, loop: Callable[[], None]) -> None:
+    def _run(self, index: int, loop: Callable[[], None]) -> None:
+        if index < THREADS:
+            self._thread_ids[index] = threading.get_native_id()
         # A thread of this class does not take the CPU from the engine's thread when it is woken up (sched(7)).
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
@@ -169,6 +194,56 @@ class StepServer:
             else:
                 time.sleep(_STUCK_SECONDS)
 
+    def _load_all(self) -> None:
+        """Body of the third thread."""
+        for number in count():
+            package = self._receive_grammar()
+            with self._lock:
+                grammar = self._grammars.setdefault(number, _Grammar())
+            try:
+                with guard("loading a grammar"):
+                    grammar.loaded = self._load(number, package)
+            except GuidedError as error:
+                grammar.loaded = from_wire(to_wire(error))  # without its traceback, which would keep the memory
+            del package
+            self._busy[LOADER] = IDLE
+            with self._lock:
+                if grammar.is_unloaded:
+                    del self._grammars[number]
+                for slot in [slot for slot in self._waiting if self._slots[slot].grammar is grammar]:
+                    self._want(slot, self._slots[slot], self._waiting[slot])
+            self._news.set()
+
+    def _load(self, number: int, package: Any) -> CompiledGrammar:
+        self._begin(LOADER, number + IMPORTING)
+        result = self._read(package)
+        with guard(result.backend):
+            backend = self._backends[result.backend]
+            self._begin(LOADER, number)
+            return backend.load(result.constraint, result.dumped)
+
+    def _begin(self, thread: int, subject: int) -> None:
+        self._since[thread] = now = time.monotonic()
+        self._so_far[thread] = -1e-9 * now  # until the next heartbeat: none, and less for what began later
+        self._busy[thread] = subject
+
+    def _beat(self) -> None:
+        """Body of the heartbeat. It publishes how long the other threads have been busy."""
+        mark = self._table.mark
+        mark["heart"] = threading.get_native_id()
+        began, before = np.zeros(THREADS), np.zeros((THREADS, 2))
+        """Since when each thread is busy, and its `thread_times` at the first heartbeat after that."""
+        while True:
+            since, is_busy = np.array(self._since), mark["busy"][0] != IDLE
+            times = np.array(list(map(thread_times, self._thread_ids)))
+            before = np.where((since != began)[:, None], times, before)
+            began = since
+            ran, waited = (times - before).T
+            wall = time.monotonic() - since
+            mark["spent"][0] = np.column_stack((wall - waited, wall, ran)) * is_busy[:, None]
+            mark["beat"] += 1
+            time.sleep(BEAT_SECONDS)
+
     def _is_stuck(self) -> bool:
         """Return whether the first thread is stuck in a row. With the lock, it then does not read from `end`."""
         return self._filling[FIRST] is not None and time.monotonic() - self._since[FIRST] > _STUCK_SECONDS
@@ -188,7 +263,7 @@ class StepServer:
             if changes:
                 state.changes = []
             self._filling[thread] = slot
-            self._since[thread] = time.monotonic()
+            self._begin(thread, slot)
         self._fill(thread, slot, state, wanted, changes)
         return True
 
@@ -210,8 +285,8 @@ class StepServer:
             able = (slot for slot in rows if slots[slot].grammar is not avoided)
             if rows is self._quick:
                 slot = next(able, None)
-            else:  # the one that is expected to take least: a grammar is loaded before a row that is always slow
-                slot = min(able, key=lambda slot: slots[slot].seconds, default=None)
+            else:  # quicker ones first, but each one waits about as long as it takes, at most
+                slot = min(able, key=lambda slot: slots[slot].wanted_at + slots[slot].seconds, default=None)
             if slot is not None:
                 return slot, rows.pop(slot)
         return None
@@ -230,22 +305,22 @@ class StepServer:
                 state.edit = request.version // EDIT
                 self._want(request.slot, state, (request.version, -1))
             case Open():
-                grammar = self._grammars[request.grammar]
-                state = _Slot(grammar, request.request_id, request.version // EDIT, grammar.seconds, [request])
+                grammar = self._grammars.setdefault(request.grammar, _Grammar())
+                state = _Slot(grammar, request.request_id, request.version // EDIT, grammar.seconds, 0.0, [request])
                 self._slots[request.slot] = state
                 self._want(request.slot, state, (request.version, -1))
             case Free():
-                self._quick.pop(request.slot, None)
-                self._slow.pop(request.slot, None)
+                self._forget(request.slot)
                 if request.slot in self._filling:
                     self._slots[request.slot].freed = request.version
                 else:
                     self._free(request.slot, request.version)
-            case Load():
-                self._grammars[request.key] = _Grammar(request)
             case Unload():
-                for key in request.keys:
-                    del self._grammars[key]
+                for number in request.numbers:
+                    grammar = self._grammars[number]
+                    grammar.is_unloaded = True
+                    if grammar.loaded is not None:
+                        del self._grammars[number]
 
     def _want_all(self, slots: NDArray[np.int32]) -> None:
         table = self._table
@@ -256,10 +331,18 @@ class StepServer:
                 self._want(slot, state, (target, token))
 
     def _want(self, slot: int, state: _Slot, wanted: _Wanted) -> None:
-        self._quick.pop(slot, None)
-        self._slow.pop(slot, None)
-        rows = self._slow if state.seconds >= SLOW_SECONDS else self._quick
-        rows[slot] = wanted
+        self._forget(slot)
+        state.wanted_at = time.monotonic()
+        if state.grammar.loaded is None:
+            self._waiting[slot] = wanted
+        elif state.seconds >= SLOW_SECONDS:
+            self._slow[slot] = wanted
+        else:
+            self._quick[slot] = wanted
+
+    def _forget(self, slot: int) -> None:
+        for rows in (self._quick, self._slow, self._waiting):
+            rows.pop(slot, None)
 
     def _free(self, slot: int, version: int) -> None:
         self._worker.free([slot])
@@ -270,11 +353,10 @@ class StepServer:
     def _fill(self, thread: int, slot: int, state: _Slot, wanted: _Wanted, changes: list[Open | Edit]) -> None:
         table, (target, token) = self._table, wanted
         started = self._since[thread]
-        self._busy[thread] = slot
         try:
             for change in changes:
                 if isinstance(change, Open):
-                    self._open(thread, state.grammar, change)
+                    self._open(state.grammar.loaded, change)
                 else:
                     self._worker.edit(slot, change.start, change.tokens)
             known, length = self._worker.length(slot), target & POSITION
@@ -300,17 +382,11 @@ class StepServer:
         self._busy[thread] = IDLE
         self._filled[0] += 1
 
-    def _open(self, thread: int, grammar: _Grammar, opening: Open) -> None:
-        """Open a matcher. For a grammar's first one: load the grammar, and its library if none has needed it before."""
-        load = grammar.source
-        if isinstance(load, Load):
-            with guard(load.backend):
-                self._busy[thread] = IMPORTING
-                backend = self._backends[load.backend]
-                self._since[thread] = time.monotonic()
-                self._busy[thread] = opening.slot
-                grammar.source = load = backend.load(load.constraint, load.dumped)
-        self._worker.open(opening.slot, load, tokens=opening.tokens, budget=opening.budget)
+    def _open(self, loaded: CompiledGrammar | GuidedError | None, opening: Open) -> None:
+        assert loaded is not None
+        if isinstance(loaded, GuidedError):
+            raise loaded.with_traceback(None)
+        self._worker.open(opening.slot, loaded, tokens=opening.tokens, budget=opening.budget)
 
     def _wake_engine(self) -> None:
         if self._wake[0]:

@@ -130,7 +130,7 @@ def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOp
             raise ModuleNotFoundError("No module named 'ray'")
         from actors import RayPool  # Ray is optional and slow to import
 
-        logger.info("opening the Ray pool: it takes some 5 s and 0.8 GB of memory; pool='inline' takes neither")
+        logger.info("opening the Ray pool: it takes some 5 s and 1.2 GB of memory; pool='inline' takes neither")
         pool: MaskPool = RayPool(vocabulary, options, forced_tokens=True)
         return pool
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")

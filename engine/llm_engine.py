@@ -36,7 +36,7 @@ from engine.sequence import SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
 from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, DeadEnd, GuidedError, InternalError, PostProcessorFailed, bounded
-from guided.pools.protocol import Grammar, MaskPool
+from guided.pools.protocol import CLIENT, Grammar, MaskPool
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processor import GuidedProcessor
 from guided.sequence import SequenceOutput
@@ -157,6 +157,7 @@ class LLMEngine:
     def _compile(self, group: SequenceGroup) -> None:
         params = group.sampling_params
         assert params.constraint is not None
+        CLIENT.set(group.client)
         future = self.processor.initialize(group.request_id, params.constraint, params.backend)
 
         def done(compiled: Future[Grammar]) -> None:  # on a thread of the pool

@@ -20,6 +20,7 @@ from engine.logprobs import TokenLogprobs
 from engine.restriction import Restriction
 from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError
+from guided.pools.protocol import CLIENT
 from guided.sequence import GuidedSequence
 
 _ids = itertools.count()
@@ -273,6 +274,7 @@ class SequenceGroup:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)
+    client: str = field(default_factory=CLIENT.get)
     compiled_time: float | None = None
     search: Any = None
     """`engine.beams.BeamSearch`, once it has begun."""

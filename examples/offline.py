@@ -1,6 +1,6 @@
 """Guided decoding from a script: `python examples/offline.py [MODEL]`. Each prompt has its own constraint.
 
-The masks are computed in Ray actors, which start with the first constraint: some 5 s, and 0.8 GB of memory.
+The masks are computed in Ray actors, which start with the first constraint: some 5 s, and 1.2 GB of memory.
 `pool="inline"` computes them in this process, without isolation.
 """
 

@@ -7,6 +7,7 @@ GuidedError
 │       ├── ConstraintTooLarge  the constraint exceeds a stated limit
 │       └── UnsupportedConstraint   the backend can't enforce the constraint: names both
 ├── CompileTimeout              compilation took too long: never cached as invalid
+├── ConstraintQuarantined       the constraint has ended several mask actors: refused for ten minutes, HTTP 400
 ├── CompileQueueFull            too many constraints wait for compilation: HTTP 429
 └── InternalError               the service failed: HTTP 500, FINISHED_INTERNAL_ERROR
     ├── BackendError            a grammar library raised an exception, or gave a wrong answer
@@ -14,6 +15,7 @@ GuidedError
     │   └── TokenRejected       the matcher rejected a token that the mask allowed
     ├── ConstraintNotMet        the output is complete, and violates a keyword that is checked at the end
     ├── MaskTimeout             a mask did not arrive within the fill limit
+    ├── GrammarLoadTimeout      a compiled grammar was not loaded within its limit
     ├── PostProcessorFailed     an application's post-processor raised an exception
     ├── WorkerDied              the process that held the matcher has ended
     └── PoolUnavailable         no worker is up: HTTP 503
@@ -94,6 +96,11 @@ class CompileTimeout(GuidedError):
     status = 400
 
 
+class ConstraintQuarantined(GuidedError):
+    code = "constraint_quarantined"
+    status = 400
+
+
 class CompileQueueFull(GuidedError):
     code = "compile_queue_full"
     status = 429
@@ -124,6 +131,10 @@ class ConstraintNotMet(InternalError):
 
 class MaskTimeout(InternalError):
     code = "mask_timeout"
+
+
+class GrammarLoadTimeout(InternalError):
+    code = "grammar_load_timeout"
 
 
 class PostProcessorFailed(InternalError):

@@ -18,12 +18,14 @@ class PoolHealth(BaseModel):
     trouble: str | None
     """Why actors that have ended are not replaced; null if they are."""
     compiling: int
+    quarantined: list[str]
+    """Hashes of the constraints that are refused, because they have ended several actors."""
     backends: list[BackendStatus]
     actors: list[WorkerStatus] = Field(validation_alias="workers")
 
 
 class Liveness(BaseModel):
-    status: Literal["ok", "unavailable"]
+    status: Literal["ok", "degraded", "unavailable"]
     reason: str | None = None
 
 
@@ -33,7 +35,7 @@ class Health(Liveness):
 
 @router.get("/health", responses={503: {"model": Health}})
 async def health(response: Response, context: Context) -> Health:
-    """Report whether the engine runs and at least one mask actor is up."""
+    """Report whether the engine runs and at least one mask actor is up. `degraded`: not all of them are up."""
     engine = context.engine.health()
     reason = None
     if context.shutting_down:
@@ -42,8 +44,10 @@ async def health(response: Response, context: Context) -> Health:
         reason = f"the engine has died: {engine.error}"
     elif not engine.pool.healthy:
         reason = "no mask actor is up" + (f": {engine.pool.trouble}" if engine.pool.trouble else "")
-    pool = PoolHealth.model_validate(engine.pool, from_attributes=True)
-    return Health(status=_status(reason, response), reason=reason, pool=pool)
+    pool, status = PoolHealth.model_validate(engine.pool, from_attributes=True), _status(reason, response)
+    if reason is None and engine.pool.degraded is not None:
+        status, reason = "degraded", engine.pool.degraded
+    return Health(status=status, reason=reason, pool=pool)
 
 
 @router.get("/health/live", responses={503: {"model": Liveness}})
@@ -54,7 +58,7 @@ async def live(response: Response, context: Context) -> Liveness:
     return Liveness(status=_status(reason, response), reason=reason)
 
 
-def _status(reason: str | None, response: Response) -> Literal["ok", "unavailable"]:
+def _status(reason: str | None, response: Response) -> Literal["ok", "degraded", "unavailable"]:
     """Return the body's status, and set that of the response."""
     if reason is None:
         return "ok"

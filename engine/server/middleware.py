@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.server.context import ServerContext
 from engine.server.errors import refuse
 from guided.errors import GuidedError, InvalidRequest, bounded
+from guided.pools.protocol import CLIENT
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
 """Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic. Nor
@@ -49,10 +50,11 @@ class RequestChecks:
 
         try:
             self._check_host(headers.get("host", ""))
-            self._check_key(scope, headers)
+            key = self._check_key(scope, headers)
         except GuidedError as error:
             await refuse(self.context, scope, error)(scope, receive, send_with_id)
             return
+        CLIENT.set(key or str((scope.get("client") or ("",))[0]))
         await self.app(scope, self._limited(receive), send_with_id)
 
     def _check_host(self, given: str) -> None:
@@ -67,15 +69,19 @@ class RequestChecks:
         )
         raise InvalidRequest(message, code="host_not_allowed")
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
+    def _check_key(self, scope: Scope, headers: Headers) -> str:
+        """Return the key of the client; "" where none is needed."""
         if not self._keys or scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS):
-            return
+            return ""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
-        text = (bearer if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip().encode()
-        same = [secrets.compare_digest(text, key) for key in self._keys]  # all of them: the time reveals nothing
+        text = (bearer if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip()
+        same = [
+            secrets.compare_digest(text.encode(), key) for key in self._keys
+        ]  # all of them: the time reveals nothing
         if True not in same:
             message = "Incorrect API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise InvalidRequest(message, code="invalid_api_key", status=401)
+        return text
 
     def _limited(self, receive: Receive) -> Receive:
         """Count the bytes of the body as they arrive."""

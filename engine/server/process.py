@@ -35,6 +35,7 @@ from engine.server.context import ServerContext
 from engine.server.logs import JsonFormatter, log_to_stderr
 from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.protocol import CHAT_EXAMPLE
+from guided.backends import AUTO
 from guided.process_resources import watch_free_memory
 
 _EXIT_SECONDS = 8.0
@@ -51,13 +52,14 @@ torch operation: a step of 5 ms beside a thread that checks a large body took 2.
 def start_engine(options: ServeOptions) -> AsyncLLM:
     """Load the model, start the mask pool and the engine's thread. The caller shuts the engine down."""
     check_names(options)
+    named = [] if options.server.backend == AUTO else [options.server.backend]
     if not sys.stderr.isatty():
         disable_progress_bar()
     engine = AsyncLLM(
         options.model_path,
         options.pool or ("ray" if options.ray.address is not None else default_pool()),
         options.engine,
-        pool_options=options.ray,
+        pool_options=dataclasses.replace(options.ray, preload=(*options.ray.preload, *named)),
         processor=options.post_processor,
         **dataclasses.asdict(options.load),
     )

@@ -184,8 +184,9 @@ class Backend(Protocol):
             BackendError: the library failed.
         """
 
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
-        """Load a grammar that `CompiledGrammar.dump` serialised. Never much slower than `compile`."""
+    def load(self, constraint: Constraint, dumped: memoryview) -> CompiledGrammar:
+        """Load a grammar that `CompiledGrammar.dump` serialised. Never much slower than `compile`. Keeps no
+        reference to the buffer."""
         return self.compile(constraint)
 
 

@@ -28,7 +28,7 @@ _CHECKED = b"checked:"
 """Prefix of the serialisation of a grammar that is checked."""
 
 
-_decode = Decoder(tuple[bytes, tuple[str, ...], tuple[str, ...]]).decode
+_decode = Decoder(tuple[memoryview, tuple[str, ...], tuple[str, ...]]).decode
 """Reads the library's serialisation, `CompiledGrammar.checked` and `Constraint.leave_out`."""
 
 
@@ -62,26 +62,23 @@ class CheckedBackend(Backend):
                 if constraint.kind not in ("json_schema", "structural_tag") or constraint.strict:
                     break
             else:
-                checked = tuple(grammar.checked)
-                dumped = _CHECKED + encode((grammar.dump(), checked, constraint.leave_out)) if checked else b""
-                return self._whole(constraint, grammar, checked, dumped)
+                return self._whole(constraint, grammar, tuple(grammar.checked))
         assert refusal is not None
         raise refusal
 
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+    def load(self, constraint: Constraint, dumped: memoryview) -> CompiledGrammar:
         """See `Backend.load`."""
-        if not dumped.startswith(_CHECKED):
-            return self._whole(constraint, self._inner.load(constraint, dumped), (), b"")
-        inner, checked, leave_out = _decode(dumped.removeprefix(_CHECKED))
-        grammar = self._inner.load(replace(constraint, leave_out=leave_out), inner)
-        return self._whole(constraint, grammar, checked, dumped)
+        if dumped[: len(_CHECKED)] != _CHECKED:
+            return self._whole(constraint, self._inner.load(constraint, dumped), ())
+        inner, checked, leave_out = _decode(dumped[len(_CHECKED) :])
+        constraint = replace(constraint, leave_out=leave_out)
+        return self._whole(constraint, self._inner.load(constraint, inner), checked)
 
-    def _whole(
-        self, constraint: Constraint, grammar: CompiledGrammar, checked: tuple[str, ...], dumped: bytes
-    ) -> CompiledGrammar:
+    def _whole(self, constraint: Constraint, grammar: CompiledGrammar, checked: tuple[str, ...]) -> CompiledGrammar:
         """Return a library's grammar with the final check, where something is checked, and the rules of the worker."""
         if checked:
-            grammar = CheckedGrammar(grammar, _reader(constraint, checked, self._vocabulary), checked, dumped)
+            reader = _reader(constraint, checked, self._vocabulary)
+            grammar = CheckedGrammar(grammar, reader, checked, constraint.leave_out)
         limit, kinds = None, {constraint.kind}
         if constraint.kind == "structural_tag":
             kinds = {content.kind for content in contents(constraint.outline)}
@@ -116,9 +113,11 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
 class CheckedGrammar(CompiledGrammar):
     """A library's grammar of a superset, and the reader that validates its outputs."""
 
-    def __init__(self, inner: CompiledGrammar, reader: ContentReader, checked: tuple[str, ...], dumped: bytes) -> None:
+    def __init__(
+        self, inner: CompiledGrammar, reader: ContentReader, checked: tuple[str, ...], leave_out: tuple[str, ...]
+    ) -> None:
         self._inner = inner
-        self._dumped = dumped
+        self._leave_out = leave_out
         self.reader = reader
         self.vocabulary = reader.vocabulary
         self.checked = checked
@@ -129,7 +128,7 @@ class CheckedGrammar(CompiledGrammar):
 
     def dump(self) -> bytes:
         """See `CompiledGrammar.dump`."""
-        return self._dumped
+        return _CHECKED + encode((self._inner.dump(), self.checked, self._leave_out))
 
 
 class CheckedMatcher(TextMatcher):

@@ -66,8 +66,8 @@ class LLGuidanceBackend(Backend):
         grammar.checked = tuple(checked)
         return grammar
 
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
-        source, special = json.loads(dumped)
+    def load(self, constraint: Constraint, dumped: memoryview) -> CompiledGrammar:
+        source, special = json.loads(bytes(dumped))
         return self._grammar(constraint, source, frozenset(special))
 
     def _grammar(self, constraint: Constraint, source: str, special: frozenset[int]) -> CompiledGrammar:

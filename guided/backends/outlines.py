@@ -56,8 +56,8 @@ class OutlinesBackend(Backend):
         grammar.checked = ("",) if constraint.kind == "json_schema" else ()
         return grammar
 
-    def load(self, constraint: Constraint, dumped: bytes) -> OutlinesGrammar:
-        index = outlines_core.Index.from_binary(dumped)
+    def load(self, constraint: Constraint, dumped: memoryview) -> OutlinesGrammar:
+        index = outlines_core.Index.from_binary(bytes(dumped))
         return OutlinesGrammar(self._vocabulary, index)
 
     def _pattern(self, constraint: Constraint) -> str:

@@ -43,7 +43,7 @@ xgrammar = import_xgrammar()
 _ATTRIBUTE = re.compile(r"(?m)^\s*[?!]?\w+\[\w+.*\](?=\s*(?:::=|:))")
 QUICK_SECONDS = 1.0
 """A grammar that compiles in less time is compiled again instead of serialised. For an ordinary schema, writing and
-reading xgrammar's JSON takes longer (0.46 s instead of 0.27 s with 131,072 tokens), and reading holds the GIL."""
+reading xgrammar's JSON takes longer (0.31 s and 0.15 s instead of 0.31 s with 131,072 tokens), and it has 16 MB."""
 
 
 def _message(error: BaseException) -> str:
@@ -80,10 +80,10 @@ class XGrammarBackend(Backend):
             refusal = InvalidConstraint if constraint.kind == "grammar" else UnsupportedConstraint
             raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
 
-    def load(self, constraint: Constraint, dumped: bytes) -> XGrammarGrammar:
+    def load(self, constraint: Constraint, dumped: memoryview) -> XGrammarGrammar:
         if not dumped:
             return self.compile(constraint)
-        compiled = xgrammar.CompiledGrammar.deserialize_json(dumped.decode("utf-8"), self._tokenizer)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(str(dumped, "utf-8"), self._tokenizer)
         return XGrammarGrammar(self._tokens, compiled, math.inf)
 
     def _grammar(self, constraint: Constraint) -> tuple[str, tuple[str, ...]]:

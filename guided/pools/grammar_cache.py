@@ -64,6 +64,10 @@ class GrammarCache:
         self._futures: dict[str, Future[Grammar]] = {}
         self._kept = LeastRecentlyUsed(max_bytes)
         """Keys of the futures that are done."""
+        self.hits = 0
+        """Number of constraints that were here, compiled."""
+        self.shared = 0
+        """Number of constraints that wait, or waited, for the compilation of an equal one."""
         self._lock = threading.RLock()  # a future may be done when its callback is added
 
     @property
@@ -88,6 +92,8 @@ class GrammarCache:
                 self._futures[key] = future = start(key)
                 future.add_done_callback(partial(self._use, key))
                 return future
+            self.hits += self._futures[key].done()
+            self.shared += not self._futures[key].done()
             return self._futures[key]
 
     def _use(self, key: str, future: Future[Grammar]) -> None:

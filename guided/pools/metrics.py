@@ -27,9 +27,28 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
         ("mask_actors", "Mask actors, up or not.", len(workers)),
         ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
     )
-    replays = sum(pool.replays for pool in pools)
     counters = (
-        ("mask_replays", "Sequences opened on another mask actor after the end of theirs.", replays),
+        (
+            "mask_replays",
+            "Sequences opened on another mask actor after the end of theirs.",
+            sum(pool.replays for pool in pools),
+        ),
+        ("grammar_found", "Constraints found in the cache of grammars.", sum(pool.cache_hits for pool in pools)),
+        (
+            "grammar_shared",
+            "Constraints that waited for the compilation of an equal one.",
+            sum(pool.shared_compilations for pool in pools),
+        ),
+        (
+            "constraints_quarantined",
+            "Constraints that were refused because they ended mask actors.",
+            sum(pool.quarantines for pool in pools),
+        ),
+        (
+            "compile_server_ends",
+            "Fork servers of the compile processes that were lost.",
+            sum(pool.fork_server_ends for pool in pools),
+        ),
         ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
     )
     for name, text, value in gauges:

@@ -85,6 +85,8 @@ class RayPoolOptions:
             `PoolUnavailable`.
         actor_memory_bytes: resident memory of one actor. An actor over the limit is killed, and the sequence that it
             was filling fails. None: 2 GiB or half of the machine's memory, whichever is less.
+        preload: grammar libraries that an actor imports before it is up. Importing another one, when a constraint first
+            needs it, takes seconds.
         forced_tokens: workers look ahead where a mask allows only one token (`StepMasks.forced`). For engines that call
             `LogitPostProcessor.sampled`; the engine of this project sets it.
         max_cache_bytes: size of the cache of compiled grammars in each process. The least recently used ones leave it.
@@ -104,6 +106,7 @@ class RayPoolOptions:
     max_replays: int = 0
     pool_wait: float = 30.0
     actor_memory_bytes: int | None = None
+    preload: tuple[str, ...] = ("llguidance", "xgrammar")
     forced_tokens: bool = False
     max_cache_bytes: int = DEFAULT_CACHE_BYTES
     compile_limits: CompileLimits = field(default_factory=CompileLimits)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,9 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
+
+CLIENT: ContextVar[str] = ContextVar("CLIENT", default="")
+"""The client of the request that is being handled. Clients take turns where constraints wait to be compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,8 @@ class Grammar:
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     nbytes: int = field(default=0, compare=False)
     """Its size in memory, as measured when it was compiled."""
-    dumped: bytes = field(default=b"", repr=False, compare=False)
-    """The serialized grammar, for workers in other processes."""
+    dumped: Any = field(default=None, repr=False, compare=False)
+    """What workers in other processes load it from."""
     compiled: CompiledGrammar | None = field(default=None, repr=False, compare=False)
     """The grammar itself, for a worker in this process."""
 
@@ -75,8 +79,10 @@ class StepMasks:
 
 WorkerState = Literal["starting", "up", "restarting", "down"]
 """`down`: it did not start at the last attempt."""
-EndCause = Literal["died", "hung", "memory", "not_started"]
-"""Why an incarnation of a worker ended: by itself, killed over its time or memory limit, or it never came up."""
+EndCause = Literal["died", "memory", "import", "load", "fill", "frozen", "transfer", "not_started"]
+"""Why an incarnation of a worker ended: by itself; killed because of its memory, because it took too long to import a
+library, to load a grammar or to fill a mask, because it did not run any more, or because it did not take what it was
+sent; or it never came up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,8 @@ class WorkerStatus:
     """Number of incarnations that ended, or didn't start, by cause."""
     last_end: str | None = None
     """A message that says why the last incarnation ended."""
+    silent: float = 0.0
+    """Seconds that it has had no heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +127,29 @@ class PoolStatus:
     backends: list[BackendStatus] = field(default_factory=list)
     trouble: str | None = None
     """Why the pool can't replace workers that end. None: it can."""
+    cache_hits: int = 0
+    """Number of constraints that were in the cache of grammars."""
+    shared_compilations: int = 0
+    """Number of constraints that waited for the compilation of an equal one."""
+    fork_server_ends: int = 0
+    """Number of fork servers of the compile processes that were lost and replaced."""
     replays: int = 0
     """Number of sequences that were opened on another worker after the end of theirs, since the start."""
+
+    quarantined: list[str] = field(default_factory=list)
+    """Hashes of the constraints that are refused, because they have ended several workers."""
+    quarantines: int = 0
+    """Number of constraints that were put into quarantine, since the start."""
+
+    @property
+    def degraded(self) -> str | None:
+        """Why it does not work completely. None: it does."""
+        for worker in self.workers:
+            if worker.state != "up":
+                return f"mask actor {worker.index} is {worker.state}"
+            if worker.silent > 1:
+                return f"mask actor {worker.index} has had no heartbeat for {worker.silent:.0f} s"
+        return None
 
     @property
     def healthy(self) -> bool:

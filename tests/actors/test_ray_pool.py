@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +101,15 @@ def test_an_address_that_doesnt_do_is_refused_with_the_reason(address: str, reas
     assert reason in said
 
 
+def test_a_cluster_that_is_silent_is_given_up_soon() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        started = time.monotonic()
+        said = run(JOIN, address)
+    assert time.monotonic() - started < 30, "15 s on a quiet machine"
+    assert f"cannot join the Ray cluster at {address}: its GCS server, or this node's raylet, does not answer" in said
+
+
 CONNECT = "import sys; from actors.cluster import Driver; Driver({'address': sys.argv[1]}, {}).connect()"
 
 
@@ -119,7 +129,7 @@ def test_the_driver_ends_with_the_engine_while_ray_is_silent() -> None:
 
 
 def test_an_actor_ends_with_its_session(local_ray: None) -> None:
-    cluster, arguments = Cluster.join(), (*LOCAL, 0, BYTES, 1 << 30, False)
+    cluster, arguments = Cluster.join(), (*LOCAL, 0, BYTES, 1 << 30, False, ())
     with contextlib.closing(cluster.session(threading.Event())) as session:
         pid = session.ask("start", "create", *arguments).pid
         with pytest.raises(PoolUnavailable, match="no_such_method"):

@@ -88,7 +88,7 @@ with contextlib.ExitStack() as stack:
     for placement in ("guided_mask", "pool=masks", "local"):
         session = stack.enter_context(contextlib.closing(joined.session(threading.Event())))
         where = joined.reserved(RayPoolOptions(placement=placement, actor_cpus=0.2))
-        nodes[placement] = session.ask("start", "create", *where, 0, BYTES, 1 << 30, False).node_id
+        nodes[placement] = session.ask("start", "create", *where, 0, BYTES, 1 << 30, False, ()).node_id
 print(nodes["guided_mask"] == nodes["pool=masks"] != nodes["local"])
 
 for wrong in ({"placement": "nonesuch"}, {"num_actors": 5}):

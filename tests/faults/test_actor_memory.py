@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, gone, until
 from ray_clusters import run
 
 from actors import RayPool
-from actors.processes import machine_bytes, memory_limit
+from actors.processes import machine_bytes, memory_limit, resident_bytes
 from guided.errors import BackendError
 
 MIB = 1 << 20
@@ -37,6 +39,18 @@ def test_beyond_the_limit_and_some_slack_no_memory_is_to_be_had() -> None:
 )
 def test_no_limit_is_more_than_the_machine_has(wanted: int | None, hard: int) -> None:
     assert memory_limit(wanted) == hard
+
+
+def test_what_cannot_be_read_is_not_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, there is no free descriptor to read it with."""
+    process = psutil.Process()
+    assert resident_bytes(process) > MIB
+
+    def no_descriptor() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(process, "memory_info", no_descriptor)
+    assert resident_bytes(process) == 0
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import psutil
 import pytest
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, freeze, gone, placement, until
+from faulty_backend import faulty
 
 from actors import RayPool, processes
-from guided.errors import MaskTimeout, WorkerDied
+from guided.errors import GrammarLoadTimeout, MaskTimeout, WorkerDied
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +53,70 @@ def test_a_crash_in_mid_fill_ends_the_sequences_with_a_matcher_there(driven: Dri
     assert not set(again) & set(driven.errors)
 
 
-@pytest.mark.parametrize("way", ["frozen", "endless"])
+@pytest.mark.parametrize("fault", ["sleep@fill:1=1000", "hold@fill:1"])
 def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
-    driven: DrivenPool, tmp_path: Path, way: str
+    driven: DrivenPool, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     reached = tmp_path / "reached"
     sound = driven.open("sound", number=5)
-    fault = "sleep@fill:1=1000" if way == "frozen" else "hold@fill:1"
     (culprit,) = driven.open(fault, f"touch={reached}")
     driven.go_on([*sound, culprit])
     pid = driven.pid_of(culprit)
     assert driven.neighbours(culprit, sound)
     driven.step([*sound, culprit], deadline=0.05)
     until(reached.exists)
-    if way == "frozen":
-        freeze(pid)
     driven.go_on([*sound, culprit], 3)
     assert set(driven.errors) == {culprit}
     assert isinstance(driven.errors[culprit], MaskTimeout)
     until(lambda: not psutil.pid_exists(pid))
+    assert f"sequence {culprit} of request request, constraint {faulty(fault, f'touch={reached}').key}" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["load", "fill:1"])
+def test_an_actor_that_is_frozen_costs_no_sequence(driven: DrivenPool, tmp_path: Path, place: str) -> None:
+    sequences = driven.open("sound", number=5)
+    driven.go_on(sequences)
+    pids = driven.pids
+    sequences += driven.open(f"freeze@{place}", f"once={tmp_path / 'frozen'}")
+    started = time.monotonic()
+    driven.go_on(sequences, 2)
+    assert time.monotonic() - started < 15, "5 s, on a quiet machine"
+    assert not driven.errors
+    assert len(pids & driven.pids) <= 1
+
+
+def test_what_freezes_every_actor_is_opened_twice(driven: DrivenPool) -> None:
+    sound = driven.open("sound", number=4)
+    (culprit,) = driven.open("freeze@load")
+    driven.go_on([*sound, culprit], 2)
+    assert set(driven.errors) == {culprit}
+    assert isinstance(driven.errors[culprit], WorkerDied)
+
+
+@pytest.mark.parametrize("fault", ["sleep@load=1000", "hold@load"])
+def test_a_grammar_that_is_never_loaded_ends_what_waits_for_it(
+    driven: DrivenPool, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("actors.watch.LOAD_SECONDS", 2.0)
+    sound = driven.open("sound", number=4)
+    driven.go_on(sound)
+    waiting = driven.open(fault, number=3)
+    assert driven.step(sound, deadline=5.0) == set(sound), "the others go on"
+    driven.go_on([*sound, *waiting], 3)
+    assert set(driven.errors) == set(waiting)
+    assert {type(error) for error in driven.errors.values()} == {GrammarLoadTimeout}
+
+
+def test_a_large_grammar_delays_no_other_row(driven: DrivenPool) -> None:
+    sound = driven.open("sound length=500", number=4)
+    driven.go_on(sound, 5)
+    pids = driven.pids
+    large = driven.open("sound dump=64")
+    late = 0
+    while not driven.tokens[large[0]]:
+        late += len(set(sound) - driven.step([*sound, *large], deadline=0.2))
+    assert late == 0
+    assert driven.pids == pids
 
 
 def test_an_idle_actors_death_ends_its_sequences(driven: DrivenPool) -> None:

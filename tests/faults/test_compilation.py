@@ -50,13 +50,13 @@ def counts(compiler: Compiler) -> tuple[int, int]:
 
 
 @contextmanager
-def _compiler(seconds: float, **options: Any) -> Iterator[Compiler]:
+def _compiler(seconds: float, wait_seconds: float | None = None, **options: Any) -> Iterator[Compiler]:
     limits = CompileLimits(
         processes=2,
         seconds=seconds,
         memory_bytes=256 << 20,
         grammar_bytes=200 << 10,
-        wait_seconds=2 * seconds,
+        wait_seconds=wait_seconds or 2 * seconds,
         waiting=20,
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -182,6 +182,53 @@ def test_a_process_that_died_while_idle_gets_no_job(compiler: Compiler) -> None:
         psutil.wait_procs([process], timeout=WAIT)
     quick(compiler)
     assert counts(compiler)[0] == crashes
+
+
+def fork_servers() -> list[psutil.Process]:
+    """The fork servers of all compilers of this process."""
+    return [each for each in psutil.Process().children() if "actors.compile_process" in each.cmdline()]
+
+
+def test_a_lost_fork_server_is_replaced_by_a_warm_one(
+    patient_compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler, ends = patient_compiler, patient_compiler.counts()["fork_server_ends"]
+    quick(compiler)
+    until(lambda: len(fork_servers()) % 2 == 0)  # each compiler has two
+    used = {psutil.Process(pid).ppid() for pid in compile_pids()}
+    others = {server.pid for server in fork_servers()} - used
+    forks = [fork for pid in used for fork in psutil.Process(pid).children()]
+    for pid in used:
+        os.kill(pid, signal.SIGKILL)
+    psutil.wait_procs(forks, timeout=WAIT)  # what one of them compiled would fail
+    quick(compiler)
+    assert {psutil.Process(pid).ppid() for pid in compile_pids()} <= others
+    until(lambda: compiler.counts()["fork_server_ends"] == ends + 1)
+    assert "a fork server of the compile processes was lost" in caplog.text
+
+
+def test_equal_constraints_share_a_compilation(patient_compiler: Compiler) -> None:
+    before, constraint = patient_compiler.counts(), new()
+    futures = [patient_compiler.compile(constraint, [NAME]) for _ in range(50)]
+    assert len({id(future.result(WAIT)) for future in futures}) == 1
+    patient_compiler.compile(constraint, [NAME])
+    after = patient_compiler.counts()
+    assert (
+        after["shared_compilations"] + after["cache_hits"] == before["shared_compilations"] + before["cache_hits"] + 50
+    )
+    assert after["cache_hits"] > before["cache_hits"]
+
+
+def test_a_constraint_is_refused_while_all_processes_are_busy(tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    with _compiler(seconds=60.0, wait_seconds=1.0) as compiler:
+        busy = [compiler.compile(new(f"wait@compile={go_on}"), [NAME]) for _ in range(2)]
+        refused = compiler.compile(new(), [NAME])
+        assert type(refused.exception(30)) is CompileQueueFull
+        assert not any(future.done() for future in busy)
+        go_on.touch()
+        for future in busy:
+            future.result(WAIT)
 
 
 def test_its_processes_give_precedence_to_all_others(compiler: Compiler) -> None:

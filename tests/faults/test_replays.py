@@ -22,7 +22,7 @@ from engine.model_loader import LoadedModel, prepare_model
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.backends import BACKENDS
-from guided.errors import MaskTimeout, PoolUnavailable, WorkerDied
+from guided.errors import GrammarLoadTimeout, PoolUnavailable, WorkerDied
 from guided.pools.inline import InlinePool
 
 LONG = 120.0
@@ -113,10 +113,10 @@ def test_recurrent_states_stay_during_a_replay(pool: RayPool, tiny_tokenizer: Pr
 def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
     pool: RayPool, tiny_model: LoadedModel, expected: Outputs, fault: str
 ) -> None:
-    """It ends two actors, or one if the supervisor ends it. Later sequences do not load it."""
+    """It ends two actors, or one if the supervisor ends it, which is not counted for others."""
     bad = poisoned(fault)
     found = generate(tiny_model, pool, bystanders() | {"bad": bad})
-    assert errors(found) == {"bad": WorkerDied.code if fault == "exit@load" else MaskTimeout.code}
+    assert errors(found) == {"bad": WorkerDied.code if fault == "exit@load" else GrammarLoadTimeout.code}
     assert said(found, "bad") == said(expected)
 
 

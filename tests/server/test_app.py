@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,9 +15,11 @@ from pydantic import BaseModel
 from serving import sse, wait_until
 from starlette.testclient import TestClient
 
+from engine.async_llm import AsyncLLM
 from engine.sampling_params import SamplingParams
 from engine.server.context import ServerContext
 from engine.server.options import ServerSettings
+from guided.pools.protocol import CLIENT
 
 Make = Callable[..., TestClient]
 
@@ -309,6 +312,40 @@ class TestRefusals:
             assert (full.status_code, error_of(full)["code"]) == (503, "queue_full")
             assert (full.headers["retry-after"], full.headers["x-should-retry"]) == ("1", "true")
             assert ask(n=3).status_code == 200
+
+    def test_the_compile_queue_knows_the_client(
+        self, client_with: Make, tiny_engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Clients take turns there: by key, or by address where no key is needed."""
+        pool, clients = tiny_engine.pool, list[str]()
+        compile_constraint = pool.compile
+
+        def compile_noted(*arguments: Any) -> Any:
+            clients.append(CLIENT.get())
+            return compile_constraint(*arguments)
+
+        monkeypatch.setattr(pool, "compile", compile_noted)
+        for number, settings in enumerate([{}, {"api_key": "one,two"}]):
+            client = client_with(**settings)
+            for key in ("one", "two"):
+                client.headers["authorization"] = f"Bearer {key}"
+                assert post(client, regex=f"[a-z]{{{number}}}").status_code == 200
+        assert clients == ["testclient", "testclient", "one", "two"]
+
+    def test_an_actor_that_is_not_up_degrades_health(
+        self, client: TestClient, tiny_engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        up = tiny_engine.pool.status().workers[0]
+        for worker, reason in (
+            (replace(up, index=1, state="restarting"), "mask actor 1 is restarting"),
+            (replace(up, index=1, silent=3.0), "mask actor 1 has had no heartbeat for 3 s"),
+        ):
+            status = replace(tiny_engine.pool.status(), workers=[up, worker], quarantined=["abc"])
+            monkeypatch.setattr(tiny_engine.pool, "status", lambda status=status: status)
+            answer = client.get("/health")
+            assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+            assert answer.json()["reason"] == reason
+            assert answer.json()["pool"]["quarantined"] == ["abc"]
 
     def test_shutting_down(self, client: TestClient) -> None:
         client.app.state.context.shutting_down = True  # type: ignore[attr-defined]

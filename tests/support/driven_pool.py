@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from byte_vocabulary import WORDS
 from faulty_backend import NAME, faulty
 from numpy.typing import NDArray
 from serving import wait_until as until
 
 from actors import RayPool
-from guided.bitmask import allowed_ids
+from guided.bitmask import allowed_ids, words
 from guided.errors import GuidedError
 from guided.pools.protocol import StepMasks
 from guided.sequence import GuidedSequence
@@ -77,7 +76,7 @@ class DrivenPool:
         """Output tokens by sequence."""
         self.errors: dict[int, GuidedError] = {}
         self._sequences: dict[int, GuidedSequence] = {}
-        self._bitmask = np.zeros((32, WORDS), np.int32)
+        self._bitmask = np.zeros((32, words(pool.vocabulary.padded_vocab_size)), np.int32)
 
     def open(self, *words: str, number: int = 1) -> list[int]:
         """Open sequences of the grammar `faulty(*words)`. Their first step opens them on an actor."""

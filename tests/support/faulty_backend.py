@@ -7,6 +7,7 @@ others are settings. `faulty("segfault@fill:3")` makes a constraint with a fault
     panic        raises no `Exception` subclass      hold     sleeps without end and holds the GIL
     empty        a mask without tokens (at `fill`)   sleep    `=SECONDS`, while other threads run
     reject       rejects an allowed token (`accept`) wait     `=PATH`: until the file exists, while other threads run
+    freeze       stops the process (SIGSTOP)         burn     `=SECONDS` of CPU time
     eat          takes memory, 32 MiB at a time, up to `=MIB` (4096), then waits without end
 
 Places are `compile`, `load` (into an actor), `accept` and `fill`. A position is a number of tokens;
@@ -14,6 +15,7 @@ without it the fault is at all positions. The compile process computes the first
 
     length=N     sentences have N tokens (default 12), then only the stop token is allowed
     name=TEXT    grammars with the same name and length allow the same tokens, whatever their faults
+    dump=MIB     size of the serialized grammar, which is read when it is loaded, while other threads run
     touch=PATH   creates this file with the process id when a fault is reached
     once=PATH    the fault happens only if this file doesn't exist; then the file is created
 
@@ -28,7 +30,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +76,7 @@ class _Plan:
     seed: int
     touch: str
     once: str
+    dump: int
 
     @classmethod
     def parse(cls, source: str) -> _Plan:
@@ -80,7 +85,8 @@ class _Plan:
         faults = [(*head.split("@"), argument) for head, _, argument in parts if "@" in head]
         length = int(settings.get("length", 12))
         seed = int.from_bytes(f"{settings.get('name', '')} {length}".encode()) % 2**61
-        return cls(faults, length, seed, settings.get("touch", ""), settings.get("once", ""))
+        dump = int(settings.get("dump", 0)) << 20
+        return cls(faults, length, seed, settings.get("touch", ""), settings.get("once", ""), dump)
 
     def reach(self, place: str, position: int | None = None) -> str:
         """Run the faults at this place. Returns the action that the caller must do, if any."""
@@ -111,6 +117,17 @@ def _hold(argument: str) -> None:
         ctypes.PyDLL(None).sleep(3600)
 
 
+def _freeze(argument: str) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)  # a process stops a moment later
+
+
+def _burn(argument: str) -> None:
+    began = time.thread_time()
+    while time.thread_time() - began < float(argument):
+        zlib.crc32(bytes(1 << 20))
+
+
 def _wait(argument: str) -> None:
     while not Path(argument).exists():
         time.sleep(0.005)
@@ -133,6 +150,8 @@ _ACTIONS: dict[str, Callable[[str], object]] = {
     "sleep": lambda argument: time.sleep(float(argument)),
     "wait": _wait,
     "eat": _eat,
+    "burn": _burn,
+    "freeze": _freeze,
 }
 
 
@@ -182,7 +201,7 @@ class _Grammar(CompiledGrammar):
         return _Matcher(self, [])
 
     def dump(self) -> bytes:
-        return b""
+        return bytes(self.plan.dump)
 
 
 class FaultyBackend(Backend):
@@ -194,5 +213,6 @@ class FaultyBackend(Backend):
     def compile(self, constraint: Constraint) -> _Grammar:
         return _Grammar(self._vocabulary, constraint.source, "compile")
 
-    def load(self, constraint: Constraint, dumped: bytes) -> _Grammar:
+    def load(self, constraint: Constraint, dumped: memoryview) -> _Grammar:
+        zlib.crc32(dumped)
         return _Grammar(self._vocabulary, constraint.source, "load")

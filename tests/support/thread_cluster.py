@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ from scripted_grammar import ScriptedGrammar, SlowGrammar
 
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
-from actors.protocol import IDLE, Channel, Segment, attach, connect, hang_up
+from actors.packages import CompileResult, Package, buffer, pack, receive_package
+from actors.protocol import Channel, Segment, attach, connect, hang_up
 from actors.server import StepServer
 from guided.backends.base import CompiledGrammar
 from guided.constraint import Constraint
@@ -38,10 +40,15 @@ class ConnectedPair:
     def __init__(self, *, slots: int = 8, index: int = 0, max_cache_bytes: int = 1 << 20) -> None:
         self.segment = Segment(slots, WORDS)
         self.channel = Channel()
-        self.end = connect(self.channel.path)
+        self.end, self.grammars = connect(self.channel.path)
         assert self.channel.accept(10)
+        weakref.finalize(self, self.grammars.close)
         name = f"mask worker {index}"
         self.connection = WorkerConnection(name, os.getpid(), self.channel, self.segment, max_cache_bytes)
+
+    def receive_grammar(self) -> Any:
+        """Wait for the next grammar."""
+        return buffer(receive_package(self.grammars))
 
 
 class ScriptedBackend:
@@ -51,9 +58,9 @@ class ScriptedBackend:
         self._grammars = grammars
         self.loaded: list[str] = []
 
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
-        self.loaded.append(dumped.decode())
-        return self._grammars[dumped.decode()]
+    def load(self, constraint: Constraint, dumped: memoryview) -> CompiledGrammar:
+        self.loaded.append(str(dumped, "utf-8").rstrip("\0"))
+        return self._grammars[self.loaded[-1]]
 
 
 class ThreadActor:
@@ -71,7 +78,8 @@ class ThreadActor:
         self.table = table
         self.ended = threading.Event()
         """The server has given up: the process of a real actor ends here."""
-        StepServer(self.worker, {"scripted": self.backend}, self.pair.end, table, False, self._give_up).start()
+        backends, pair = {"scripted": self.backend}, self.pair
+        StepServer(self.worker, backends, pair.end, pair.receive_grammar, table, False, self._give_up).start()
         _living.append(self)
 
     def _give_up(self) -> None:
@@ -138,8 +146,9 @@ class Cluster:
         connection = self.actors[index].connection
         end = partial(self.dispatcher.end, connection, WorkerDied(f"worker {index} died"))
         if hung:
-            slot = min((slot for slot, _ in connection.busy()), default=IDLE)
-            end = partial(self.dispatcher.end, connection, MaskTimeout(f"worker {index} hung"), "hung", slot)
+            works = connection.work()
+            culprit = works[0] if works else None
+            end = partial(self.dispatcher.end, connection, MaskTimeout(f"worker {index} hung"), "fill", culprit)
         self.dispatcher.announce(end)
 
     def close(self) -> None:
@@ -148,7 +157,13 @@ class Cluster:
 
 
 def grammar_named(key: str) -> Grammar:
-    return Grammar(key, "scripted", Constraint.json_object(), dumped=key.encode())
+    return Grammar(key, "scripted", Constraint.regex(key), dumped=package_of(key))
+
+
+def package_of(name: str, size: int = 0) -> Package:
+    """A grammar for `ScriptedBackend`, as it is sent, with `size` more bytes."""
+    dumped = memoryview(name.encode() + bytes(size))
+    return pack(CompileResult("scripted", Constraint.json_object(), dumped=dumped))
 
 
 def outcomes(found: StepMasks, count: int) -> list[Outcome]:

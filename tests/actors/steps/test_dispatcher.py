@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from byte_vocabulary import tokens
@@ -15,7 +16,8 @@ from serving import wait_until as until
 from thread_cluster import WAIT, Cluster, all_ready, close_all, grammar_named, outcomes
 
 from actors.protocol import Failed
-from guided.errors import GuidedError, MaskTimeout, WorkerDied, to_wire
+from guided.errors import ConstraintQuarantined, GuidedError, MaskTimeout, WorkerDied, to_wire
+from guided.pools.protocol import EndCause
 
 # placement
 
@@ -222,21 +224,60 @@ def test_with_replays_a_sequence_ends_at_the_next_death() -> None:
     cluster.close()
 
 
-def test_a_grammar_with_a_fatal_first_mask_is_rejected() -> None:
+@pytest.mark.parametrize("cause", ["died", "fill", "frozen", "transfer"])
+def test_a_constraint_that_ends_two_workers_is_in_quarantine(cause: EndCause) -> None:
+    cluster = Cluster(number=0)
+    cluster.slow.slow_at = 0
+    for number in (1, 2):
+        cluster.slow.reached.clear()
+        cluster.join()
+        cluster.open(number, grammar="slow")
+        cluster.submit((number, ""))
+        assert cluster.slow.reached.wait(WAIT)
+        actor = cluster.actors[cluster.where(number)].connection
+        culprit = actor.work()[0] if cause == "fill" else None
+        cluster.dispatcher.announce(partial(cluster.dispatcher.end, actor, WorkerDied("ended"), cause, culprit))
+        cluster.collect(0.0)
+        cluster.dispatcher.free([number])
+    cluster.slow.release.set()
+    cluster.join()
+    cluster.open(3, grammar="slow")
+    cluster.open(4)
+    last, other = cluster.step((3, ""), (4, ""))
+    is_refused = cause in ("died", "fill")
+    assert isinstance(last, ConstraintQuarantined) if is_refused else last == "ax"
+    assert other == "ax"
+    assert cluster.dispatcher.quarantine.keys() == [grammar_named("slow").constraint.key] * is_refused
+    cluster.close()
+
+
+def test_a_constraint_with_a_mask_is_not_suspected() -> None:
     cluster = Cluster(number=3)
     for number in (1, 2):
         cluster.slow.reached.clear()
-        cluster.open(number, grammar="slow", text="a")
+        cluster.open(number, grammar="slow")
+        assert cluster.step((number, "")) == ["ax"]
         cluster.submit((number, "a"))
         assert cluster.slow.reached.wait(WAIT)
         cluster.end(cluster.where(number))
         assert kinds(cluster.collect()) == [WorkerDied]
-    cluster.open(3, grammar="slow")
-    cluster.open(4)
-    rejected, other = cluster.step((3, ""), (4, ""))
-    assert isinstance(rejected, WorkerDied)
-    assert not rejected.retryable
-    assert other == "ax"
+    assert cluster.dispatcher.quarantine.keys() == []
+    cluster.close()
+
+
+@pytest.mark.parametrize(("max_replays", "ends"), [(0, 2), (2, 3)])
+def test_what_workers_are_frozen_with_is_not_replayed_for_ever(max_replays: int, ends: int) -> None:
+    cluster = Cluster(number=4, max_replays=max_replays)
+    cluster.slow.slow_at = 0
+    cluster.open(1, grammar="slow")
+    for _ in range(ends):
+        cluster.slow.reached.clear()
+        cluster.submit((1, ""))
+        assert cluster.collect(0.0) == ["late"]
+        assert cluster.slow.reached.wait(WAIT)
+        actor = cluster.actors[cluster.where(1)].connection
+        cluster.dispatcher.announce(partial(cluster.dispatcher.end, actor, WorkerDied("frozen"), "frozen", None))
+    assert kinds(cluster.step((1, ""))) == [WorkerDied]
     cluster.close()
 
 

@@ -5,12 +5,13 @@ On another node it is the same, with `forward` and `RemoteSteps` between the eng
 
 from __future__ import annotations
 
+import os
 import queue
 import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +23,7 @@ from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from msgspec.msgpack import Decoder, encode
 from scripted_grammar import ScriptedGrammar, SlowGrammar
 from serving import wait_until as until
-from thread_cluster import ConnectedPair, ScriptedBackend, ThreadActor
+from thread_cluster import ConnectedPair, ScriptedBackend, ThreadActor, package_of
 
 from actors.mask_actor import Lines, RemoteSteps, forward
 from actors.protocol import (
@@ -36,7 +37,6 @@ from actors.protocol import (
     Failed,
     Fill,
     Free,
-    Load,
     Open,
     Request,
     SlotTable,
@@ -46,7 +46,6 @@ from actors.protocol import (
     hang_up,
 )
 from actors.server import StepServer
-from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected, from_wire
 from guided.worker import MaskWorker
 
@@ -68,14 +67,15 @@ class RemoteActor:
             give_up=self.server_ended.set,
         )
 
-        def start(end: Connection[Any, Any], table: SlotTable) -> None:
+        def start(end: Connection[Any, Any], receive_grammar: Callable[[], Any], table: SlotTable) -> None:
             self._server_end = end
-            serve(end, table).start()
+            serve(end, receive_grammar, table).start()
 
-        self.steps = RemoteSteps(len(self.pair.segment.table.ready), WORDS, start)
+        self.steps = RemoteSteps(len(self.pair.segment.table.ready), WORDS, start, lambda references: references)
         table = attach(self.pair.segment.name)
         assert table is not None
-        forward(self.pair.end, table, self.steps.deliver, self._collect)
+        pair, steps = self.pair, self.steps
+        forward(pair.end, pair.grammars, table, steps.deliver, lambda grammar: steps.load([grammar]), self._collect)
 
     def _collect(self) -> Lines:
         lines = self.steps.collect()
@@ -89,10 +89,6 @@ class RemoteActor:
         assert self.server_ended.wait(10)
 
 
-def load(grammar: str) -> Load:
-    return Load(grammar, "scripted", Constraint.json_object(), grammar.encode())
-
-
 class Peer:
     """The engine's side, by hand. It loads `grammars`."""
 
@@ -100,7 +96,9 @@ class Peer:
         self.connection = pair.connection
         self.channel = pair.channel
         self.table = pair.segment.table
-        self.send(*map(load, grammars))
+        self.numbers = {grammar: number for number, grammar in enumerate(grammars)}
+        for grammar in grammars:
+            self.channel.send_grammar(package_of(grammar))
 
     def send(self, *requests: Request) -> None:
         self.channel.send(encode(list(requests)))
@@ -108,7 +106,7 @@ class Peer:
     def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1) -> Open:
         """A request to open a sequence; writes its target."""
         self.table.target[slot] = version = edit * EDIT + len(text)
-        return Open(slot, version, grammar, tokens(text))
+        return Open(slot, version, self.numbers[grammar], tokens(text))
 
     def fill(self, slot: int, text: str) -> Fill:
         """A request to fill a slot after one more token; writes its columns."""
@@ -236,7 +234,7 @@ def stick(peer: Peer, slow: SlowGrammar, other: str = "g") -> None:
 def test_quick_rows_do_not_wait_for_a_slow_one(either: Peer, slow: SlowGrammar) -> None:
     stick(either, slow)
     until(lambda: 0 in either.table.mark["busy"])  # the mark names the slot of each thread
-    assert time.monotonic() - either.table.mark["since"].max() < 10
+    assert either.table.mark["spent"].max() < 10
     either.send(either.open(1), either.open(2, "a"))
     assert either.wait(1) == "ax"
     assert either.wait(2) == "bc"
@@ -249,24 +247,56 @@ def test_quick_rows_do_not_wait_for_a_slow_one(either: Peer, slow: SlowGrammar) 
     assert either.wait(0) == "b"
 
 
-def test_a_grammar_is_loaded_after_quick_rows_and_before_slow_ones(peer: Peer, slow: SlowGrammar) -> None:
-    peer.send(peer.open(7), peer.open(0, "a", grammar="slow"))
-    peer.wait(7)
-    assert slow.reached.wait(10)
-    time.sleep(0.05)  # from now on, its row is a slow one
-    slow.release.set()
+# grammars on their way
+
+
+def test_a_row_waits_for_its_grammar_and_delays_no_other(either: Peer) -> None:
+    either.numbers["later"] = len(either.numbers)
+    either.send(either.open(0, grammar="later"), either.open(1))
+    assert either.wait(1) == "ax"
+    either.send(either.fill(1, "a"))
+    assert either.wait(1) == "bc"
+    assert either.table.ready[0] == FREE
+    either.channel.send_grammar(package_of("g"))
+    assert either.wait(0) == "ax"
+
+
+def test_a_large_grammar_leaves_no_descriptor(peer: Peer) -> None:
+    peer.send(peer.open(0))
     peer.wait(0)
-    slow.release.clear()
-    slow.reached.clear()
-    peer.table.target[0] = version = 2 * EDIT + 1
-    peer.send(Edit(0, version, 0, tokens("a")), peer.open(1, grammar="new"), peer.open(2))
-    assert (peer.wait(1), peer.wait(2)) == ("ax", "ax")
-    assert slow.reached.wait(10)
-    until(lambda: peer.table.mark["busy"].tolist() == [[IDLE, 0]])  # the second thread is in the slow row
-    peer.send(peer.fill(2, "a"))
-    assert peer.wait(2) == "bc"
-    slow.release.set()
-    assert peer.wait(0) == "b"
+    before = len(os.listdir("/proc/self/fd"))
+    peer.numbers["large"] = len(peer.numbers)
+    peer.channel.send_grammar(package_of("g", size=1 << 20))
+    peer.send(peer.open(1, grammar="large"))
+    assert peer.wait(1) == "ax"
+    until(lambda: len(os.listdir("/proc/self/fd")) == before)
+
+
+def test_a_grammar_that_cannot_be_loaded_fails_its_rows(peer: Peer) -> None:
+    peer.numbers["unknown"] = len(peer.numbers)
+    peer.channel.send_grammar(package_of("unknown"))
+    peer.send(peer.open(0, grammar="unknown"), peer.open(1))
+    assert peer.wait(1) == "ax"
+    answer = peer.answer()
+    assert isinstance(answer, Failed)
+    assert isinstance(from_wire(answer.error), BackendError)
+
+
+def test_a_grammar_that_is_dropped_on_its_way_serves_its_rows(peer: Peer) -> None:
+    number = peer.numbers["later"] = len(peer.numbers)
+    peer.send(peer.open(0, grammar="later"), Unload([number]))
+    peer.channel.send_grammar(package_of("g"))
+    assert peer.wait(0) == "ax"
+
+
+def test_the_heartbeat_says_how_long_a_thread_is_busy(either: Peer, slow: SlowGrammar) -> None:
+    stick(either, slow)
+    mark = either.table.mark
+    until(lambda: mark["spent"][0, :, 1].max() > 0.3)
+    seconds, wall, cpu = mark["spent"][0, mark["spent"][0, :, 1].argmax()]
+    assert cpu < seconds <= wall < 10
+    beat = int(mark["beat"][0])
+    until(lambda: mark["beat"][0] > beat)
 
 
 @pytest.mark.parametrize("grammar", ["new", "slow"], ids=["slow", "of the same grammar"])
@@ -352,18 +382,17 @@ def test_an_actor_elsewhere_is_marked_while_it_has_work() -> None:
     pair, delivered, answers = ConnectedPair(), threading.Event(), queue.Queue[Lines]()
     table = attach(pair.segment.name)
     assert table is not None
-    forward(pair.end, table, lambda *_: delivered.set(), answers.get)
-    peer = Peer(pair)
+    forward(pair.end, pair.grammars, table, lambda *_: delivered.set(), lambda *_: None, answers.get)
+    peer = Peer(pair, "g")
     peer.send(peer.open(1))
     assert delivered.wait(10)
     mark = pair.segment.table.mark.copy()
-    mark["busy"], mark["since"], mark["filled"] = IDLE, 99.0, 7
+    mark["busy"], mark["spent"], mark["filled"] = IDLE, 99.0, 7
     nothing = np.empty(0, np.int32)
     answers.put(Lines(nothing, {}, nothing, nothing, mark, []))
     until(lambda: int(table.mark["filled"][0]) == 7)
-    [(busy, seconds)] = pair.connection.busy()
-    assert busy == UNKNOWN
-    assert seconds < 10
+    [work] = pair.connection.work()
+    assert work.subject == UNKNOWN
     pair.connection.close()
 
 

@@ -1,0 +1,105 @@
+"""Packages: messages that may be large, above all compiled grammars on their way to the actors.
+
+A small package is bytes. A large one is sealed memory of which only the descriptor travels, so that the engine's
+process never copies it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import weakref
+from typing import Any
+
+import msgspec
+from msgspec.msgpack import encode
+
+from guided.constraint import Constraint
+from guided.errors import Wire
+
+_SMALL_BYTES = 64 << 10
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_IN_MEMORY = b"m"
+"""Message that a descriptor comes with."""
+
+
+class CompileResult(msgspec.Struct, array_like=True, frozen=True):
+    """An error, or a compiled grammar: what a compile process sends, and an actor loads."""
+
+    backend: str
+    constraint: Constraint
+    error: Wire | None = None
+    nbytes: int = 0
+    """Memory of the grammar in a process that has loaded it, as measured where it was compiled."""
+    checked: tuple[str, ...] = ()
+    dumped: memoryview = memoryview(b"")
+    """The serialized grammar (`CompiledGrammar.dump`): a view into the message, where it was decoded."""
+
+
+class SealedMemory:
+    """A memfd that cannot change any more. Its descriptor is closed with the last reference to this object.
+
+    Raises:
+        OSError: the descriptor is of something else. The process that sent it may be broken.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        weakref.finalize(self, os.close, fd)
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError("the memory of a message is not sealed")
+
+
+Package = bytes | SealedMemory
+
+
+def pack(message: Any) -> Package:
+    """Return a message as a package."""
+    content = encode(message)
+    if len(content) < _SMALL_BYTES:
+        return content
+    fd = os.memfd_create("guided-package", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return SealedMemory(fd)
+
+
+def buffer(package: Package) -> bytes | mmap.mmap:
+    """Return the encoded message. The mapping is private: some kernels refuse a shared one of sealed memory."""
+    if isinstance(package, bytes):
+        return package
+    return mmap.mmap(package.fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets for packages: each one is one message there."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send_package(stream: socket.socket, package: Package) -> None:
+    """Send a package. Raises OSError as `sendmsg` does."""
+    if isinstance(package, bytes):
+        stream.send(package, socket.MSG_NOSIGNAL)
+    else:
+        socket.send_fds(stream, [_IN_MEMORY], [package.fd], socket.MSG_NOSIGNAL)
+
+
+def receive_package(stream: socket.socket) -> Package:
+    """Receive a package.
+
+    Raises:
+        EOFError: the other end is closed.
+        OSError: what was received is no package.
+    """
+    # Without the flag, a process that is started meanwhile would inherit the descriptor.
+    content, descriptors, _, _ = socket.recv_fds(stream, _SMALL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    if not content:
+        raise EOFError
+    if content == _IN_MEMORY:
+        if not descriptors:
+            raise OSError("there is no room for another descriptor")
+        return SealedMemory(*descriptors)
+    return content

@@ -1,0 +1,103 @@
+"""Watch: tells a mask actor that is frozen, stuck or too large from one that waits for a CPU.
+
+An actor has a heartbeat (`StepServer`): a counter in the slot table that one of its threads increases, with the seconds
+for which its other threads have been busy. All limits are on time in which a thread ran or was blocked: where other
+processes take the CPUs, an actor is slow, and not at fault.
+"""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from actors import processes
+from actors.connection import Work, WorkerConnection
+from actors.processes import TICK_SECONDS, thread_state, thread_times
+from guided.pools.protocol import EndCause
+
+LOAD_SECONDS = 10.0
+"""Limit for loading a grammar."""
+LOAD_WALL_SECONDS = 60.0
+"""Limit for the same with the time in which it waited for a CPU, and for importing a grammar library."""
+SILENT_SECONDS, REMOTE_SILENT_SECONDS = 5.0, 15.0
+"""An actor is ended after so long without a heartbeat, or without a beginning of what it was asked for. On another node
+the network may be the reason."""
+_LOCKED_SECONDS = 1.0
+"""After so long without a heartbeat, a thread holds the interpreter lock."""
+Verdict = tuple[EndCause, Work | None]
+"""Why an actor has to be ended, and what it was busy with, if that is the reason."""
+
+
+class Watch:
+    """Watches one incarnation of an actor.
+
+    Args:
+        process: None if the actor is on another node.
+        mask_limit: limit for one mask in seconds.
+        memory: limit of the resident memory in bytes.
+    """
+
+    def __init__(
+        self, connection: WorkerConnection, process: psutil.Process | None, mask_limit: float, memory: int
+    ) -> None:
+        self._connection = connection
+        self._process = process
+        self._memory = memory
+        self._limits = {"fill": mask_limit, "load": LOAD_SECONDS, "import": LOAD_WALL_SECONDS}
+        self._most = REMOTE_SILENT_SECONDS if process is None else SILENT_SECONDS
+        self.silent = 0.0
+        """Seconds without a heartbeat."""
+        self._unread = 0.0
+        """Seconds in which the actor was asked for masks and began with none."""
+        self._looked_at = time.monotonic()
+        self._seen = (0, 0)
+        """Number of heartbeats and of masks."""
+        self._state = ""
+        self._times = (0.0, 0.0)
+        """Of the heartbeat's thread: see `thread_state` and `thread_times`."""
+
+    def look(self) -> Verdict | None:
+        """Look at the actor. Call it every `TICK_SECONDS`."""
+        table, now = self._connection.table, time.monotonic()
+        mark = table.mark[0]
+        passed = min(now - self._looked_at, 2 * TICK_SECONDS)  # if it is more, this process was late itself
+        passed -= self._starved(int(mark["heart"]), passed)
+        self._looked_at = now
+        (beat, filled), self._seen = self._seen, (int(mark["beat"]), int(mark["filled"]))
+        works = self._connection.work()
+        self.silent = self.silent + passed if beat == self._seen[0] else 0.0
+        has_begun = works or filled != self._seen[1] or not table.has_work()
+        self._unread = 0.0 if has_begun else self._unread + passed
+        return self._verdict(works)
+
+    def _starved(self, heart: int, passed: float) -> float:
+        """Return how many of the last seconds the heartbeat's thread has waited for a CPU."""
+        if self._process is None:
+            return 0.0
+        before, self._times = self._times, thread_times(heart, self._process.pid)
+        self._state = thread_state(heart, self._process.pid)
+        if self._state == "R" and before == self._times:  # it has waited all the time: that is counted at its end
+            return passed
+        return min(passed, max(0.0, self._times[1] - before[1]))
+
+    def _verdict(self, works: list[Work]) -> Verdict | None:
+        works.sort(key=lambda work: work.seconds)
+        hidden = 0.0
+        """Seconds that the heartbeat could not add, because another thread held the interpreter lock."""
+        if self.silent > _LOCKED_SECONDS and self._process is not None and self._state not in ("T", "t", ""):
+            hidden = self.silent
+            works = works[:1]  # the one that began last: while it held the lock, no other one began
+        for work in works:
+            limit = self._limits[work.phase]
+            if hidden:
+                limit = min(limit, self._most)
+            if max(0.0, work.seconds) + hidden > limit or (work.phase == "load" and work.wall > LOAD_WALL_SECONDS):
+                return work.phase, work
+        if self.silent > self._most:
+            return "frozen", None
+        if self._unread > self._most and self.silent < _LOCKED_SECONDS:
+            return "transfer", None
+        if self._process is not None and processes.resident_bytes(self._process) > self._memory:
+            return "memory", works[-1] if works else None
+        return None

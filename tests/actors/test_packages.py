@@ -1,0 +1,49 @@
+"""Packages: small ones are bytes, large ones are memory that cannot change."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from msgspec.msgpack import decode
+
+from actors.packages import SealedMemory, buffer, pack, receive_package, send_package, socket_pair
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20])
+def test_a_message_arrives_as_it_was(size: int) -> None:
+    ours, theirs = socket_pair()
+    with ours, theirs:
+        package = pack(b"x" * size)
+        assert isinstance(package, bytes) == (size < 64 << 10)
+        send_package(ours, package)
+        assert decode(buffer(receive_package(theirs))) == b"x" * size
+
+
+def test_large_ones_need_one_descriptor_until_they_are_dropped() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    package = pack(bytes(1 << 20))
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del package
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_its_memory_cannot_change() -> None:
+    package = pack(bytes(1 << 20))
+    assert isinstance(package, SealedMemory)
+    for change in (lambda: os.ftruncate(package.fd, 10), lambda: os.pwrite(package.fd, b"y", 0)):
+        with pytest.raises(PermissionError):
+            change()
+
+
+def test_memory_that_can_change_is_refused() -> None:
+    for fd in (os.memfd_create("x", os.MFD_ALLOW_SEALING), os.open("/dev/null", os.O_RDONLY)):
+        with pytest.raises(OSError, match=r"sealed|Invalid"):
+            SealedMemory(fd)
+
+
+def test_the_end_of_the_other_side_is_an_eof() -> None:
+    ours, theirs = socket_pair()
+    ours.close()
+    with theirs, pytest.raises(EOFError):
+        receive_package(theirs)
