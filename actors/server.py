@@ -224,8 +224,8 @@ class StepServer:
             return backend.load(result.constraint, result.dumped)
 
     def _begin(self, thread: int, subject: int) -> None:
-        self._since[thread] = time.monotonic()
-        self._so_far[thread] = 0.0  # it is that of what the thread did before
+        self._since[thread] = now = time.monotonic()
+        self._so_far[thread] = -1e-9 * now  # until the next heartbeat: none, and less for what began later
         self._busy[thread] = subject
 
     def _beat(self) -> None:

@@ -92,7 +92,7 @@ class Watch:
             limit = self._limits[work.phase]
             if hidden:
                 limit = min(limit, self._most)
-            if work.seconds + hidden > limit or (work.phase == "load" and work.wall > LOAD_WALL_SECONDS):
+            if max(0.0, work.seconds) + hidden > limit or (work.phase == "load" and work.wall > LOAD_WALL_SECONDS):
                 return work.phase, work
         if self.silent > self._most:
             return "frozen", None

@@ -80,6 +80,26 @@ objects, too.
 - Numbers with `multipleOf` have no exponent and at most six decimals. Those with decimals have at most 15 digits, and
   xgrammar's integers at most 19.
 
+- An integer has no fraction, and a number with a bound no exponent (`1e-06`). An exponent has at most two digits.
+- Alternatives of `anyOf` and `oneOf` that the canonical form merges have the order of one of them.
+- xgrammar: an object with a property that can have no value (`"a": false`), or whose name has to be escaped, has no
+  other properties, and listed objects and arrays have no whitespace. outlines and lm-format-enforcer: an object with
+  `properties` has no others.
+- Structural tags: with `any_order`, properties still come in the schema's order. Names that a model makes up in
+  elements have no `&`.
+- Formats, and keywords of younger drafts, are enforced in every draft. Some of their notations are never written:
+
+| format | not written |
+|---|---|
+| time, date-time | leap seconds, lower-case `t` and `z` |
+| email, idn-email | quoted names (`"a b"@x.y`), addresses of hosts (`a@[192.168.1.1]`) |
+| hostname | labels with hyphens at the third and fourth place (`xn--...`) |
+| idn-hostname, idn-email | hosts with several alphabets in a label, or others than `guided/schema/formats.py` lists |
+| ipv6 | IPv4 in the last two groups (`::ffff:192.168.0.1`) |
+| uri, iri and their references | addresses of IPv6 (`http://[::1]/`), except for `uri` on llguidance |
+| uri-template | reserved operators (`{=a}`) |
+| regex | groups deeper than two levels, and what JavaScript and Python do not share |
+
 ## Keywords
 
 | keyword | sample | what becomes of it |

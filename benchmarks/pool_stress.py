@@ -122,18 +122,14 @@ def xgrammar(options: argparse.Namespace) -> Row:
     """A large grammar of xgrammar, with 131,072 tokens, beside 8 quick rows."""
 
     from guided.constraint import Constraint
-    from guided.limits import CompileLimits
+    from guided.errors import GuidedError
     from guided.sequence import GuidedSequence
     from guided.vocabulary import Vocabulary
 
-    names = {f"name{index}": {"type": "string", "maxLength": 40 + index} for index in range(20)}
-    schema = {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
     vocabulary = Vocabulary.from_tekken(tekken())
-    limits = CompileLimits(seconds=100.0, memory_bytes=1 << 30)
-    with driven(vocabulary, compile_limits=limits) as made:
+    with driven(vocabulary) as made:
 
-        def opened(backend: str, constraint: Any, number: int) -> list[int]:
-            grammar = made.pool.compile(constraint, (backend,)).result(120)
+        def opened(grammar: Any, number: int) -> list[int]:
             found = []
             for _ in range(number):
                 each = next(_numbers)
@@ -143,9 +139,16 @@ def xgrammar(options: argparse.Namespace) -> Row:
                 found.append(each)
             return found
 
-        quick = opened("llguidance", Constraint.regex("[a-z ]{9000}"), 8)
+        compiled = made.pool.compile(Constraint.regex("[a-z ]{9000}"), ("llguidance",))
+        quick = opened(compiled.result(60), 8)
         made.go_on(quick, 50)
-        return with_before(made, quick, lambda: opened("xgrammar", Constraint.json_schema(schema), 1))
+        for schema in schemas():
+            with contextlib.suppress(GuidedError):
+                grammar = made.pool.compile(Constraint.json_schema(schema), ("xgrammar",)).result(60)
+                if not isinstance(grammar.dumped, bytes):
+                    break
+        size = os.fstat(grammar.dumped.fd).st_size
+        return {"MB": round(size / 1e6, 1), **with_before(made, quick, lambda: opened(grammar, 1))}
 
 
 def frozen(options: argparse.Namespace) -> Row:

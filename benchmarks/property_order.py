@@ -43,7 +43,7 @@ class _Order:
         for keyword, content in {**schema, "properties": None}.items():
             if keyword == "properties":
                 yield schema
-            elif keyword == "$ref":
+            elif keyword == "$ref" and content.startswith("#"):
                 yield from self._parts(value, self._resolver.lookup(content).contents)
             elif keyword in ("allOf", "anyOf", "oneOf", "then", "else"):
                 for part in content if isinstance(content, list) else [content]:

@@ -37,23 +37,17 @@ class UnsupportedModelError(ValueError):
 
 
 class Span(NamedTuple):
-    """Which tokens before it a token attends to. None, None: all."""
+    """Which tokens a token attends to: as many as `length` up to itself, or those before it in its chunk of `length`
+    tokens. None: all before it."""
 
-    window: int | None = None
-    """The number of the last tokens, with the token itself."""
-    chunk: int | None = None
-    """Those of its chunk, which begins at a multiple of this position."""
+    length: int | None = None
+    is_chunk: bool = False
 
     def first(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the position of the first token that tokens at these positions attend to."""
-        if self.chunk is not None:
-            return positions // self.chunk * self.chunk
-        return positions * 0 if self.window is None else positions + 1 - self.window
-
-    @property
-    def limit(self) -> int | None:
-        """The maximum number of tokens at the beginning of a sequence that attend to all before them."""
-        return self.window if self.chunk is None else self.chunk
+        if self.length is None:
+            return torch.zeros_like(positions)
+        return positions // self.length * self.length if self.is_chunk else positions + 1 - self.length
 
 
 class Scores(NamedTuple):
@@ -251,7 +245,7 @@ def _span(config: Any, layer: int) -> Span:
     layer_types = getattr(config, "layer_types", None)
     kind = layer_types[layer] if layer_types else "sliding_attention"
     if kind == "chunked_attention":
-        return Span(chunk=config.attention_chunk_size)
+        return Span(config.attention_chunk_size, is_chunk=True)
     return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
 
 
@@ -266,7 +260,7 @@ def _prefill(
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     mask = None
-    if before or scores.are_changed or (span.limit is not None and span.limit < tokens):
+    if before or scores.are_changed or (span.length or tokens) < tokens:
         positions = torch.arange(total, device=query.device)
         rows = positions[before:, None]
         mask = (positions <= rows) & (positions >= span.first(rows))
@@ -303,7 +297,7 @@ def _attend(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling
         )
     assert mask is not None
-    weights = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scores.scaling is None else scores.scaling)
+    weights = query @ key.transpose(2, 3) * (scores.scaling or query.shape[3] ** -0.5)
     if scores.softcap is not None:
         weights = torch.tanh(weights / scores.softcap) * scores.softcap
     weights = weights.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else weights + mask

@@ -49,7 +49,8 @@ class TokenTexts:
         return self.with_special[token_id]
 
     def containing(self, word: bytes) -> list[int]:
-        """Return the tokens that contain `word` otherwise than as a part of a longer word. A NUL is their beginning."""
+        """Return the tokens that contain `word` otherwise than as a part of a longer word. Takes a pass over the
+        vocabulary."""
         joined, begins = self._joined
         tokens: list[int] = []
         at = joined.find(word)
@@ -59,11 +60,23 @@ class TokenTexts:
             at = joined.find(word, at + 1)
         return tokens
 
+    def beginning_with(self, ending: bytes) -> list[int]:
+        """Return the tokens that begin with `ending`, and do not continue its last word."""
+        begin = bisect_left(self._ordered, (ending,))
+        end = bisect_left(self._ordered, (ending + b"\xff\xff",))  # two such bytes are no text
+        tokens = self._ordered[begin:end]
+        return [token for text, token in tokens if not _GOES_ON.match(text, len(ending) - 1)]
+
     @cached_property
     def _joined(self) -> tuple[bytes, list[int]]:
         """The texts of all tokens, each after a NUL, and where each begins."""
         texts = [b"\0" + text for text in self.with_special]
         return b"".join(texts), list(accumulate(map(len, texts), initial=0))
+
+    @cached_property
+    def _ordered(self) -> list[tuple[bytes, int]]:
+        """The texts of all tokens in order, so that those with the same beginning are neighbours."""
+        return sorted((text, token) for token, text in enumerate(self.with_special))
 
 
 class Detokenizer:

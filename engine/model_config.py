@@ -95,12 +95,12 @@ def _check(config: Any) -> None:
     """Refuse what the configuration shows to be unsupported."""
     name = architecture(config)
     factory = model_factory(config)
-    saved_from = getattr(transformers, name, None)
+    can_generate = getattr(getattr(transformers, name, None), "can_generate", None)
     text = config.get_text_config(decoder=True)
     others = ", ".join(sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES))
     if factory is None or getattr(config, "is_encoder_decoder", False):
         raise refusal(name, "it is not a causal language model of transformers")
-    if saved_from is not None and not saved_from.can_generate():
+    if can_generate is not None and not can_generate():
         raise refusal(name, "the checkpoint has no head that generates text")
     if not factory._model_mapping[type(config)]._can_set_attn_implementation():
         raise refusal(name, "its code does not support other attention backends")
@@ -133,6 +133,7 @@ def _choose_factors(text: Any, max_model_len: int | None) -> None:
     for rope in (parameters, *parameters.values()):
         if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
             continue
+        length = max_model_len or text.max_position_embeddings
         kept, other = ("long", "short") if length > rope["original_max_position_embeddings"] else ("short", "long")
         for name in ("factor", "mscale"):
             if f"{kept}_{name}" in rope:

@@ -16,7 +16,7 @@ from engine.config import LoadOptions
 from engine.kv_cache import KVCache, LayerShapes
 from engine.model_config import architecture, model_factory, read_config, refusal
 from engine.model_files import complete, gguf_file, pretrained, processor_template
-from engine.model_head import body_name
+from engine.model_head import Head, body_name
 from engine.model_probe import Probe
 from engine.ranks import Ranks
 from engine.recurrent import RecurrentStates, StateLayout
@@ -46,7 +46,7 @@ class LoadedModel:
     """transformers' config of the language model."""
     body: torch.nn.Module
     """The language model without its head."""
-    head: torch.nn.Module
+    head: Head
     layers: dict[int, LayerShapes]
     tokenizer: Any
     vocabulary: Vocabulary
@@ -133,10 +133,10 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
 
         # With a plan of None, transformers uses its own.
         others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
+    else:
+        others["device_map"] = {"": device}
     if path is not None:
         others["quantization_config"] = GgufConfig(dequantize=True)
-    elif device is not None:
-        others["device_map"] = {"": device}
     loaded, report = model_factory(config).from_pretrained(
         place,
         config=config,
@@ -148,7 +148,7 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         **others,
     )
     missing = sorted(report["missing_keys"])
-    if missing:
+    if missing and path is None:  # `complete` counts those of a GGUF file
         raise refusal(architecture(config), f"its files lack {len(missing)} weights, such as {missing[0]}")
     if plan is not None:  # with its own plans, transformers reads the heads from the size of the projections
         for module in loaded.modules():

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from engine.attention import ATTENTION, FlattenedRow, PagedContext, Prefill, UnsupportedModelError
 from engine.kv_cache import KVCache, LayerShapes
 from engine.model_config import refusal
-from engine.model_head import heads_of
+from engine.model_head import Head, heads_of
 from engine.recurrent import RecurrentStates, StateLayout, StepStates, is_recurrent
 
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
@@ -86,7 +86,7 @@ class Probe:
         if not self.layers and (self.layout is None or not self.layout.shapes):
             raise self._refusal("it does not call the attention backend")
 
-    def find_head(self) -> torch.nn.Module:
+    def find_head(self) -> Head:
         """Prefill two prompts, one in two chunks, decode a token of each together, and compare the logits with those of
         transformers' own generation. No flag of a model says what this shows: that nothing mixes the sequences, and
         what follows the hidden states.

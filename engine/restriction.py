@@ -28,15 +28,16 @@ class Restriction:
         self._stop_ids = list(stop_ids)
         self._forbidden = torch.full([len(self._texts)], params.allowed_token_ids is not None, device=device)
         self._forbidden[list(params.allowed_token_ids or ())] = False
+        completing = cache(lambda ending: torch.tensor(texts.beginning_with(ending), device=device))
         self._begun: list[tuple[bytes, torch.Tensor]] = []
         """Beginnings of bad words, and the tokens that complete the word after each."""
-        containing = cache(texts.containing)  # words have endings in common
         for given in params.bad_words:
             word = (given.lstrip() or given).encode()
-            self._forbidden[containing(word)] = True
+            self._forbidden[texts.containing(word)] = True
             for cut in range(max(1, len(word) - _LONGEST), len(word)):
-                if tokens := containing(b"\0" + word[cut:]):
-                    self._begun.append((word[:cut], torch.tensor(tokens, device=device)))
+                tokens = completing(word[cut:])  # words have endings in common
+                if len(tokens):
+                    self._begun.append((word[:cut], tokens))
 
     def apply(self, logits: torch.Tensor, output: Sequence[int]) -> None:
         """Write -inf over the forbidden logits, float32 `[vocab]`, of the token after `output`."""

@@ -1,7 +1,8 @@
-"""Compilation of a constraint by the first backend that supports it, with a check of the first mask."""
+"""Compilation of a constraint by the first backend that supports it, with a check of the first masks."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ import numpy as np
 
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar, guard
-from guided.bitmask import words
+from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
     CompileTimeout,
+    ConstraintNotMet,
     ConstraintTooLarge,
     DeadEnd,
     GuidedError,
@@ -26,6 +28,11 @@ from guided.errors import (
 from guided.process_resources import held_bytes
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
+
+_QUICK_SECONDS = 0.03
+"""A grammar that compiles in less CPU time is not large."""
+_TRIAL_MASKS = 40
+"""Masks of a large grammar that are computed for trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +76,22 @@ def compile_constraint(
 
 
 def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compiled:
-    """Compile with one backend, and compute the first mask. Raises as `compile_constraint` does, and
-    `ConstraintTooLarge` for a constraint that is nested too deep for Python's stack."""
+    """Compile with one backend, and compute the first mask; of a large grammar also others.
+
+    Raises as `compile_constraint` does, and `ConstraintTooLarge` for what is nested too deep for Python's stack.
+    """
     try:
         with guard(name):
             backend = backends[name]
             started, before = time.perf_counter(), held_bytes()
+            cpu_before = time.thread_time()
             grammar = backend.compile(constraint)
     except BackendError as error:
         if isinstance(error.__cause__, RecursionError):
             raise ConstraintTooLarge(f"{name} failed: the {constraint.kind} is nested too deep, or too long") from None
         raise
-    _check_first_mask(backends.vocabulary, grammar)
+    is_large = time.thread_time() - cpu_before > _QUICK_SECONDS
+    _check_masks(backends.vocabulary, grammar, _TRIAL_MASKS if is_large else 1)
     return Compiled(name, grammar, time.perf_counter() - started, max(0, held_bytes() - before))
 
 
@@ -112,11 +123,18 @@ def conclusion(failed: Sequence[tuple[str, GuidedError]]) -> GuidedError:
     return type(first)(f"no backend can enforce {keyword}: {reasons}", param=first.param, pointer=first.pointer)
 
 
-def _check_first_mask(vocabulary: Vocabulary, grammar: CompiledGrammar) -> None:
+def _check_masks(vocabulary: Vocabulary, grammar: CompiledGrammar, count: int) -> None:
+    """Compute `count` masks of random outputs: later ones may exceed limits of the library."""
     worker = MaskWorker(vocabulary)
-    worker.open(0, grammar)
-    error = worker.fill(0, (), np.empty(words(vocabulary.padded_vocab_size), np.int32))
-    if isinstance(error, DeadEnd):
-        raise InvalidConstraint("no output satisfies this constraint with the model's vocabulary")
-    if error is not None:
-        raise error
+    row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+    chance = random.Random(0)
+    token = stop = vocabulary.stop_token_ids[0]
+    for number in range(count):
+        if token == stop:
+            worker.open(0, grammar)
+        error = worker.fill(0, () if token == stop else [token], row)
+        if number == 0 and isinstance(error, DeadEnd):
+            raise InvalidConstraint("no output satisfies this constraint with the model's vocabulary")
+        if error is not None and not isinstance(error, ConstraintNotMet | DeadEnd):
+            raise error
+        token = chance.choice(allowed_ids(row).tolist()) if error is None else stop

@@ -7,13 +7,14 @@ with `item`, objects and arrays consist of elements too.
 
 from __future__ import annotations
 
+import ast
 import html
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from guided.element_styles import FREE_NAME, ITEM, NAME, SCALARS, STYLES, TYPES
+from guided.element_styles import ITEM, KIND, LIST_NAME, NAME, SCALARS, STYLES, TYPES
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import document, string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
@@ -22,6 +23,9 @@ from guided.schema.validation import Validator
 from guided.structural_tag import Content, Either, FreeText, Node, Series, Text, Times, located
 
 _MAX_NESTING = 20
+_MAX_FREE_NESTING = 4
+"""Length of the pointer of a place in a schema up to which any value may be an object or array."""
+_CLOSING = {"{": "}", "[": "]"}
 
 
 def expand(content: Content, *, open_objects: bool | None) -> Node:
@@ -41,28 +45,45 @@ class _Writer:
     def __init__(self, content: Content) -> None:
         self._content = content
         self._style = STYLES[content.style]
+        self._gap = (Text(self._style.separator),) if self._style.separator else ()
 
     def of_object(self, schema: Schema, place: str) -> Node:
         """Return the elements of an object: of the properties that the schema names, or of any if it names none."""
         form, root = self._only(schema, "object", place, "properties", "required", "additionalProperties")
         rest, parts = root.get("additionalProperties", True), root.get("properties", {})
         if not parts and rest is not False:
-            return Times(self._element(None, _alone(rest, form), f"{place}/additionalProperties"), 0, None)
-        elements = []
+            return self._repeated(self._element(None, _alone(rest, form), f"{place}/additionalProperties"), 0, None)
+        elements, items = list[Node](), list[Node]()
+        is_begun = False
         for name, part in parts.items():
             at = f"{place}/properties/{escape(name)}"
-            if not re.fullmatch(FREE_NAME, name) or html.unescape(name) != name or (self._style.item and name == ITEM):
+            is_item = self._style.item and not self._gap and name == ITEM
+            if not re.fullmatch(self._style.names, name) or html.unescape(name) != name or is_item:
                 raise self._refusal(f"the name {bounded(name, 60)!r}", place)
             if part is not False:
+                is_needed = name in root.get("required", ())
                 element = self._element(name, _alone(part, form), at)
-                elements.append(element if name in root.get("required", ()) else Times(element, 0, 1))
-        return Series(tuple(elements))
+                elements.append(element)
+                parted = (*self._gap, element) if is_begun else (element, *(() if is_needed else self._gap))
+                items.append(Series(parted) if is_needed else Times(Series(parted), 0, 1))
+                is_begun = is_begun or is_needed
+        if self._gap and elements and not is_begun:
+            # In any order: one alternative for each first element would be too large a grammar.
+            return self._repeated(Either(tuple(elements)), 0, len(elements))
+        return Series(tuple(items))
+
+    def _repeated(self, element: Node, least: int, most: int | None) -> Node:
+        """Return `least` to `most` elements."""
+        if not self._gap:
+            return Times(element, least, most)
+        others = Times(Series((*self._gap, element)), max(least - 1, 0), most and most - 1)
+        return Times(Series((element, others)), min(least, 1), 1)
 
     def _of_array(self, schema: Schema, place: str) -> Node:
         form, root = self._only(schema, "array", place, "items", "minItems", "maxItems")
         item = self._element(ITEM, _alone(root.get("items", True), form), f"{place}/items", self._style.item)
         least, most = root.get("minItems", 0), root.get("maxItems")
-        return Series(()) if most == 0 else Times(item, least, most)
+        return Series(()) if most == 0 else self._repeated(item, least, most)
 
     def _only(self, schema: Schema, kind: str, place: str, *keywords: str) -> tuple[CanonicalForm, dict[str, Any]]:
         """Return the values of the type `kind`, which have no other keywords than `keywords`."""
@@ -80,36 +101,38 @@ class _Writer:
 
     def _element(self, name: str | None, schema: Schema, place: str, begin: str = "") -> Node:
         """Return an element with a value of `schema`. Without `name`: with any name."""
-        end = self._style.mark(self._style.end, name or NAME)
-        mark = end.rstrip("\n")
-        last = [
-            *self._named(mark, place),
-            *([] if mark == end else [Text("\n")]),
-        ]  # a text may contain more than the mark
         options = []
+        before, _, after = (begin or self._style.begin).partition(KIND)
         for kind, types in self._style.kinds.items():
-            first = self._named(self._style.mark(begin or self._style.begin, name or NAME, kind), place)
-            options += [Series((*first, each, *last)) for each in self._values(schema, types, place)]
+            end = self._style.mark(self._style.end, name or NAME, _CLOSING.get(kind, kind))
+            mark = end.rstrip("\n")
+            last = [
+                *self._named(mark, place),
+                *([] if mark == end else [Text("\n")]),
+            ]  # a text may contain more than the mark
+            values = self._values(schema, types, place, mark.partition(NAME)[0])
+            options += [Series((Text(kind + after), value, *last)) for value in values]
         if not options:
             raise self._refusal("this schema", place)
-        return options[0] if len(options) == 1 else Either(tuple(dict.fromkeys(options)))
+        first = self._named(before.replace(NAME, name or NAME), place)
+        return Series((*first, Either(tuple(dict.fromkeys(options)))))
 
     def _named(self, text: str, place: str) -> list[Node]:
         """Return a text, with any name in the place of `{name}`."""
         before, any_name, after = text.partition(NAME)
-        name: list[Node] = (
-            [Content("regex", FREE_NAME, f"{self._content.pointer}{place}"), Text(after)] if any_name else []
-        )
-        return [Text(before), *name]
+        if not any_name:
+            return [Text(before)]
+        return [Text(before), Content("regex", self._style.new_names, f"{self._content.pointer}{place}"), Text(after)]
 
-    def _values(self, schema: Schema, types: tuple[str, ...], place: str) -> Iterator[Node]:
-        """Yield the nodes of the values of `schema` with one of `types`."""
-        texts = _restricted(schema, ("string",)) if "string" in types else None
+    def _values(self, schema: Schema, types: tuple[str, ...], place: str, end: str) -> Iterator[Node]:
+        """Yield the nodes of the values of `schema` with one of `types`. A text ends with `end`."""
+        has_texts = "string" in types and not self._style.has_json_strings
+        texts = _restricted(schema, ("string",)) if has_texts else None
         if texts is not None:
             strings = _root(texts)
             values = listed(strings)
             if values is not None:
-                if any(self._style.end.partition(NAME)[0].strip() in value for value in values):
+                if any(end.strip() in value for value in values):
                     raise self._refusal("a value that contains the end of its element", place)
                 yield from map(Text, values)
             elif strings == {"type": "string"}:
@@ -120,12 +143,13 @@ class _Writer:
                 text = Content("regex", "", f"{self._content.pointer}{place}/pattern")
                 with located(text, "structural_tag"):
                     yield Content("regex", string_pattern.pattern_of(strings), text.pointer)
-        rest = [kind for kind in types if kind != "string"]
+        rest = [kind for kind in types if kind != "string" or not has_texts]
         if self._style.item:
-            # Narrowed: where any value is allowed, no objects and arrays.
-            for kind in [kind for kind in ("object", "array") if kind in rest and schema not in (True, {})]:
-                if _restricted(schema, (kind,)) is not None:
-                    yield self.of_object(schema, place) if kind == "object" else self._of_array(schema, place)
+            # Narrowed: where any value is allowed, no objects and arrays. A list may have some.
+            is_narrow = schema in (True, {}) and (not self._gap or place.count("/") > _MAX_FREE_NESTING)
+            for kind, nodes_of in (("object", self.of_object), ("array", self._of_array)):
+                if kind in rest and not is_narrow and _restricted(schema, (kind,)) is not None:
+                    yield nodes_of(schema, place)
             rest = [kind for kind in rest if kind in SCALARS]
         form = _restricted(schema, tuple(rest)) if rest else None
         if form is not None:
@@ -175,6 +199,8 @@ class ArgumentReader:
 
         `path` is where in the arguments the elements are. If all are items, their values are a list.
         """
+        if self._style.separator:
+            return _read_list(text, position)
         names, values = list[str](), list[Any]()
         while begin := self._style.begin_pattern.match(text, position):
             groups = {"name": "", "kind": "", "pad": "", **begin.groupdict("")}
@@ -234,3 +260,29 @@ class ArgumentReader:
 _Path = tuple[str, ...]
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Python's names, which models sometimes write."""
+_STRING = r"""<\|"\|>(?P<raw>.*?)<\|"\|>|(?P<json>"(?:\\.|[^"\\])*")|(?P<python>'(?:\\.|[^'\\])*')"""
+_LIST = re.compile(rf"""(?:{_STRING}|[^<>"')}}]|}}(?!<))*""", re.DOTALL)
+"""Elements of a list, up to the bracket after them."""
+_LIST_PART = re.compile(rf"{_STRING}|(?P<name>{LIST_NAME})\s*[:=]|True|False|None|,(?=\s*[\]}}])", re.DOTALL)
+"""What is written in another way than in JSON."""
+
+
+def _read_list(text: str, position: int) -> tuple[Any, int]:
+    """Return the values of a list, and the position after it; the end of the text if the list is not complete."""
+    written = _LIST.match(text, position)
+    assert written is not None
+    try:
+        return json.loads(f"{{{_LIST_PART.sub(_as_json, written[0])}}}", strict=False), written.end()
+    except (ValueError, SyntaxError):
+        return {}, len(text)
+
+
+def _as_json(part: re.Match[str]) -> str:
+    match part.lastgroup:
+        case "raw":
+            return json.dumps(part["raw"])
+        case "python":
+            return json.dumps(ast.literal_eval(part[0]))
+        case "name":
+            return f"{json.dumps(part['name'])}:"
+    return _LITERALS.get(part[0], part[0].strip(","))

@@ -1,4 +1,7 @@
-"""How families of models write the arguments of function calls if not as JSON: as elements, one for each argument."""
+"""How families of models write the arguments of function calls if not as JSON: as elements, one for each argument.
+
+The elements are like those of XML, or a list: `name:value,name:value`.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,13 @@ TYPES = ("string", *SCALARS, "object", "array")
 NAME = "{name}"
 FREE_NAME = r'[^<>"\n/][^<>"\n]*'
 """Regex of the names that an element can have."""
+LIST_NAME = r"[^\s<>{}()\[\],:='\"]+(?: [^\s<>{}()\[\],:='\"]+)*"
+"""Regex of the names that an element of a list can have."""
+NEW_NAME = FREE_NAME.replace('"', '"&')
+"""Regex of the names that a model makes up: parsers decode `&amp;`, and names may not be written in a second way."""
 ITEM = "item"
 """What stands for the name of an array's item."""
-_KIND = "{kind}"
+KIND = "{kind}"
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,22 @@ class ElementStyle:
     begin: str
     """`{kind}` in it is one of `kinds`. A line break at its end stands at both ends of the value."""
     end: str
+    """`{kind}` in it is that of `begin`; for an opening bracket, the closing one."""
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"": TYPES})
     """An attribute of the element -> the types of its value."""
     item: str = ""
     """`begin` of an array's item. Empty: objects and arrays are JSON."""
+    names: str = FREE_NAME
+    """Regex of the names that an element can have."""
+    separator: str = ""
+    """Text between the elements of a list. Empty: the elements are like those of XML."""
+    has_json_strings: bool = False
+    """Strings are written as in JSON. False: as they are, up to the end of their element."""
+
+    @property
+    def new_names(self) -> str:
+        """Regex of the names that a model makes up."""
+        return NEW_NAME if self.names == FREE_NAME else self.names
 
     @cached_property
     def begin_pattern(self) -> Any:
@@ -45,14 +64,14 @@ class ElementStyle:
 
     def mark(self, text: str, name: str, kind: str = "") -> str:
         """Return `text` with a property's name and a kind."""
-        return text.replace(NAME, name).replace(_KIND, kind)
+        return text.replace(NAME, name).replace(KIND, kind)
 
 
 def _pattern(begin: str) -> str:
     written = re.escape(begin.rstrip("\n")).replace("><", r">\s*<")
     named = written.replace(re.escape(NAME), rf"(?P<name>{FREE_NAME})")
     pad = r"(?P<pad>\n?)" if begin.endswith("\n") else ""
-    return named.replace(re.escape(_KIND), r"(?P<kind>\w*)") + pad
+    return named.replace(re.escape(KIND), r"(?P<kind>\w*)") + pad
 
 
 _DSML = {"true": ("string",), "false": (*SCALARS, "object", "array")}
@@ -79,5 +98,15 @@ STYLES = {
         item='<cofl:value type="{kind}">',
     ),
     "minimax_m3_xml": ElementStyle("]<]minimax[>[<{name}>", "]<]minimax[>[</{name}>", item="]<]minimax[>[<item>"),
+    "gemma": ElementStyle(
+        "{name}:{kind}",
+        "{kind}",
+        {'<|"|>': ("string",), "": SCALARS, "{": ("object",), "[": ("array",)},
+        item="{kind}",
+        names=LIST_NAME,
+        separator=",",
+    ),
+    "python": ElementStyle("{name}=", "", names=LIST_NAME, separator=", ", has_json_strings=True),
 }
-"""Name -> style: xgrammar's, and `mimo_xml`, which is `qwen_xml` without line breaks."""
+"""Name -> style: xgrammar's; `mimo_xml`, which is `qwen_xml` without line breaks; Gemma's; and that of calls in Python,
+whose values are JSON."""

@@ -29,7 +29,16 @@ _Row = NDArray[np.int32]
 MAX_DIGITS = 24
 """Digits in a row after which a number ends. 64-bit integers have at most 20, doubles 17. A token may exceed it."""
 
-_DIGITS = b"0123456789"
+MAX_EXPONENT = 2
+"""Digits of an exponent after which a number ends. So each number is in the range of doubles."""
+
+_FEW = 8
+"""Tokens of a number without an exponent that are not counted, to save time."""
+_DIGITS = re.compile(rb"[+-]?(\d+)")
+_NUMBER_END = re.compile(rb"(\d[eE][+-]?)?(\d*)\Z")
+"""Matches the digits at the end of a text, and the beginning of an exponent before them."""
+_PART_OF_NUMBER = re.compile(rb"\d\Z|(?:\A|\d)[eE][+-]?\Z|\A[+-]\Z")
+"""Matches tokens after which a digit may continue a number."""
 _IN_TEXT = b'"' + bytes(set(string.ascii_letters.encode()).difference(b"eE"))
 """Characters that can't follow a digit of a JSON number."""
 _REST_OF_CHARACTER = 3
@@ -48,31 +57,36 @@ class NumberLimit:
     """Ends the numbers of JSON, also within a structural tag."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         contents, width = vocabulary.token_bytes, vocabulary.padded_vocab_size
-        self._ending = [len(content) - len(content.rstrip(_DIGITS)) for content in contents]
-        """By token: number of digits at its end."""
-        self._is_number = [bool(content) and not content.rstrip(_DIGITS) for content in contents]
-        self._others = ~pack([token for token in vocabulary.text_token_ids if contents[token][0] in _DIGITS], width)
-        self._texts = pack([token for token in vocabulary.text_token_ids if contents[token][0] in _IN_TEXT], width)
+        text_tokens = vocabulary.text_token_ids
+        self._in_number = frozenset(token for token in text_tokens if _PART_OF_NUMBER.search(contents[token]))
+        self._exponents = frozenset(token for token in self._in_number if contents[token][-1] not in b"0123456789")
+        digits = {token: _DIGITS.match(contents[token]) for token in text_tokens}
+        counts = {token: len(found[1]) for token, found in digits.items() if found}
+        self._shorter = [
+            ~pack([token for token, count in counts.items() if count > most], width) for most in range(MAX_EXPONENT + 1)
+        ]
+        """By number of digits: mask of the tokens that begin with at most so many."""
+        self._texts = pack([token for token in text_tokens if contents[token][0] in _IN_TEXT], width)
 
     def restrict(self, output: Sequence[int], row: _Row, accepting: bool) -> None:
-        """Forbid tokens that begin with a digit after `MAX_DIGITS` digits of a number.
+        """Forbid tokens with which a number would have more than `MAX_DIGITS` digits in a row, or `MAX_EXPONENT` in its
+        exponent.
 
         Where letters or a quotation mark may follow, the digits are text. Where nothing but digits may, they are left.
         """
-        if output and self._ending[output[-1]] and self._digits(output) >= MAX_DIGITS and not (row & self._texts).any():
-            others = row & self._others
+        start = len(output)
+        while start > 0 and output[start - 1] in self._in_number and len(output) - start < MAX_DIGITS:
+            start -= 1
+        if len(output) - start < _FEW and self._exponents.isdisjoint(output[start:]):
+            return
+        exponent, digits = _NUMBER_END.findall(self._vocabulary.decode(output[max(0, start - 1) :]))[0]
+        most = (MAX_EXPONENT if exponent else MAX_DIGITS) - len(digits)
+        if most <= MAX_EXPONENT and not (row & self._texts).any():
+            others = row & self._shorter[max(0, most)]
             if accepting or others.any():
                 row[:] = others
-
-    def _digits(self, output: Sequence[int]) -> int:
-        """Return the number of digits at the end of an output, at least up to `MAX_DIGITS`."""
-        count = 0
-        for token in reversed(output):
-            count += self._ending[token]
-            if count >= MAX_DIGITS or not self._is_number[token]:
-                break
-        return count
 
 
 class LineBreaks:

@@ -44,17 +44,19 @@ def opens_objects(request: GenerationRequest, settings: ServerSettings) -> bool:
 def requested_constraint(request: GenerationRequest, settings: ServerSettings) -> RequestedConstraint:
     """Read the request's constraint, and its backend. `param` of an error is the field."""
     backend, backend_field, options = _backend(request, settings)
-    places = {"": request, "nvext.": request.nvext, "sampling_params.": request.sampling_params}
     given: list[GivenConstraint] = []
     spaces: list[GivenWhitespace] = []
     closing: list[str] = [backend_field] if _CLOSED in options else []
-    for prefix, place in places.items():
-        if place is not None:
-            given += _constraints(place, prefix)
-            spaces += _whitespace(place, prefix)
-            outputs = place.structured_outputs
-            if outputs is not None and outputs.disable_additional_properties:
-                closing.append(f"{prefix}structured_outputs.disable_additional_properties")
+    for place in filter(None, (request, request.nvext, request.sampling_params)):
+        given += _constraints(place)
+        spaces += _whitespace(place, place.prefix)
+        if (outputs := place.structured_outputs) is not None:
+            prefix = place.prefix + outputs.prefix
+            spaces += _whitespace(outputs, prefix)
+            if outputs.disable_any_whitespace:
+                spaces.append(GivenWhitespace(f"{prefix}disable_any_whitespace", ""))
+            if outputs.disable_additional_properties:
+                closing.append(f"{prefix}disable_additional_properties")
     if _NO_WHITESPACE in options:
         spaces.append(GivenWhitespace(backend_field, ""))
     one = take_one(given)
@@ -81,16 +83,17 @@ def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str,
     return resolve(name, param=field), field, options
 
 
-def _constraints(place: ConstraintFields, prefix: str) -> Iterator[GivenConstraint]:
-    yield from _fields(place, prefix)
+def _constraints(place: ConstraintFields) -> Iterator[GivenConstraint]:
+    yield from _fields(place, place.prefix)
     if place.response_format is not None:
-        yield from _response_format(place.response_format, prefix + place.response_format.path)
+        yield from _response_format(place.response_format, place.prefix + place.response_format.path)
     if place.structured_outputs is not None:
-        given = list(_fields(place.structured_outputs, f"{prefix}structured_outputs."))
+        prefix = place.prefix + place.structured_outputs.prefix
+        given = list(_fields(place.structured_outputs, prefix))
         if not given:
             names = ", ".join(row.name for row in rows(StructuredOutputs))
             message = f"structured_outputs has no constraint: give one of {names}"
-            raise InvalidConstraint(message, param=f"{prefix}structured_outputs")
+            raise InvalidConstraint(message, param=prefix[:-1])
         yield from given
 
 
@@ -126,12 +129,7 @@ def _response_format(chosen: ResponseFormat, path: str) -> Iterator[GivenConstra
         raise InvalidConstraint(f"Missing required parameter: '{chosen.schema_path}'", param=chosen.schema_path)
 
 
-def _whitespace(place: ConstraintFields, prefix: str) -> Iterator[GivenWhitespace]:
+def _whitespace(place: Body, prefix: str) -> Iterator[GivenWhitespace]:
     for field in ("whitespace_pattern", "guided_whitespace_pattern"):
-        if (pattern := getattr(place, field)) is not None:
+        if (pattern := getattr(place, field, None)) is not None:
             yield GivenWhitespace(prefix + field, pattern)
-    if (outputs := place.structured_outputs) is not None:
-        if outputs.whitespace_pattern is not None:
-            yield GivenWhitespace(f"{prefix}structured_outputs.whitespace_pattern", outputs.whitespace_pattern)
-        if outputs.disable_any_whitespace:
-            yield GivenWhitespace(f"{prefix}structured_outputs.disable_any_whitespace", "")

@@ -95,7 +95,9 @@ def install_handlers(app: FastAPI) -> None:
 def respell(error: GuidedError, scope: Scope) -> None:
     """Name the field at fault as the request does."""
     names: Mapping[str, str] = scope.get("state", {}).get("field_names", {})
-    error.param = names.get(error.param or "", error.param)
+    sent = names.get(error.param or "", error.param)
+    error.message = error.message.replace(f"'{error.param}'", f"'{sent}'").replace(f"{error.param} is ", f"{sent} is ")
+    error.param = sent
 
 
 def refuse(context: ServerContext, scope: Scope, error: GuidedError, **headers: str) -> JSONResponse:
@@ -155,7 +157,7 @@ def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     """Return the error for a body of the wrong shape: of an unknown field or type, else of the innermost value."""
     telling = {"unsupported_parameter": 2, "unknown_parameter": 2, "literal_error": 1}
     first = max(errors, key=lambda each: (telling.get(each["type"], 0), len(each["loc"])))
-    code, why, place = first["type"], first["msg"], first["loc"]
+    code, why, place = first["type"], first["msg"].partition(" or instance of")[0], first["loc"]
     if telling.get(code) == 2:
         place = (*place, first["ctx"]["name"])
     param = bounded(_path(place))

@@ -8,7 +8,7 @@ unknown fields with them, and `benchmarks/fields.py` writes docs/http-reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -89,6 +89,9 @@ class Body(BaseModel):
     tolerant: ClassVar[bool] = True
     prefix: ClassVar[str] = ""
     """Prefix of the names of its unknown fields in `ignored`."""
+    unused: ClassVar[Collection[str]] = ()
+    """Names of inherited fields that it does not have in requests."""
+    refused: ClassVar[Mapping[str, str]] = REFUSED
 
     @model_validator(mode="before")
     @classmethod
@@ -100,7 +103,7 @@ class Body(BaseModel):
         ignored: list[str] | None = context.get("ignored")
         kept: dict[str, Any] = {}
         for name, value in cls.gathered(data, context.get("names", {})).items():
-            if name in names:
+            if name in names and value is not None:
                 kept[name] = value
             elif value not in _NEUTRAL or (value == 0 and value is not False):
                 cls._check_unknown(name, value, ignored)
@@ -117,25 +120,47 @@ class Body(BaseModel):
     @classmethod
     def _check_unknown(cls, name: str, value: Any, ignored: list[str] | None) -> None:
         """Raise the error for an unknown field that is not ignored."""
-        if name in REFUSED:
-            raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": REFUSED[name]})
+        if name in cls.refused:
+            raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": cls.refused[name]})
         if name in WITHOUT_EFFECT:
             return
         meant = cls.hint(name, thorough=len(ignored or ()) < MAX_IGNORED and len(name) <= 40)
-        if meant is None and isinstance(value, dict):
-            inner = next((key for key in value if key not in _COMMON and cls.hint(key, thorough=False)), None)
-            if inner is not None:
-                name, meant = f"{name}.{inner}", cls.hint(inner, thorough=False)
+        if meant is None:
+            name, meant = next(cls._within(name, value), (name, None))
         if meant is not None or ignored is None or not cls.tolerant:
             raise PydanticCustomError("unknown_parameter", "{why}", {"name": bounded(name), "why": meant or ""})
 
     @classmethod
+    def _within(cls, place: str, value: Any, depth: int = 4) -> Iterator[tuple[str, str]]:
+        """Yield the places in an unknown field that could be meant as constraints, and the fields that they mean."""
+        if isinstance(value, list) and depth:
+            for item in value:
+                yield from cls._within(place, item, depth - 1)
+        if not isinstance(value, dict) or not depth:
+            return
+        is_schema = "$schema" in value or (value.get("type") == "object" and "properties" in value)
+        if (is_schema or value.get("type") in _TYPES) and (meant := cls.hint("response_format", thorough=False)):
+            yield place, meant
+        for name, inner in value.items():
+            below = f"{place}.{bounded(name, 60)}"
+            if name not in _COMMON and (meant := cls.hint(name, thorough=False)):
+                yield below, meant
+            yield from cls._within(below, inner, depth - 1)
+
+    @classmethod
     def hint(cls, name: str, thorough: bool = True) -> str | None:
-        """Return the field that an unknown one is probably meant as. `thorough`: if it is only misspelt, too."""
+        """Return the field that an unknown one is probably meant as. `thorough`: if it is another API's, or misspelt,
+        too."""
         if name in MISNAMED and "response_format" in names_of(cls):
             return MISNAMED[name]
         similar = get_close_matches(name, [row.name for row in rows(cls)], 1, 0.8) if thorough else []
-        return similar[0] if similar else _field_of(name, cls)
+        here = name_here(name, cls) if thorough else None
+        return here or next(iter(similar), None) or _field_of(name, cls)
+
+
+def plain(name: str) -> str:
+    """Return a name without what its spellings differ in."""
+    return name[:100].lower().replace("_", "").replace("-", "")
 
 
 @cache
@@ -145,7 +170,7 @@ def names_of(body: type[Body]) -> frozenset[Any]:
     for name, field in body.model_fields.items():
         alias = field.validation_alias or name
         names.update(getattr(alias, "choices", [alias]))
-    return frozenset(names)
+    return frozenset(names.difference(body.unused))
 
 
 class Row(NamedTuple):
@@ -179,10 +204,13 @@ MISNAMED = {
     "enum": "choice",
     "guided_schema": "guided_json",
     "extra_body": "its fields, beside the others",
+    "stop_regex": "stop",
 }
 """Names that mean a constraint, and are not like those of its fields."""
-_COMMON = ("format", "text", "enum")
-"""Those among them that mean something else within an object that is unknown."""
+_COMMON = ("format", "text", "enum", "type", "properties")
+"""Names that mean something else within an object that is unknown."""
+_TYPES = ("json_schema", "json_object", "structural_tag", "regex", "grammar")
+"""Types of objects that are constraints."""
 MARKS: Mapping[str, ConstraintKind | None] = {
     "jsonobject": "json_object",
     "regex": "regex",
@@ -193,6 +221,7 @@ MARKS: Mapping[str, ConstraintKind | None] = {
     "lark": "grammar",
     "structuraltag": "structural_tag",
     "schema": "json_schema",
+    "properties": "json_schema",
     "json": "json_schema",
     "choices": "choice",
     "guided": None,
@@ -204,40 +233,40 @@ MARKS: Mapping[str, ConstraintKind | None] = {
 
 def _field_of(name: str, body: type[Body]) -> str | None:
     """Return the field of a constraint that `name` means, because it is the field's name or because of a part of it."""
-    plain = name[:100].lower().replace("_", "").replace("-", "")
-    kinds = [kind for mark, kind in MARKS.items() if mark in plain]
-    named = [row.name for row in rows(body) if row.name == name or row.kind in kinds[:1]]
-    return named[0] if named else None
+    kinds = [kind for mark, kind in MARKS.items() if mark in plain(name)]
+    exact = [row.name for row in rows(body) if row.name == name]
+    of_kind = [row.name for row in rows(body) if row.kind in kinds[:1]]
+    return next(iter(exact + of_kind), None)
 
 
 class JsonSchemaFormat(Body):
     """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
 
     tolerant = False
-    name: str
+    schema_: Schema = Field(default=None, alias="schema", description="In Responses and llama.cpp beside the type.")
+    # Without effect.
+    name: str | None = None
     description: str | None = None
-    schema_: Schema = Field(default=None, alias="schema")
     strict: bool | str | None = None
 
+    @classmethod
+    def hint(cls, name: str, thorough: bool = True) -> str | None:
+        own = super().hint("schema" if name == "type" else name, thorough)
+        return own or _field_of(name, ConstraintFields)
 
-class ResponseFormat(Body):
+
+class ResponseFormat(JsonSchemaFormat):
     """OpenAI's `response_format`, and the forms of other servers."""
 
-    tolerant = False
     path: ClassVar[str] = "response_format"
     """What errors call this field. `schema_path` is that of its schema."""
     schema_path: ClassVar[str] = "response_format.json_schema.schema"
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
-    schema_: Schema = Field(default=None, alias="schema", description="The place in Responses, and llama.cpp's.")
     value: Schema = Field(default=None, description="TGI's place.")
     format: TagPart = Field(default=None, description="The format of a structural tag.")
     structures: TagPart = Field(default=None, description="vLLM's older form of it.")
     triggers: TagPart = None
-    # Without effect.
-    name: str | None = None
-    description: str | None = None
-    strict: bool | str | None = None
 
 
 class FormatHolder(Body):
@@ -303,15 +332,21 @@ class SglangFields(ConstraintFields):
 
 
 SAME_MEANING = (
-    ("messages", "prompt", "input"),
-    ("instructions", "system", "messages", "prompt"),
-    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
+    ("messages", "prompt", "input", "inputs"),
+    ("instructions", "system", "messages", "prompt", "system_prompt", "system_instruction"),
+    (
+        *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_tokens_to_sample"),
+        *("max_length", "n_predict", "num_predict"),
+    ),
     ("stop", "stop_sequences"),
+    ("parameters", "input_schema"),
 )
 """Names of the same field in different APIs."""
+_GROUPS = {plain(name): group for group in reversed(SAME_MEANING) for name in group}
 
 
 def name_here(name: str, body: type[Body]) -> str | None:
-    """Return what a kind of body calls a field of another API; None if it has no such field."""
-    group = next((group for group in SAME_MEANING if name in group), ())
-    return next((own for own in group if own in names_of(body)), None)
+    """Return what a kind of body calls a field that is written differently, or of another API; None if it has none."""
+    names = {plain(own): own for own in names_of(body)}
+    group = map(plain, (name, *_GROUPS.get(plain(name), ())))
+    return next((names[own] for own in group if own in names), None)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -43,6 +43,7 @@ class OllamaRequest(ChatRequest):
 
     place: ClassVar[str] = "messages"
     """The field of the prompt."""
+    unused: ClassVar[Collection[str]] = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
     messages: Many[Message] = Field(default=[])
     stream: bool = Field(default=True, description="Answer in lines of JSON.")
     format: Schema = Field(default=None, description='A schema, or "json": the output is a JSON object.')
@@ -57,9 +58,6 @@ class OllamaRequest(ChatRequest):
     def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
         """Put the options beside the other fields, which have priority. Write `format` "json" as a chat does."""
         data = super().gathered(data, names)
-        if data.get("format") in ("json", ""):
-            data["json_object"] = data.pop("format") == "json" or data.get("json_object")
-            names["json_object"] = "format"
         options = data.get("options")
         for name, value in (options if isinstance(options, dict) else {}).items():
             own = _OPTIONS.get(name) or name
@@ -67,6 +65,9 @@ class OllamaRequest(ChatRequest):
             if data.get(own) is None and not is_unlimited:
                 data[own] = value
                 names[own] = f"options.{name}"
+        if data.get("format") in ("json", ""):
+            data["json_object"] = data.pop("format") == "json" or data.get("json_object")
+            names["json_object"] = names.get("format", "format")
         return data
 
     def prepare(self, thinks: bool) -> None:
@@ -91,6 +92,7 @@ class GenerateRequest(OllamaRequest):
     """Body of `POST /api/generate`. Without a prompt, the answer says that the model is loaded."""
 
     place = "prompt"
+    unused = (*OllamaRequest.unused, "messages")
     prompt: str = ""
     system: str | None = None
     # Refused. /v1/completions takes prompts without a template, and /api/chat conversations.

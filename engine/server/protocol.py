@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.server.fields import Body, ConstraintFields, Many, NvextFields, SglangFields, name_here, names_of
+from engine.server.fields import REFUSED, Body, ConstraintFields, Many, NvextFields, SglangFields, name_here
 from guided.errors import InvalidRequest
 
 CHAT_EXAMPLE: dict[str, Any] = {
@@ -49,9 +49,6 @@ class TypedBody(Body):
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool | None = Field(default=None, description="Accepted, without effect.")
-
-
-ExtraArg = str | int | float | bool
 
 
 TokenLimit = Annotated[int | None, AfterValidator(lambda limit: None if limit == -1 else limit)]
@@ -102,7 +99,7 @@ class GenerationRequest(ConstraintFields):
     early_stopping: bool | Literal["never"] | None = None
     logprobs_mode: Literal["raw", "masked"] | None = Field(default=None, description="Of the model, or after the mask.")
     mask_details: bool | None = Field(default=None, description="Report what each mask allowed, and its time.")
-    vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
+    vllm_xargs: dict[str, Any] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
 
@@ -117,7 +114,7 @@ class GenerationRequest(ConstraintFields):
                 continue
             left: dict[str, Any] = {}
             for name, value in inner.items():
-                own = name if name in names_of(cls) else name_here(name, cls)
+                own = name_here(name, cls)
                 if own is None or own in ConstraintFields.model_fields or data.get(own) is not None:
                     left[name] = value
                 else:
@@ -125,10 +122,6 @@ class GenerationRequest(ConstraintFields):
                     names[own] = f"{place}.{name}"
             data[place] = left
         return data
-
-    @classmethod
-    def hint(cls, name: str, thorough: bool = True) -> str | None:
-        return name_here(name, cls) or super().hint(name, thorough)
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
@@ -280,25 +273,27 @@ def is_hosted(kind: Any) -> bool:
     return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
 
 
+_OF_CHATS = "this is the form of /v1/chat/completions: here its fields stand beside 'type'"
+_NESTED = "functions stand side by side in the request's own tools, not within something else"
+
+
 class OfferedTool(FunctionDefinition):
     """A tool in a list that may have hosted ones too. These are only named in the answer."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        **REFUSED,
+        "function": _OF_CHATS,
+        "custom": _OF_CHATS,
+        "tools": _NESTED,
+        "functions": _NESTED,
+    }
     type: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _check_form(cls, data: Any, info: ValidationInfo) -> Any:
-        """Note a hosted tool, and say where the fields of a function are that has the form of chats."""
+    def _note_hosted(cls, data: Any, info: ValidationInfo) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
-        if kind in ("function", "custom") and kind in data:
-            message = (
-                f"this is the form of /v1/chat/completions: here 'name' and the others of '{kind}' stand beside 'type'"
-            )
-            raise PydanticCustomError("missing", message)
         if not is_hosted(kind):
-            for name in {"tools", "functions"}.intersection(data if isinstance(data, dict) else ()):
-                why = "functions stand side by side in the request's own tools, not within something else"
-                raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": why})
             return data
         ignored = (info.context or {}).get("ignored")
         if ignored is None:

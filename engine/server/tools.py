@@ -216,7 +216,7 @@ def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: Ser
         return "no"
     # A thinking phase shows in the last tokens of a prompt.
     tail = context.decode(prompt[-32:]).rstrip()
-    if tail.endswith(reasoning.begin):
+    if tail.endswith(reasoning.begin.rstrip()):
         return "open"
     return "no" if tail.endswith(reasoning.end) else "possible"
 

@@ -44,7 +44,7 @@ class LLGuidanceLowering(SchemaLowering):
     """Lowers one schema for llguidance."""
 
     library = "llguidance"
-    never = ("oneOf", "if", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems")
+    enforces = ("allOf", "not")
 
     def __init__(self, constraint: Constraint) -> None:
         super().__init__(constraint)

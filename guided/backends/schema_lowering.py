@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from itertools import chain, permutations
 from typing import Any, ClassVar, NamedTuple
 
 from guided import regex
@@ -26,6 +27,11 @@ _DEPENDENT = {
     "prefixItems": ("items", "unevaluatedItems"),
 }
 """Keywords that would exclude more without the first one."""
+_COMPLEX = (
+    *("$dynamicRef", "$recursiveRef", "allOf", "oneOf", "not", "if", "dependencies", "dependentRequired"),
+    *("dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+)
+"""Keywords that the canonical form has only where `jsonschema-rs` could not replace them."""
 TIERS: tuple[tuple[str, ...], ...] = (
     (),
     ("minProperties", "maxProperties", "not"),
@@ -33,6 +39,9 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("allOf", "pattern"),
 )
 """Keywords to leave out everywhere, step by step, where a library refuses a schema and does not say which keyword."""
+
+_MAX_DISTINCT = 5
+"""Maximum number of values for which all arrays of distinct ones are listed: there are 326 of five values."""
 
 
 class ArrayShape(NamedTuple):
@@ -66,8 +75,8 @@ class SchemaLowering(ABC):
     """
 
     library: ClassVar[str]
-    never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas", "unevaluatedProperties")
-    """Keywords that the library does not enforce, where the canonical form still has them."""
+    enforces: ClassVar[tuple[str, ...]] = ()
+    """Those of `_COMPLEX` that the library enforces."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.form = canonical(constraint.schema, open_objects=constraint.open_objects)
@@ -125,8 +134,8 @@ class SchemaLowering(ABC):
         return self.form.copied(schema, kept)
 
     def _lower(self, schema: dict[str, Any]) -> dict[str, Any]:
-        for keyword in self.never:
-            if keyword in schema:
+        for keyword in _COMPLEX:
+            if keyword in schema and keyword not in self.enforces:
                 raise self.refusal(schema, keyword)
         if "$ref" in schema:
             return self.reference(schema)
@@ -139,7 +148,8 @@ class SchemaLowering(ABC):
 
     def _of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
         if kind == "array":
-            return self.array(schema, self._shape(schema))
+            shapes = self._distinct(schema) or [self._shape(schema)]
+            return any_of([self.array(schema, shape) for shape in shapes])
         if kind in ("integer", "number") and schema.keys() & NUMERIC:
             return self.numeric(schema, kind)
         typed = {"string": self.string, "object": self.object}
@@ -196,6 +206,18 @@ class SchemaLowering(ABC):
             return parse_search(schema["pattern"])
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, "pattern") from None
+
+    def _distinct(self, schema: dict[str, Any]) -> list[ArrayShape]:
+        """Return the arrays of distinct values, as `uniqueItems` demands, where few values are listed."""
+        items = schema.get("items", True)
+        if isinstance(items, dict) and "$ref" in items:
+            items = self.form.target(items)
+        values = listed(items) or []
+        if not (schema.get("uniqueItems") and 0 < len(values) <= _MAX_DISTINCT) or "contains" in schema:
+            return []
+        most = int(min(_MAX_DISTINCT, schema.get("maxItems", _MAX_DISTINCT)))
+        arrays = (permutations(values, length) for length in range(int(schema.get("minItems", 0)), most + 1))
+        return [ArrayShape([{"const": value} for value in array], False, len(array), None) for array in chain(*arrays)]
 
     def _shape(self, schema: dict[str, Any]) -> ArrayShape:
         """Return the items of an array; refuse the keywords that no library enforces."""

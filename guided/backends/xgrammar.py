@@ -5,19 +5,21 @@ Compilation takes a second on average, and sometimes it never ends: run it in a 
 Properties of the library that the adapter compensates:
 
 - It ignores keywords that it doesn't know: `xgrammar_schema.py` refuses such schemas.
-- Where it allows "any character", it allows surrogates over several tokens, which are no UTF-8: they are masked here.
+- Where it allows "any character", it allows surrogates over several tokens, and any bytes in the free text of a
+  structural tag. What is no UTF-8 is masked here.
 - It sets bits of special tokens when nearly everything is allowed: the worker clears them.
 - It logs wrong input to stderr: tokens are checked before it gets them.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ from guided.vocabulary import Vocabulary
 
 xgrammar = import_xgrammar()
 
+_ATTRIBUTE = re.compile(r"(?m)^\s*[?!]?\w+\[\w+.*\](?=\s*(?:::=|:))")
 QUICK_SECONDS = 1.0
 """A grammar that compiles in less time is compiled again instead of serialised. For an ordinary schema, writing and
 reading xgrammar's JSON takes longer (0.31 s and 0.15 s instead of 0.31 s with 131,072 tokens), and it has 16 MB."""
@@ -46,7 +49,8 @@ reading xgrammar's JSON takes longer (0.31 s and 0.15 s instead of 0.31 s with 1
 def _message(error: BaseException) -> str:
     # xgrammar may cut its quotations within a character.
     text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
-    return bounded(re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", text).strip())  # without the place in its sources
+    # Without the place in its sources, and the column in a line that `gbnf` has rewritten.
+    return bounded(re.sub(r"^\[[\d:]+\] \S+?:\d+: |, column \d+", "", text).strip())
 
 
 class XGrammarBackend(Backend):
@@ -99,6 +103,9 @@ class XGrammarBackend(Backend):
                 return f"root ::= {ebnf(parse(constraint.source))}"
             case "choice":
                 return f"root ::= {' | '.join(map(quoted, constraint.choices))}"
+        if attribute := _ATTRIBUTE.search(constraint.source):
+            message = f"xgrammar has no attributes of rules, such as {bounded(attribute[0], 60)!r}"
+            raise UnsupportedConstraint(message, param="grammar")
         if syntax(constraint.source) == "lark":
             grammar = xgrammar.Grammar.from_lark(constraint.source, tokenizer_info=self._tokenizer)
         else:
@@ -131,12 +138,20 @@ class XGrammarBackend(Backend):
         return grammar
 
 
+_HEX = "[0-9A-Fa-f]"
+_ESCAPES = (
+    rf'([\"\\/bfnrt] | "u" [0-9A-CEFa-cef] {_HEX} {_HEX} {_HEX} | "u" [Dd] [0-7] {_HEX} {_HEX}'
+    rf' | "u" [Dd] [89ABab] {_HEX} {_HEX} "\\u" [Dd] [C-Fc-f] {_HEX} {_HEX})'
+)
+"""What may follow a backslash in a JSON string: surrogates in pairs only."""
+
+
 def _corrected(grammar: str, schema: XGrammarLowering) -> str:
-    """Correct the three mistakes in xgrammar's grammar of a schema (see `XGrammarLowering`)."""
+    """Correct the mistakes in xgrammar's grammar of a schema (see `XGrammarLowering`)."""
     # No literal of JSON text looks like these rules, nor like the placeholder of a pattern.
-    mistakes = []
-    if schema.open_names:  # without `u0061` and `/`, which would be a second way to write a character
-        mistakes.append((r"(?m)^basic_escape ::= .*$", r"basic_escape ::= ([\"\\bfnrt])"))
+    # Named properties are without `u0061` and `/`, which would be a second way to write a character.
+    escapes = r"([\"\\bfnrt])" if schema.open_names else _ESCAPES
+    mistakes = [(r"(?m)^basic_escape ::= .*$", f"basic_escape ::= {escapes}")]
     if schema.open_names and schema.distinct_names:
         grammar = _with_other_names(grammar)
     if schema.lengths:  # no escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s
@@ -234,19 +249,21 @@ class XGrammarMatcher(TextMatcher):
         """The library's own matcher."""
 
     def accept_text(self, token_ids: list[int]) -> None:
-        for before, token in pairwise((*(self._tokens[-1:] or [-1]), *token_ids)):
-            if token not in self._shared.known:
+        rest: bytes | None = self._shared.unfinished(self._tokens)
+        for token in token_ids:
+            if token not in self._shared.known or rest is None:
                 raise TokenRejected(f"token {token} is special or outside the vocabulary")
-            surrogate = before in self._shared.leads and token in self._shared.seconds
-            if surrogate or not self.native.accept_token(token):
+            rest = _unfinished(rest + self._shared.vocabulary.token_bytes[token])
+            if rest is None or not self.native.accept_token(token):
                 raise TokenRejected(f"token {token} is not allowed here")
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         if not self.native.fill_next_token_bitmask(row):
             row.fill(-1)  # everything is allowed
-        if self._tokens and self._tokens[-1] in self._shared.leads:
-            np.bitwise_and(row, self._shared.kept_after_lead, out=row)
+        rest = self._shared.unfinished(self._tokens)
+        if rest or row.item(self._shared.word) >> self._shared.bit & 1:
+            np.bitwise_and(row, self._shared.after(rest), out=row)
         return self._shared.vocabulary.allows_stop(row)
 
     def rollback_text(self, count: int) -> None:
@@ -256,7 +273,7 @@ class XGrammarMatcher(TextMatcher):
         self.native = self.native.fork()
 
     def is_accepting(self) -> bool:
-        return bool(self.native.is_completed())
+        return bool(self.native.is_completed()) and not self._shared.unfinished(self._tokens)
 
 
 class _Tokens:
@@ -265,9 +282,37 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.known = frozenset(vocabulary.text_token_ids)
-        texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
-        self.leads = frozenset(token for token, text in texts if text.endswith(b"\xed"))
-        """Tokens that end with the first byte of a surrogate (or of a character)."""
-        self.seconds = frozenset(token for token, text in texts if 0xA0 <= text[0] <= 0xBF)
-        """Tokens that would make it a surrogate."""
-        self.kept_after_lead = ~pack(self.seconds, vocabulary.padded_vocab_size)
+        self.after = lru_cache(maxsize=1024)(self._after)
+        contents = vocabulary.token_bytes
+        self._wrong = [token for token in self.known if _unfinished(contents[token]) is None]
+        """Tokens that are no UTF-8, but may continue a character."""
+        self.word, self.bit = divmod(min(self._wrong, default=0), 32)
+        """Place of one of them in a mask: where it is not allowed, none is."""
+
+    def unfinished(self, tokens: list[int]) -> bytes:
+        """Return the beginning of a character at the end of an output."""
+        if not tokens or self.vocabulary.token_bytes[tokens[-1]][-1] < 0x80:
+            return b""
+        return _unfinished(self.vocabulary.decode(tokens[-4:]).lstrip(_CONTINUING)) or b""
+
+    def _after(self, rest: bytes) -> NDArray[np.int32]:
+        """Return a mask without the tokens that are no UTF-8 after the beginning of a character."""
+        if not rest:
+            return ~pack(self._wrong, self.vocabulary.padded_vocab_size)
+        texts = ((token, rest + self.vocabulary.token_bytes[token]) for token in self._wrong)
+        fitting = [token for token, text in texts if _unfinished(text) is not None]
+        return pack(fitting, self.vocabulary.padded_vocab_size)
+
+
+_CONTINUING = bytes(range(0x80, 0xC0))
+"""The bytes of a character in UTF-8 after its first."""
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+
+
+def _unfinished(text: bytes) -> bytes | None:
+    """Return the beginning of a character at the end of a text; None if the text is no UTF-8."""
+    try:
+        _, length = codecs.utf_8_decode(text, "strict", False)
+    except UnicodeDecodeError:
+        return None
+    return None if _SURROGATE.search(text) else text[length:]

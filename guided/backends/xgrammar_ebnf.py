@@ -24,10 +24,12 @@ def ebnf(node: Node) -> str:
     """Return `node` as the right side of a rule."""
     match node:
         case Chars(ranges):
-            # xgrammar 0.2.8 computes wrong masks for a class with several ranges beyond ASCII behind a repetition: it
-            # allows tokens that it does not accept. Alternatives are right, but masks of repeated ones take 20 ms.
+            # xgrammar 0.2.8 computes wrong masks for a class with several ranges beyond ASCII behind a repetition, and
+            # for one beyond ASCII behind another class: it allows tokens that it does not accept. Alternatives and
+            # counts are right, but masks of repeated ones take 20 ms.
             joined = across_surrogates(ranges)
-            parts = [_class([one for one in joined if one[1] < 0x80]), *(_class([o]) for o in joined if o[1] >= 0x80)]
+            parts = [_class([one for one in joined if one[1] < 0x80])]
+            parts += [_class([one]) + "{1}" for one in joined if one[1] >= 0x80]
             return "(" + " | ".join(filter(None, parts)) + ")"
         case Sequence(items):
             return f"({' '.join(map(ebnf, items))})" if items else '""'

@@ -14,27 +14,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 import jsonschema_rs
 from jsonschema_rs import CanonicalSchema
-from jsonschema_rs.canonical import Satisfiability
+from jsonschema_rs.canonical import Satisfiability, find_unsatisfiable
 from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import COMPOUND, Schema, at, listed, shortened
+from guided.schema.keywords import COMPOUND, MISSPELT, OTHERS, Schema, at, listed, shortened
 from guided.schema.origin import Origin
 from guided.schema.validation import PATTERNS, draft_of
 
-_FRAME = {"$schema", "$defs", "definitions", "$id", "id", "$anchor"}
+_KEYWORDS = {*MISSPELT, *OTHERS}
 _OPEN = ("additionalProperties", "propertyNames")
-_EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _ROOT = "guided-root"
 """Name of the definition for the whole schema."""
 _MAX_CHARACTERS = 300_000
@@ -42,6 +40,8 @@ _MAX_GROWTH = 20
 """Maximum size of the form as JSON text: `_MAX_CHARACTERS` and `_MAX_GROWTH` times the schema's size."""
 _OWN_NAME = "urn:jsonschema:canonical:"
 """How the library's names of definitions begin that are no pointers into the schema as sent: a URI, escaped."""
+_NO_BASE = "json-schema:///"
+"""How such a URI begins in a document without an identifier."""
 
 
 def canonical(schema: Schema, *, open_objects: bool | None = None) -> CanonicalForm:
@@ -81,35 +81,50 @@ class CanonicalForm:
 
     def _form(self, document: dict[str, Any]) -> Any:
         """Return the library's form of the document."""
-        try:
-            form = _canonicalize(document, self._draft)
-            if form.satisfiability() == Satisfiability.NO:
-                raise InvalidConstraint("no value satisfies the schema", param="json_schema")
-        except InvalidConstraint as error:
-            error.pointer = shortened(self._place_of_fault())
-            raise
+        empty: list[Any] = []
+
+        def replaced(part: dict[str, Any]) -> dict[str, Any]:
+            if not string_pattern.is_empty(part):
+                return part
+            empty.append(part)
+            return {"not": {}}
+
+        form = self._checked(document)
         text = to_string(form.to_json_schema())  # with Python's usual numbers once it is read
         if len(text) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
             raise ConstraintTooLarge("the alternatives of the schema multiply: it has too many", param="json_schema")
+        schema = json.loads(text, object_hook=replaced)
+        if empty:
+            return self._form(schema)
         named = text.replace('{"$ref":"#"}', f'{{"$ref":"#/$defs/{_ROOT}"}}')
-        schema = json.loads(named)
         if named != text:  # parts of it stand alone too, so what refers to the whole of it needs a definition
+            schema = json.loads(named)
             schema["$defs"] = {**schema.get("$defs", {}), _ROOT: _without_frame(schema)}
         return schema
 
-    def _place_of_fault(self) -> str:
-        """Return the pointer of a pattern or a subschema that the library does not take, or that no value satisfies."""
+    def _checked(self, document: dict[str, Any]) -> CanonicalSchema:
+        """Return the library's form of the document, which has values."""
         root = self._graph.root.schema
-        anything = {name: dict.fromkeys(root[name], True) for name in ("$defs", "definitions") if name in root}
-        place = ""
-        with suppress(InvalidConstraint):
-            for node in reversed([*self._graph.nodes()]):  # the parts of a subschema before itself
-                for place, pattern in node.patterns():  # noqa: B007  it is returned
+        try:
+            form = _canonicalize(document, self._draft)
+        except InvalidConstraint as error:
+            error.pointer = shortened(self._bad_pattern())
+            raise
+        if form.satisfiability() == Satisfiability.NO:
+            found = find_unsatisfiable(root, validate_formats=True, pattern_options=PATTERNS, offline=True)
+            place = max(found, key=len) if "" in found else ""
+            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer=shortened(place))
+        return form
+
+    def _bad_pattern(self) -> str:
+        """Return the pointer of a pattern that the library does not take; that of the root if there is none."""
+        for node in self._graph.nodes():
+            for place, pattern in node.patterns():
+                try:
                     _canonicalize({"pattern": pattern}, self._draft)
-                place = node.pointer()
-                if _canonicalize({**node.schema, **anything}, self._draft).satisfiability() == Satisfiability.NO:
-                    break
-        return place
+                except InvalidConstraint:
+                    return place
+        return ""
 
     def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
         """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
@@ -132,7 +147,7 @@ class CanonicalForm:
         Args:
             is_part: another subschema describes the same value, so an object is not closed here.
         """
-        if isinstance(schema, bool) or schema.keys() <= _FRAME:
+        if isinstance(schema, bool) or schema.keys().isdisjoint(_KEYWORDS):
             return schema is not False
         if schema.get("not") in ({}, True):
             return False
@@ -142,7 +157,7 @@ class CanonicalForm:
 
     def _read_keywords(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         read: dict[str, Any] = {}
-        keywords = schema.keys() - _FRAME
+        keywords = schema.keys() & _KEYWORDS
         inner = self._open_objects is False and (is_part or len(keywords) > 1 or "allOf" in keywords)
         for keyword, value in schema.items():
             if keyword in keywords:
@@ -153,7 +168,8 @@ class CanonicalForm:
             del read["format"]  # an annotation
         result = _apart(_in_order(_closed(read), origin))
         if self._open_objects is False and not is_part:
-            _close(result["allOf"][0] if "allOf" in result else result, origin)
+            for part in result.get("allOf", [result]):
+                _close(part, origin)
         for part in (result, *result.get("allOf", ())):
             self._origins.setdefault(id(part), (part, origin))
         return result
@@ -163,6 +179,8 @@ class CanonicalForm:
     ) -> dict[str, Any]:
         """Return one keyword of a subschema in draft 2020-12; nothing if another one says the same."""
         match keyword:
+            case "$ref" if not value.startswith("#/"):
+                return {"$dynamicRef": value}  # the library does not read the subschema, and has it as it was sent
             case "$ref":
                 return {keyword: f"#/$defs/{self._definition(value, origin, is_part)}"}
             case "oneOf" if (exclusive := self._exclusive(value)) is not None:
@@ -171,7 +189,7 @@ class CanonicalForm:
                 parts = [self._read(part, origin.alternative(part), is_part=is_part) for part in value]
                 return {keyword: [part for part in parts if part is not False]}
             case "allOf":
-                order = sorted(value, key=lambda part: origin.place(part, self._source(part)))
+                order = sorted(value, key=lambda part: (origin.place(part, self._source(part)), "required" in part))
                 return {keyword: [self._read(part, origin, is_part=is_part) for part in order]}
             case "not" | "if" | "then" | "else":
                 return {keyword: self._read(value, origin)}
@@ -187,10 +205,6 @@ class CanonicalForm:
                 return {"prefixItems": [self._read(part, place) for part, place in zip(value, places, strict=True)]}
             case "items" | "additionalItems":
                 return {"items": self._read(value, origin.part("items", "additionalItems", "unevaluatedItems"))}
-            case "exclusiveMinimum" | "exclusiveMaximum" if isinstance(value, bool):
-                return {}  # draft 4
-            case "minimum" | "maximum" if schema.get(_EXCLUSIVE[keyword]) is True:
-                return {_EXCLUSIVE[keyword]: value}
             case "enum":
                 return {keyword: origin.values(value)}
             case "const":
@@ -246,7 +260,9 @@ class CanonicalForm:
         if name is None:
             name = self._names[key] = f"d{len(self._names)}"
             source = self._source({"$ref": reference})
-            target = at(self._library, unquote(reference.partition("#")[2]))
+            target = self._unfolded({"$ref": reference})
+            while isinstance(target, dict) and target.keys() == {"$ref"}:
+                target = self._unfolded(target)
             self.definitions[name] = self._read(
                 target, Origin.of(self._graph, [source]) if source else origin, is_part=is_part
             )
@@ -256,16 +272,13 @@ class CanonicalForm:
         """Return the subschema as sent that a part of the library's form refers to; None if it is not known."""
         if isinstance(part, bool) or "$ref" not in part:
             return None
-        place = unquote(part["$ref"].partition("#")[2])
-        if place == f"/$defs/{_ROOT}":
+        reference = unquote(part["$ref"])
+        if reference == f"#/$defs/{_ROOT}":
             return self._graph.root
-        name = unquote(place.rpartition("/")[2].replace("~1", "/"))
+        name = unquote(reference.rpartition("/")[2])
         if name.startswith(_OWN_NAME):
-            place = unquote(name.removeprefix(_OWN_NAME)).partition("#")[2]
-        try:
-            return self._graph.find(at(self._graph.root.schema, place))
-        except (LookupError, ValueError, TypeError):
-            return None
+            reference = name.removeprefix(_OWN_NAME).removeprefix(_NO_BASE).partition("|dyn=")[0]
+        return self._graph.target(reference)
 
 
 def _canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
@@ -283,7 +296,7 @@ def _body(form: CanonicalSchema) -> Any:
 
 
 def _without_frame(schema: Any) -> Any:
-    return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key not in _FRAME}
+    return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key in _KEYWORDS}
 
 
 def _has_negation(schema: Any) -> bool:
@@ -331,7 +344,7 @@ def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:
         return schema
     properties, required = schema.get("properties", {}), schema.get("required", ())
     rest, patterns = schema.get("additionalProperties", True), schema.get("patternProperties")
-    names = origin.names()
+    names = origin.names(properties)
     kept = {*properties} if patterns else {*properties, *required}
     if rest is not False and not patterns and "propertyNames" not in schema:
         kept |= origin.declared()

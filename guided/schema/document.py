@@ -11,29 +11,25 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from functools import lru_cache, reduce
 from itertools import islice
 from operator import getitem
 from typing import Any
+
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
-from guided.schema.keywords import escape, is_number, listed, shortened, types_of
-from guided.schema.spelling import rewrite, tidy
+from guided.schema.keywords import MISSPELT, OTHERS, escape, listed, shortened, types_of
+from guided.schema.spelling import rewrite, tidy, upgrade
 from guided.schema.validation import TUPLES, Validator, draft_of, fault
 
 _Check = Callable[[Node, str], None]
 """Checks a subschema in a draft."""
-_BOUNDS = (
-    ("minLength", "maxLength"),
-    ("minItems", "maxItems"),
-    ("minProperties", "maxProperties"),
-    ("minContains", "maxContains"),
-    ("minimum", "maximum"),
-)
 _OPENING = {"additionalProperties", "unevaluatedProperties"}
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
@@ -148,6 +144,8 @@ def _parse(
     if document is True:
         return True
     schemas = tidy(document)
+    if _NUL.search(json.dumps(document)):
+        raise InvalidConstraint("a NUL character, which no backend can take")
     has_tuples = any(isinstance(schema.get("items"), list) for schema in schemas)
     has_tuples = has_tuples and all(map(_SINCE_2020.isdisjoint, schemas))
     if has_tuples:
@@ -156,14 +154,21 @@ def _parse(
     if re.search("draft-0[0-3]", str(document.get("$schema", ""))):
         message = "drafts before draft 4 are not supported: use draft 4 or a later one"
         raise InvalidConstraint(message, pointer="/$schema")
+    is_old = "draft-0" in draft
+    if is_old and any(str(schema.get("$ref")).startswith(draft) for schema in schemas):
+        document.setdefault("definitions", {})[draft] = deepcopy(REGISTRY.contents(draft))
     graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
     graph.refuse_endless_references()
     _check_alternatives(graph)
     notes += islice(_not_enforced(document, graph, strict, has_tuples), MAX_NOTES)
     for node in graph.nodes():
+        if is_old:
+            upgrade(node.schema, draft)
         rewrite(node.schema)
         if node is not graph.root:
             node.schema.pop("$schema", None)  # parts are read in the document's draft
+    if is_old:
+        document["$schema"] = TUPLES
     return document
 
 
@@ -175,8 +180,7 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         if len(text) > (limit := LIMITS.max_constraint_bytes):
             raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
         document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_nesting)
-        written = json.dumps(document, ensure_ascii=False, allow_nan=False)
-        written.encode()
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise InvalidConstraint("a lone surrogate is not valid Unicode") from None
     except RecursionError:
@@ -187,13 +191,11 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         raise InvalidConstraint(f"the JSON schema is not valid JSON: {error}") from None
     except (TypeError, ValueError) as error:
         raise InvalidConstraint(f"the JSON schema is not JSON: {bounded(error)}") from None
-    if _NUL.search(written):
-        raise InvalidConstraint("a NUL character, which no backend can take")
     return document
 
 
 def _check_subschema(node: Node, draft: str) -> None:
-    """Check the limits of one subschema alone, and that its keywords don't contradict each other."""
+    """Check one subschema alone, and its limits."""
     schema = node.schema
     if isinstance(schema, bool):
         return
@@ -205,7 +207,6 @@ def _check_subschema(node: Node, draft: str) -> None:
         if found := fault(schema, draft):
             raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
     _check_sizes(schema, node)
-    _check_satisfiable(schema, node)
 
 
 def _check_sizes(schema: dict[str, Any], node: Node) -> None:
@@ -239,22 +240,10 @@ def _check_alternatives(graph: SchemaGraph) -> None:
                 raise LIMITS.too_many_alternatives("json_schema", node.pointer(keyword))
 
 
-def _check_satisfiable(schema: dict[str, Any], node: Node) -> None:
-    """Find contradictions between neighbouring keywords. The library finds others."""
-    found = [(keyword, f"{keyword!r} is empty: no value satisfies it") for keyword in ("enum", "type")]
-    found = [(keyword, message) for keyword, message in found if schema.get(keyword) == []]
-    for low, high in _BOUNDS:
-        least, most = schema.get(low), schema.get(high)
-        if is_number(least) and is_number(most) and least > most:
-            found.append((low, f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"))
-    if found and "/not/" not in f"{node.pointer()}/":  # under `not`, such a schema is useful
-        raise InvalidConstraint(found[0][1], pointer=node.pointer(found[0][0]))
-
-
 def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool, has_tuples: bool) -> Iterator[str]:
     """Yield unknown formats of strings, probably misspelt keywords, a root without any keyword of JSON Schema, and
     with `has_tuples` those of draft 7."""
-    if document.keys().isdisjoint((*_MEANT, *_OTHERS)) and (doubt := _doubt(document)):
+    if document.keys().isdisjoint((*MISSPELT, *OTHERS)) and (doubt := _doubt(document)):
         yield f" (no keyword of JSON Schema restricts this document{doubt})"
         return
     unknown_keywords = 0
@@ -273,7 +262,7 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool, ha
                         )
                         raise UnsupportedConstraint(message, pointer=node.pointer(keyword))
                     yield shortened(node.pointer(keyword))
-            elif keyword not in _MEANT:
+            elif keyword not in MISSPELT:
                 unknown_keywords += 1
                 if unknown_keywords <= _MAX_UNKNOWN and (meant := _meant(keyword)):
                     yield f"{shortened(node.pointer(keyword))} (did you mean {meant!r}?)"
@@ -299,16 +288,6 @@ MAX_NOTES = 500
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
 """Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""
-_MEANT = (
-    *("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "minLength", "maxLength", "pattern", "format"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems", "minItems"),
-    *("maxItems", "uniqueItems", "unevaluatedItems", "contains", "minContains", "maxContains", "properties"),
-    *("patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties", "required"),
-    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
-)
-"""Keywords of which a misspelling is noted."""
-_OTHERS = ("not", "if", "dependencies", "$dynamicRef", "$recursiveRef")
-"""Other keywords that restrict values."""
 _ANNOTATIONS = frozenset(
     (
         "$schema",
@@ -332,4 +311,4 @@ def _meant(keyword: str) -> str:
     """Return the keyword that `keyword` probably is a misspelling of; empty if there is none."""
     if len(keyword) > 30 or keyword.startswith(("_", "x-")):
         return ""
-    return next(iter(difflib.get_close_matches(keyword, _MEANT, n=1, cutoff=0.85)), "")
+    return next(iter(difflib.get_close_matches(keyword, MISSPELT, n=1, cutoff=0.85)), "")

@@ -7,17 +7,19 @@ import re
 
 _HEX = "[0-9A-Fa-f]"
 _ESCAPE = (
-    rf"\\(?:u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}|u{_HEX}{{4}}|x{_HEX}{{2}}|[ux]\{{{_HEX}+\}}|0[0-7]{{0,2}}"
-    rf"|c[A-Za-z]|[pP](?:\{{[\w:=. ^-]+\}}|[CLMNPSZ])|k<[\w$]+>|N\{{[\w -]+\}}|U{_HEX}{{8}}|.?)"
+    rf"\\(?:u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}|u{_HEX}{{4}}|x{_HEX}{{2}}|[ux]\{{{_HEX}+\}}"
+    rf"|[0-3][0-7]{{0,2}}|[4-7][0-7]?|c[A-Za-z]|[pP](?:\{{[\w:=. ^-]+\}}|[CLMNPSZ])|k<[\w$]+>"
+    rf"|N\{{[\w -]+\}}|U{_HEX}{{8}}|.?)"
 )
 _TOKEN = re.compile(_ESCAPE + r"|\[(?:[^\]\\]|\\.)*+\]|\{\d+(?:,\d*)?\}|[{}\]]", re.DOTALL | re.ASCII)
-_MEMBER = re.compile(rf"(?!^-(?!-)|-\Z)({_ESCAPE}|.)(?:-({_ESCAPE}|.))?", re.DOTALL | re.ASCII)
+_IN_MEMBER = _ESCAPE.replace("c[A-Za-z]", r"c\w")
+_MEMBER = re.compile(rf"(?!^-(?!-)|-\Z)({_IN_MEMBER}|.)(?:-({_IN_MEMBER}|.))?", re.DOTALL | re.ASCII)
 """Matches a member of a class, or a range, but not a hyphen at an end of the class."""
 _SET = re.compile(r"\\[dDwWsSpP]")
 _KEPT = re.compile(r"\\(?:[dDwWsSbBtnrvfcAZz1-9^$\\.*+?()\[\]{}|/&~-]|..+)?")
 """Matches escapes that stay. Some of them are refused later: `\\1`, and `\\A`, an anchor elsewhere."""
-_LITERALS = {"{": r"\{", "}": r"\}", "]": r"\]", "[^]": r"[\s\S]"}
-_IN_CLASS = {r"\b": r"\x08", r"\B": "B", "[": r"\[", "&": r"\&", "~": r"\~", "-": r"\-"}
+_LITERALS = {"{": r"\{", "}": r"\}", "]": r"\]", "[^]": r"[\s\S]", r"\c": r"\\c"}
+_IN_CLASS = {r"\c": r"\\c", r"\b": r"\x08", r"\B": "B", "[": r"\[", "&": r"\&", "~": r"\~", "-": r"\-"}
 _FOREIGN = re.compile(r"\[[:.=]\^?\w+[:.=]\]|&&\[")
 """Matches POSIX classes and intersections. They are refused later, by name."""
 
@@ -42,16 +44,20 @@ def _written(token: re.Match[str]) -> str:
 
 def _member(member: re.Match[str]) -> str:
     first, last = member.groups()
-    written = _IN_CLASS.get(first) or _escape(first)
+    written = _in_class(first)
     if last is None:
         return written
     dash = r"\-" if _SET.match(first) or _SET.match(last) else "-"
-    return written + dash + (_IN_CLASS.get(last) or _escape(last))
+    return written + dash + _in_class(last)
 
 
-def _escape(text: str) -> str:
-    """Return an escape. Other text stays."""
-    if text.startswith(r"\0"):
+def _in_class(text: str) -> str:
+    return _IN_CLASS.get(text) or _escape(text, "01234567")
+
+
+def _escape(text: str, octal: str = "0") -> str:
+    """Return an escape. Other text stays. `octal`: the first digits of octal escapes; others begin references."""
+    if text.startswith("\\") and text[1:2] in tuple(octal):
         return f"\\x{int(text[1:], 8):02x}"
     if text.startswith(r"\c") and len(text) > 2:
         return f"\\x{ord(text[2]) & 31:02x}"

@@ -30,11 +30,13 @@ def _formats() -> dict[str, str]:
         ]
     )
     beyond_ascii = r"\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
-    wide_label = f"({label}|[a-z0-9\u00e0-\u00f6\u00f8-\u00ff\u0430-\u044f\u3041-\u3096\u4e00-\u9fa5]{{1,15}})"
-    wide_host = f"{wide_label}(\\.{wide_label}){{0,2}}(\\.{short}){{0,2}}"  # at most 241 characters with IDNA
+    mail_host = f"{label}(\\.{short}){{1,5}}"  # at most 188: 253 of 254 for the address
+    # Each label has letters of one alphabet, because many mixtures are forbidden, as is one of both directions.
+    wide_label = f"({label}|{'|'.join(_ALPHABETS)})"
+    wide_host = f"({wide_label}(\\.{wide_label}){{0,2}}(\\.{short}){{0,2}}|{_LEFTWARD}(\\.{_LEFTWARD}){{0,2}})"  # < 242
+    wide_mail_host = f"({mail_host}|{wide_label}\\.{wide_label}(\\.{short})?|{_LEFTWARD}\\.{_LEFTWARD})"
     host = f"{label}(\\.{short}){{0,7}}"  # at most 238 characters of 253
     local = f"({atom}{{1,64}}|{atom}(\\.?{atom}){{0,31}})"  # at most 64
-    mail_host = f"{label}(\\.{short}){{1,5}}"  # at most 188: 253 of 254 for the address
     pointer = "(/([^/~]|~[01])*)*"
     variable = r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+(\.([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+)*(:[1-9][0-9]{0,3}|\*)?"
     template = r"([^\x00-\x20\x7f-\x9f\"'<>%\\^`{|}]|%[0-9A-Fa-f]{2}" + rf"|\{{[+#./;?&]?{variable}(,{variable})*\}})*"
@@ -44,7 +46,7 @@ def _formats() -> dict[str, str]:
         "date-time": f"^{date}T{time}$",
         "duration": f"^P({n}W|{calendar}({clock})?|{clock})$",
         "email": f"^{local}@{mail_host}$",
-        "idn-email": f"^({local}|({atom}|[{beyond_ascii}]){{1,21}})@{mail_host}$",  # 21 characters: 63 bytes
+        "idn-email": f"^({local}|({atom}|[{beyond_ascii}]){{1,21}})@{wide_mail_host}$",  # 21 characters: 63 bytes
         "idn-hostname": f"^{wide_host}$",
         "hostname": f"^{host}$",
         "ipv4": f"^({byte}\\.){{3}}{byte}$",
@@ -82,6 +84,17 @@ def _regex(depth: int) -> str:
     return rf"({term}|[\^$|])*"
 
 
+_ALPHABETS = (
+    *("[a-z0-9\u00e0-\u00f6\u00f8-\u00ff]{1,15}", "[\u03ac-\u03af\u03b1-\u03c1\u03c3-\u03c9\u03cc-\u03ce]{1,15}"),
+    *("[\u0430-\u044f\u0451]{1,15}", "[\u3041-\u3096\u30a1-\u30f6\u4e00-\u9fa5]{1,15}", "[\uac00-\ud7a3]{1,13}"),
+    *("[\u0e01-\u0e2e\u0e40-\u0e44][\u0e01-\u0e32\u0e34-\u0e39\u0e40-\u0e44\u0e47-\u0e4c]{0,14}",),
+    *(
+        "[\u0905-\u0928\u092a-\u0930\u0932\u0933\u0935-\u0939][\u0905-\u0928\u092a-\u0930\u0932\u0933\u0935-\u0939\u093e-\u094d]{0,14}",
+    ),
+)
+"""Labels of hosts in Latin, Greek, Cyrillic, Japanese and Chinese, Korean, Thai and Devanagari letters."""
+_LEFTWARD = "([\u05d0-\u05ea]{1,15}|[\u0621-\u063a\u0641-\u064a]{1,15})"
+"""Labels in Hebrew and Arabic letters."""
 FORMATS = _formats()
 """The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
 all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. The limit of the whole length

@@ -93,6 +93,13 @@ class SchemaGraph:
         """Return the node of a subschema of the document, which is found by identity; None if it has none."""
         return self._nodes.get(id(schema))
 
+    def target(self, reference: str) -> Node | None:
+        """Return the node that a reference leads to from the root; None if it is not known."""
+        try:
+            return self.find(self._resolvers[id(self.root)].lookup(reference).contents)
+        except _LOOKUP_ERRORS:
+            return None
+
     def nodes(self) -> Iterator[Node]:
         """Iterate over every object subschema, including unused `$defs`."""
         return iter(self._nodes.values())

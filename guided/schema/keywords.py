@@ -15,6 +15,17 @@ NUMERIC = (*NUMBER_BOUNDS, "multipleOf")
 COMPOUND = {"$ref", "anyOf", "oneOf", "allOf", "if", "enum", "const"}
 """Keywords that have no siblings in canonical form."""
 
+MISSPELT = (
+    *("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems", "minItems"),
+    *("maxItems", "uniqueItems", "unevaluatedItems", "contains", "minContains", "maxContains", "properties"),
+    *("patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties", "required"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
+)
+"""Keywords of which a misspelling is noted."""
+OTHERS = ("not", "if", "then", "else", "additionalItems", "dependencies", "$dynamicRef", "$recursiveRef")
+"""Other keywords that restrict values."""
+
 
 def types_of(schema: Schema) -> frozenset[str]:
     """Return the types of a subschema in canonical form; all if it names none. "number" includes "integer"."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,7 +38,8 @@ class Origin:
 
     graph: SchemaGraph
     nodes: list[Node]
-    """In the order in which they name properties: what a `$ref` or `allOf` before `properties` applies comes first."""
+    """In the order in which they name properties: what `$ref`, `allOf` or `oneOf` before `properties` applies comes
+    first."""
     always: list[Node]
     """Those of `nodes` that are no alternative and no condition."""
     naming: Sequence[Node] | None = None
@@ -55,11 +56,13 @@ class Origin:
         found = [node.pointer(name) for node in self.nodes for name in names if name in node.schema]
         yield from found or [node.pointer() for node in self.nodes[:1]] or [""]
 
-    def names(self) -> list[str]:
-        """Return the names of properties, in their order."""
+    def names(self, known: Iterable[str] = ()) -> list[str]:
+        """Return the names of properties, in their order. `known`: further names, which patterns may spell."""
+        patterns = " ".join(pattern for node in self.nodes for _, pattern in node.patterns())
+        spelled = sorted(filter(patterns.__contains__, known), key=patterns.find)
         declared = [name for node in self.nodes for name in _object(node.schema, "properties")]
         others = [name for node in self.always for name in _listed_names(node.schema)]
-        return [*dict.fromkeys((*declared, *others))]
+        return [*dict.fromkeys((*declared, *spelled, *others))]
 
     def declared(self) -> set[str]:
         """Return the names of the properties that no alternative and no condition names."""
@@ -116,7 +119,8 @@ class Origin:
             max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted)) for group in self._groups.values()
         ]
         chosen = [node for node, _ in best]
-        nodes = [*self.always, *(node for node in _closure(chosen, always=False) if node not in self.always)]
+        kept = {*map(id, (*self.always, *_closure(chosen, always=False)))}
+        nodes = [node for node in self.nodes if id(node) in kept]
         holding = [node for (_, keyword), (node, _) in zip(self._groups, best, strict=True) if keyword in _UNIONS]
         for (_, keyword), group in self._groups.items():
             holding += [node for node, described in group if keyword not in _UNIONS and described <= wanted]
@@ -136,7 +140,8 @@ class Origin:
 
     def place(self, part: dict[str, Any], target: Node | None) -> int:
         """Return the place of a part of `allOf` in canonical form, where `target` is what it refers to."""
-        names = _object(part, "properties").keys()
+        branches = [part, *(branch for keyword in _UNIONS for branch in part.get(keyword, ()))]
+        names = {name for branch in branches for name in _object(branch, "properties")}
         for place, node in enumerate(self.nodes):
             if node is target or names & _object(node.schema, "properties").keys():
                 return place
@@ -161,10 +166,13 @@ def _closure(starts: list[Node], *, always: bool) -> list[Node]:
             places = {keyword: place for place, keyword in enumerate(node.schema)}
             own = places.get("properties", 0)
             children = sorted(node.same, key=lambda pair: places[pair[0]])
-            before = [(child, False) for keyword, child in children if keyword in _ALWAYS and places[keyword] < own]
-            after = [(child, False) for keyword, child in children if keyword in _ALWAYS and places[keyword] >= own]
-            others = [(child, False) for keyword, child in children if keyword not in _ALWAYS and not always]
-            todo.extend(reversed([*before, (node, True), *after, *others]))
+            earlier = _ALWAYS if always else (*_ALWAYS, *_UNIONS)
+            before = [pair for pair in children if pair[0] in earlier and places[pair[0]] < own]
+            after = [pair for pair in children if pair[0] in _ALWAYS and pair not in before]
+            others = [pair for pair in children if pair not in (*before, *after) and not always]
+            todo.extend((child, False) for _, child in reversed([*after, *others]))
+            todo.append((node, True))
+            todo.extend((child, False) for _, child in reversed(before))
     return list(found.values())
 
 

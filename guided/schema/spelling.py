@@ -1,7 +1,7 @@
 """Schemas as clients send them: what is harmless and no valid JSON Schema, or another dialect's, is rewritten.
 
-`tidy` makes a document valid before it is checked, and keeps the places of its subschemas. `rewrite` writes a checked
-subschema with keywords that every library reads.
+`tidy` makes a document valid before it is checked, and keeps the places of its subschemas. `upgrade` writes a checked
+subschema of drafts 4 to 7 in draft 2019-09, `rewrite` one of any draft with keywords that every library reads.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from guided.schema.validation import Validator
 _VALUES = ("const", "default", "type")
 """Keywords that may be null, or where null is an error."""
 _ANNOTATIONS: dict[str, type] = {
-    **dict.fromkeys(("title", "description", "$comment", "contentEncoding", "contentMediaType"), str),
+    **dict.fromkeys(("title", "description", "$comment", "contentEncoding", "contentMediaType", "format"), str),
     **dict.fromkeys(("deprecated", "readOnly", "writeOnly"), bool),
+    **dict.fromkeys(("contentSchema", "$vocabulary"), dict),
     "examples": list,
 }
-_URI = Validator({"format": "uri-reference", "pattern": "^(?!#/)"})
-_ANCHOR = Validator({"pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"})
+_URI = Validator({"type": "string", "format": "uri-reference", "pattern": "^[^#]*#?$"})
+_ANCHOR = Validator({"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"})
 _IDENTIFIERS = {"$id": _URI, "id": _URI, "$anchor": _ANCHOR, "$dynamicAnchor": _ANCHOR}
 _NULL = {"type": "null"}
+_BESIDE_REFERENCES = {"$schema", "$ref", "definitions", "$defs"}
+"""Keywords that drafts 4 to 7 do not ignore beside `$ref`, or that a reference may lead to."""
 
 
 def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Make a document valid where its fault says nothing about values, and return its subschemas by position.
 
-    Keywords that are null and annotations of a wrong type are removed, and identifiers that are no URIs, unless a
-    reference has the same text.
+    Keywords that are null and annotations of a wrong type or with NUL characters are removed, and identifiers that are
+    no URIs, unless a reference has the same text.
     """
     schemas: list[dict[str, Any]] = []
     todo: list[Any] = [document]
@@ -40,11 +43,15 @@ def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
             schemas.append(schema)
             todo += [child for _, child, _ in children(schema)]
     references = {str(schema.get("$ref")) for schema in schemas}
+    references |= {reference.partition("#")[0] for reference in references}
     for schema in schemas:
         for keyword, value in list(schema.items()):
             is_null = value is None and keyword not in _VALUES
-            is_name = keyword in _IDENTIFIERS and _IDENTIFIERS[keyword].violation(value) and value not in references
-            if is_null or is_name or not isinstance(value, _ANNOTATIONS.get(keyword, object)):
+            is_odd = keyword in _IDENTIFIERS and bool(_IDENTIFIERS[keyword].violation(value))
+            is_odd = is_odd and (not value or references.isdisjoint((str(value), f"#{value}")))
+            kind = _ANNOTATIONS.get(keyword, object)
+            has_nul = kind is str and "\0" in str(value)
+            if is_null or is_odd or has_nul or not isinstance(value, kind):
                 del schema[keyword]
     return schemas
 
@@ -63,6 +70,28 @@ def rewrite(schema: dict[str, Any]) -> None:
             schema["properties"] = {name: parts[name] for name in names}
     if schema.pop("nullable", None) is True:
         _allow_null(schema)
+
+
+def upgrade(schema: dict[str, Any], draft: str) -> None:
+    """Write a subschema of draft 4, 6 or 7 in draft 2019-09, which knows all formats and does not check contents.
+
+    Younger keywords than the draft are kept: an author who writes them means them.
+
+    Args:
+        draft: identifier of the schema's draft, as `draft_of` returns it.
+    """
+    if "$ref" in schema:
+        for keyword in schema.keys() - _BESIDE_REFERENCES:
+            del schema[keyword]
+    if "draft-04" in draft:
+        schema |= {"$id": schema.pop("id")} if "id" in schema else {}
+        for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if schema.pop(exclusive, False) and bound in schema:
+                schema[exclusive] = schema.pop(bound)
+    base, _, anchor = schema.pop("$id", "").partition("#")
+    schema |= {"$id": base} if base else {}
+    if anchor and not _ANCHOR.violation(anchor):
+        schema["$anchor"] = anchor
 
 
 def _allow_null(schema: dict[str, Any]) -> None:

@@ -82,6 +82,18 @@ def in_json(node: Node, *, escapes: bool) -> Node:
     return regex.map_chars(node, spelled)
 
 
+def is_empty(schema: dict[str, Any]) -> bool:
+    """Return whether a schema has a pattern of which all matches are shorter or longer than the schema allows."""
+    if schema.get("type") != "string" or "pattern" not in schema:
+        return False
+    try:
+        low, high = width(parse_search(schema["pattern"]))
+    except InvalidConstraint:
+        return False
+    too_short = high is not None and bool(high < schema.get("minLength", 0))
+    return too_short or bool(low > schema.get("maxLength", low))
+
+
 def fit(node: Node, least: int, most: int | None) -> Node:
     """Restrict `node` to `least` to `most` characters.
 

@@ -15,6 +15,8 @@ from guided.schema.keywords import Schema, pointer
 
 PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
 """Limits of the engine for patterns."""
+_MAX_REASON = 200
+"""Characters of a message of the library, at whose end the reason is."""
 _NONZERO = re.compile(r"[-0.]*[1-9]")
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
@@ -37,7 +39,7 @@ def fault(document: dict[str, Any], draft: str) -> tuple[str, list[str | int]] |
         keyword = next((part for part in reversed(path) if isinstance(part, str)), "")
         if keyword == "items" and isinstance(error.instance, list):
             return "'items' is no list since 2020-12: a tuple is 'prefixItems', or '$schema' names an older draft", path
-        return f"{keyword!r} is not valid: {bounded(error.message)}", path
+        return f"{keyword!r} is not valid: {bounded(error.message[-_MAX_REASON:])}", path
     return None
 
 

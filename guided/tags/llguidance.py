@@ -56,6 +56,8 @@ class TagGrammar:
         """Body of a lexeme -> its name."""
         self._lazy: dict[str, str] = {}
         """Name of a lexeme -> the rule that takes it as early as possible."""
+        self._rules: dict[Node, tuple[str, str]] = {}
+        """Alternatives with ends of their own, which are written once -> name and body of their rule."""
         self._inner: dict[Content, dict[str, Any]] = {}
         self._parts = 0
         self.special_token_ids: set[int] = set()
@@ -72,7 +74,8 @@ class TagGrammar:
         start = self._series((self._constraint.tag,)) or _EMPTY
         lexemes = (f"{name}: {body}" for body, name in self._names.items())
         lazy = (f"{rule}[lazy]: {name}" for name, rule in self._lazy.items())
-        lark = "\n".join((f"start: {start}", *lazy, *lexemes)) + "\n"
+        rules = (f"{name}: {body}" for name, body in self._rules.values())
+        lark = "\n".join((f"start: {start}", *rules, *lazy, *lexemes)) + "\n"
         return {"grammars": [{"lark_grammar": lark}, *self._inner.values()]}
 
     def _series(self, items: _Items) -> str:
@@ -95,6 +98,11 @@ class TagGrammar:
                 return f"{_literal(text)} {self._series(rest)}"
             case Token():
                 return f"{self._token(first)} {self._series(rest)}"
+            case Either(options) if not any(map(self._is_open, options)):
+                if first not in self._rules:
+                    body = self._alternatives(options)
+                    self._rules[first] = (f"r{len(self._rules)}", body)
+                return f"{self._rules[first][0]} {self._series(rest)}"
             case Either(options):
                 return self._alternatives(options, rest)
             case Times(item, low, high):
@@ -142,6 +150,8 @@ class TagGrammar:
         return _any(options)
 
     def _repeated(self, item: Node, low: int, high: int | None, rest: _Items) -> str:
+        if high == 0:
+            return self._series(rest)
         if high == 1:
             return self._alternatives([item, *([Series(())] if low == 0 else ())], rest)
         if self._is_open(item):
@@ -156,8 +166,7 @@ class TagGrammar:
         for text in literals:
             if any(text != other and text in other for other in literals):
                 raise self._ambiguous(f"text that contains {bounded(text, 40)!r}, which ends it before")
-        # In the answer's text, the name of a special token looks like the token.
-        names = [name for name, token in self._special.items() if any(self._is(head, token) for head in stops)]
+        names = self._special_in(stops)
         body = self._lexeme(_without({*excludes, *names}))
         plain = self._lexeme(_without({*excludes, *names, *literals}))
         last = self._until(body, plain, exits) if rest else plain
@@ -189,8 +198,10 @@ class TagGrammar:
                 self.checked += [content.pointer + place for place in checked]
                 self._inner[content] = {**grammar, "name": f"c{len(self._inner)}"}
             return f"@{self._inner[content]['name']} {self._series(rest)}"
-        body = self._lexeme(slashed(texts))
-        return self._until(body, body, self._heads(rest)) if rest else body
+        heads = self._heads(rest) if rest else []
+        names = self._special_in(head for head, _ in heads)
+        body = self._lexeme(slashed(texts) + (f" & {_without(names)}" if names else ""))
+        return self._until(body, body, heads) if rest else body
 
     def _texts(self, content: Content) -> regex.Node | None:
         with located(content, "structural_tag"):
@@ -237,8 +248,10 @@ class TagGrammar:
         self.special_token_ids.add(number)
         return f"<[{number}]>"
 
-    def _is(self, head: Text | Token, token: int) -> bool:
-        return isinstance(head, Token) and token in (head.token, self._special.get(str(head.token)))
+    def _special_in(self, heads: Iterable[Text | Token]) -> set[str]:
+        """Return the names of special tokens that look like one of `heads` in the answer's text."""
+        tokens = {head.token for head in heads if isinstance(head, Token)}
+        return {name for name, token in self._special.items() if tokens & {name, token}}
 
     def _lexeme(self, body: str) -> str:
         return self._names.setdefault(body, f"T{len(self._names)}")

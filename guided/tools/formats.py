@@ -55,6 +55,11 @@ class ToolFormat:
     """The text before and after a message to the user that may stand before a call."""
     finish: str = ""
     """The text at the end of an answer without calls."""
+    answer: str = ""
+    """Regex of an answer without calls, if calls stand only at the beginning of an answer. It begins with no mark of
+    calls or thoughts. Empty: any text."""
+    around: tuple[str, str] = ("", "")
+    """Regexes of what models write without a mask before and after calls. It belongs to no text."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         marks=("<|channel|>", "functions"),
         parallel=False,  # the stop token <|call|> ends the turn
         preamble=("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
+        around=("", r"<\|(?:call|end)\|>(?:<\|start\|>assistant|\Z)"),
     ),
     "tekken": ToolFormat(
         call=("[TOOL_CALLS]{name}[ARGS]", ""),
@@ -138,15 +144,38 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "exaone": ToolFormat(("<tool_call>", "[|assistant|]"), "exaone"),
     "hermes": _HERMES,
     "qwen_3": _HERMES,
+    "gemma_4": ToolFormat(
+        call=("<|tool_call>call:{name}{", "}<tool_call|>"),
+        trigger="<|tool_call>",
+        marks=("<|tool_call>call:",),
+        gap="",
+        style="gemma",
+    ),
+    "llama_4": ToolFormat(
+        call=("{name}(", ")"),
+        trigger="[",
+        marks=("[func_name1(",),
+        opening="[",
+        closing="]",
+        separator=", ",
+        style="python",
+        answer=r"\s*(?:[^\[<\s][\s\S]*)?",
+        around=(r"(?:<\|python_start\|>)?", r"<\|python_end\|>"),
+    ),
     "llama": ToolFormat(
         ('"parameters": ', "ipython"),
         "llama",
         gap="; ",
-        pattern=r'(?:<\|python_tag\|>)?\{"name": "{name}",\s*"(?:parameters|arguments)":',
+        pattern=(
+            r'(?:<\|python_tag\|>\s*\{\s*"type":\s*"function",\s*|(?:<\|python_(?:tag|start)\|>)?\{)'
+            r'"name": "{name}",\s*"(?:parameters|arguments)":'
+        ),
+        around=("", r"<\|python_end\|>"),
     ),
 }
 """Name -> format. The first one with all its marks in the chat template is the model's. `hermes` is that of Qwen 2.5
-and 3, and of the embedded model; `tekken` and `mistral` are Mistral's newer and older one."""
+and 3, and of the embedded model; `tekken` and `mistral` are Mistral's newer and older one. `llama_4` is the one of
+templates that ask Llama 4 for Python's calls; Meta's own template asks for `llama`."""
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "harmony": ReasoningFormat(
@@ -163,6 +192,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         between="<|open|>response<|sep|>",
         finish=_K3_FINISH,
     ),
+    "gemma_4": ReasoningFormat(begin="<|channel>thought\n", end="<channel|>", marks=("<|channel>", "<channel|>")),
     "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]", marks=("[/THINK]",)),
     "cohere": ReasoningFormat(begin="<|START_THINKING|>", end="<|END_THINKING|>", marks=("<|END_THINKING|>",)),
     "minimax_m3": ReasoningFormat(begin="<mm:think>", end="</mm:think>", marks=("</mm:think>",)),
@@ -235,7 +265,9 @@ class Calls:
 
     def anywhere(self, reasoning: ReasoningFormat | None) -> bool:
         """Whether calls may stand anywhere in free text, and not only at the beginning of the answer."""
-        return not self.required and self.answer is None and not (reasoning is not None and reasoning.answer)
+        if self.required or self.answer is not None or self.format.answer:
+            return False
+        return reasoning is None or not reasoning.answer
 
 
 def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, Any]:
@@ -269,7 +301,10 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
     if form.preamble is not None:
         begin, end = form.preamble
         section = _sequence({"type": "optional", "content": _tag(begin, {"type": "any_text"}, end)}, section)
-    return section if calls.required else {"type": "or", "elements": [section, _answered(reasoning, calls.answer)]}
+    if calls.required:
+        return section
+    text = {"type": "regex", "pattern": form.answer} if form.answer else None
+    return {"type": "or", "elements": [section, _answered(reasoning, calls.answer or text)]}
 
 
 def _call(form: ToolFormat, begin: str, function: Function) -> dict[str, Any]:

@@ -167,7 +167,10 @@ class OutputParser:
             yield Piece("arguments", json.dumps(arguments, ensure_ascii=False), self.num_calls - 1)
         self.complete = True
         yield from self._take(rf"\s*{end}", trigger="")
-        if tools.closing and (yield from self._take(rf"\s*{_lenient(tools.closing)}", trigger="")):
+        closed = tools.closing and (yield from self._take(rf"\s*{_lenient(tools.closing)}", trigger=""))
+        if tools.around[1]:
+            yield from self._take(tools.around[1], trigger="")
+        if closed:
             return False
         between = tools.separator or ("" if self._anywhere else tools.gap)
         if between.strip():
@@ -270,6 +273,7 @@ def _beginnings(tools: ToolFormat) -> tuple[str, str]:
         first = rf"{start}\s*{_lenient(tools.opening.removeprefix(tools.trigger))}\s*(?:{call})"
     else:
         first = call if tools.pattern else rf"{start}\s*{_lenient(tools.call[0].removeprefix(tools.trigger))}"
+    first = tools.around[0] + first
     return first + (f"|{regex.escape(tools.finish)}" if tools.finish else ""), call
 
 

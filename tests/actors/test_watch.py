@@ -91,6 +91,12 @@ def test_the_last_one_that_began_holds_the_lock(scene: Scene) -> None:
     assert scene.end() == ("fill", SECOND, 2)
 
 
+def test_the_last_one_is_known_before_its_first_heartbeat(scene: Scene) -> None:
+    scene.busy(FIRST, -1e-9 * 1000.0)
+    scene.busy(LOADER, -1e-9 * 1000.1)
+    assert scene.end() == ("load", LOADER, 5)
+
+
 def test_a_load_that_holds_the_lock_is_ended_early(scene: Scene) -> None:
     scene.busy(LOADER, 0.0)
     assert scene.end() == ("load", LOADER, 5)

@@ -115,6 +115,25 @@ def test_fp8_weights_are_converted_on_a_cpu(tmp_path: Path, tiny_tokenizer: PreT
     torch.testing.assert_close(loaded.body.layers[0].mlp.up_proj.weight, expected, rtol=0.07, atol=0.01)
 
 
+def test_mxfp4_weights_are_converted_on_a_cpu(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    name = checkpoint("gpt-oss", tmp_path, tiny_tokenizer, quantization_config={"quant_method": "mxfp4"})
+    [file] = tmp_path.glob("*.safetensors")
+    stored = load_file(file)
+    generator = torch.Generator().manual_seed(1)
+    for key in [key for key in stored if key.endswith("_proj") and "experts" in key]:
+        experts, inner, outer = stored.pop(key).shape
+        blocks = torch.randint(256, (experts, outer, -(-inner // 32), 16), generator=generator, dtype=torch.uint8)
+        stored[f"{key}_blocks"] = blocks
+        stored[f"{key}_scales"] = torch.full(blocks.shape[:3], 123, dtype=torch.uint8)
+    save_file(stored, file, {"format": "pt"})
+    loaded = load_model(name, device="cpu", dtype="float32")
+    codes = stored["model.layers.0.mlp.experts.gate_up_proj_blocks"][0, 0, 0]
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]) / 16
+    values = torch.cat([values, -values])
+    expected = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], 1).flatten()
+    torch.testing.assert_close(loaded.body.layers[0].mlp.experts.gate_up_proj[0, :, 0], expected)
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

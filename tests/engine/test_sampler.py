@@ -30,7 +30,7 @@ def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed:
 
 def begun(*rows: Sequence) -> tuple[Sampler, Batch]:
     """A sampler at the beginning of a step, and the step's batch."""
-    batch = Batch([], list(rows), [])
+    batch = Batch([], list(rows), [], [])
     sampler = Sampler(LogitsProcessors(VllmConfig(), torch.device("cpu")), {EOS})
     sampler.processors.begin(batch)
     return sampler, batch
@@ -80,7 +80,7 @@ def test_penalties_count_what_comes_while_the_batch_stays() -> None:
         seen.append(sampler.adjust(lambda: logits_of([0.0] * 5), batch)[0, :5].tolist())
         it.append(token)
     assert seen == [[0.0] * 5, [0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, 0.0]]
-    batch = Batch([], [sequence(), it], [])
+    batch = Batch([], [sequence(), it], [], [])
     sampler.processors.begin(batch)
     found = sampler.adjust(lambda: logits_of([0.0] * 5, [0.0] * 5), batch)[:, :5].tolist()
     assert found == [[0.0] * 5, [0.0, 0.0, 0.0, -2.0, -1.0]], "a new batch is counted anew"

@@ -12,11 +12,13 @@ import pytest
 from driven_pool import gone, placement
 from engine_runs import bystanders, errors, generate, said
 from faulty_backend import ADAPTER, NAME
+from model_families import FAMILIES
 from serving import wait_until
+from transformers import PreTrainedTokenizerFast
 
 from actors import RayPool, processes
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel
+from engine.model_loader import LoadedModel, prepare_model
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.backends import BACKENDS
@@ -93,6 +95,16 @@ def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedMo
 
     found = generate(tiny_model, pool, bystanders(), in_the_middle(kill_all))
     assert running - {"free"}, "during generation"
+    assert not errors(found)
+    assert said(found) == said(expected)
+
+
+def test_recurrent_states_stay_during_a_replay(pool: RayPool, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    family = next(family for family in FAMILIES if family.title == "Qwen 3.5")
+    model = prepare_model(family.make(), tiny_tokenizer)
+    assert model.vocabulary == pool.vocabulary
+    expected = generate(model, InlinePool(model.vocabulary), bystanders())
+    found = generate(model, pool, bystanders(), in_the_middle(lambda engine: kill_actors(pool)))
     assert not errors(found)
     assert said(found) == said(expected)
 

@@ -29,14 +29,14 @@ from guided.errors import GuidedError, InvalidRequest, errors_by_code
 
 STATUSES = {
     400: """invalid_request context_length_exceeded invalid_constraint constraint_too_large unsupported_constraint
-        constraint_compile_timeout body_too_complex invalid_json""",
+        constraint_quarantined constraint_compile_timeout body_too_complex invalid_json""",
     401: "invalid_api_key",
     404: "model_not_found",
     408: "request_timeout",
     429: "compile_queue_full",
     431: "header_too_large",
     500: """internal_error backend_error dead_end token_rejected constraint_not_met mask_timeout worker_died
-        post_processor_failed logits_processor_failed""",
+        grammar_load_timeout post_processor_failed logits_processor_failed""",
     503: "pool_unavailable too_many_connections queue_full shutting_down",
 }
 ERRORS = {code: status for status, codes in STATUSES.items() for code in codes.split()}

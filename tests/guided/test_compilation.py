@@ -9,7 +9,7 @@ import pytest
 from guided.backends import BACKENDS, Backends
 from guided.compilation import compile_with
 from guided.constraint import Constraint
-from guided.errors import ConstraintTooLarge
+from guided.errors import ConstraintTooLarge, UnsupportedConstraint
 from guided.vocabulary import Vocabulary
 
 
@@ -31,3 +31,10 @@ def test_the_size_of_a_grammar_is_measured(backend: str, vocabulary: Vocabulary)
         compiled = [compile_with(backends, Constraint.choice([*options, name]), backend) for name in "ab"]
         sizes.append(compiled[1].nbytes)
     assert sizes[1] > sizes[0] + 50_000
+
+
+def test_a_large_grammar_that_fails_after_its_first_mask_is_refused(vocabulary: Vocabulary) -> None:
+    rules = "\n".join(f'r{n}: "a" "b" T{n}\nT{n}: /[a-z]+/ "{n}"' for n in range(1_900))
+    grammar = Constraint.grammar(f"start: {' | '.join(f'r{n}' for n in range(1_900))}\n{rules}")
+    with pytest.raises(UnsupportedConstraint, match="too ambiguous, or has too many alternatives"):
+        compile_with(Backends(vocabulary), grammar, "llguidance")

@@ -163,7 +163,8 @@ def test_what_is_enforced_is_what_is_read(
     generator = random.Random(seed)
     marks = [form.trigger, *([reasoning.begin, reasoning.end] if reasoning else [])]
     ends = [STYLES[form.style].end.replace("{name}", place) for place in ("p0", "p1") if form.style in STYLES]
-    marks += [mark for end in ends for mark in (end, end.rstrip())]
+    marks += [mark for end in ends for mark in (end, end.rstrip()) if mark]
+    marks += [kind for kind in STYLES[form.style].kinds if kind] if form.style in STYLES else []
     output = written(matcher, vocabulary, generator, marks)
     if output is None:
         return
@@ -185,7 +186,7 @@ def test_what_is_enforced_is_what_is_read(
     if answer and not found:
         assert json.loads(text) == form.trigger
     if reasoning is not None:
-        assert reasoning.begin not in text or answer
+        assert reasoning.begin not in text or answer or form.answer
         assert not thoughts or reasoning.end not in thoughts
     # The same, as the text grows.
     assert joined(grown(parser(), output, lambda: generator.randint(1, 9))) == (thoughts, text, found)
@@ -219,6 +220,11 @@ SAMPLES: dict[str, tuple[str, tuple[str, str, list[tuple[str, Any]]]]] = {
         '<tool_call><function=g><parameter=b>[1, {"c": "}"}]</parameter></function></tool_call>',
         ("", "", TWO),
     ),
+    "gemma_4": (
+        'Hi <|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|><|tool_call>call:g{b:[1,{c:<|"|>}<|"|>}]}<tool_call|>',
+        ("", "Hi", TWO),
+    ),
+    "llama_4": ("[f(a='x'), g(b=[1, {'c': \"}\"}])]", ("", "", TWO)),
 }
 """Name of a format -> an output as the models write it, and its thoughts, its text and its calls.
 
@@ -251,6 +257,108 @@ def test_as_the_models_write_it(name: str, length: int) -> None:
 def test_text_without_a_trigger_is_no_call(name: str, text: str) -> None:
     parser = OutputParser(tools=tool_format(name), functions=[F, G])
     assert joined(grown(parser, text, lambda: 3)) == ("", text, [])
+
+
+TEXTS = [
+    "it's",
+    '"x" \\ "y"',
+    "a\n}{,][)(:=",
+    "Zürich 東京 👩\u200d💻",
+    "<|tool_call>call:f{}<tool_call|> [f()]",
+    "",
+    "True, null",
+]
+MANY = Function(
+    "f",
+    {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "item": {"type": "array", "items": {"type": "string"}},
+            "c": {"type": "object", "properties": {"d e": {"type": ["number", "null"]}}, "required": ["d e"]},
+            "free": {"type": "object"},
+        },
+        "required": ["item"],
+        "additionalProperties": False,
+    },
+)
+
+
+def gemma(value: Any) -> str:
+    """Return a value as Gemma's chat template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{gemma(part)}" for name, part in value.items()) + "}"
+    return "[" + ",".join(map(gemma, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+def call_in(name: str, arguments: dict[str, Any]) -> str:
+    if name == "gemma_4":
+        return f"<|tool_call>call:f{gemma(arguments)}<tool_call|>"
+    return f"[f({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments.items())})]"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", ["gemma_4", "llama_4"])
+def test_any_text_in_a_list_of_arguments(backends: Backends, vocabulary: Vocabulary, name: str, text: str) -> None:
+    tools = known_format(name)
+    for required in (True, False):
+        form = answer_format(Calls(tools, [MANY], required, True), None)
+        grammar = backends["llguidance"].compile(Constraint.structural_tag({"format": form}))
+        for arguments in (
+            {"a": text, "item": [text, ""], "c": {"d e": -1.5e-05}},
+            {"item": [], "free": {"x": {"y z": [True, None, text]}}},
+        ):
+            output = call_in(name, arguments)
+            matcher = grammar.matcher()
+            matcher.accept_tokens(vocabulary.encode(output))
+            assert matcher.is_accepting()
+            parser = OutputParser(tools=tools, functions=[MANY], anywhere=name == "gemma_4")
+            _, rest, [(called, written)] = joined(grown(parser, output, lambda: 3))
+            assert (called, json.loads(written), rest) == ("f", arguments, "")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"a": "x"}, {"item": [1]}, {"item": [], "a": ""}, {"item": [], "x": 1}])
+@pytest.mark.parametrize("name", ["gemma_4", "llama_4"])
+def test_a_list_of_arguments_satisfies_the_schema(
+    backends: Backends, vocabulary: Vocabulary, name: str, arguments: dict[str, Any]
+) -> None:
+    """Required arguments, their types and their order."""
+    form = answer_format(Calls(known_format(name), [MANY], False, True), None)
+    matcher = backends["llguidance"].compile(Constraint.structural_tag({"format": form})).matcher()
+    with pytest.raises(TokenRejected):
+        matcher.accept_tokens(vocabulary.encode(call_in(name, arguments)))
+
+
+def test_text_of_llama_4_does_not_begin_like_a_call(backends: Backends, vocabulary: Vocabulary) -> None:
+    form = answer_format(Calls(known_format("llama_4"), [F], False, True), None)
+    grammar = backends["llguidance"].compile(Constraint.structural_tag({"format": form}))
+    for text, allowed in (("See [f(1)]", True), ("", True), ("[1]", False), ("\n[f(", False), ("<think>", False)):
+        matcher = grammar.matcher()
+        assert (matcher.accepts(vocabulary.encode(text)) == len(vocabulary.encode(text))) is allowed, text
+
+
+def test_strings_between_special_tokens() -> None:
+    """Gemma's quotation mark is a token. No text within a string looks like it."""
+    marks = ['<|"|>', "<|tool_call>", "<tool_call|>"]
+    special = {mark: 257 + index for index, mark in enumerate(marks)}
+    data = (b"</s>", *(bytes([byte]) for byte in range(256)), *(b"" for _ in marks))
+    names = {"</s>": 0, **special}
+    tokens = [{"id": token, "content": name, "special": True} for name, token in names.items()]
+    vocabulary = Vocabulary(data, (0,), frozenset(names.values()), 288, json.dumps({"added_tokens": tokens}))
+    function = Function("f", {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}, "b": {}}})
+    form = answer_format(Calls(known_format("gemma_4"), [function], True, True), None)
+    matcher = Backends(vocabulary)["llguidance"].compile(Constraint.structural_tag({"format": form})).matcher()
+
+    def encoded(text: str) -> list[int]:
+        return [byte + 1 for byte in text.encode()]
+
+    quote = special['<|"|>']
+    begun = [special["<|tool_call>"], *encoded("call:f{a:"), quote]
+    for text in (*("x" * 20, "<|", '"|>'), '<|"|'):
+        assert matcher.accepts([*begun, *encoded(text), quote, *encoded(",b:"), quote]) == len(begun) + len(text) + 5
+    assert matcher.accepts([*begun, *encoded('<|"|>')]) == len(begun) + 4
 
 
 def test_an_output_that_was_cut() -> None:
@@ -345,6 +453,8 @@ def test_thoughts() -> None:
         ("<|tool_calls_begin|>", "deepseek_v3_1", None),
         ('"parameters": dictionary ... ipython', "llama", None),
         ("<|channel|> functions", "harmony", "harmony"),
+        ("<|channel>thought<channel|><|tool_call>call: <tool_call|> arguments", "gemma_4", "gemma_4"),
+        ("format: [func_name1(param1=value1)] ipython", "llama_4", None),
         ("{{ messages }}", None, None),
     ],
 )

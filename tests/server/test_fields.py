@@ -171,6 +171,27 @@ def test_fields_of_other_apis_that_constrain(client: TestClient, path: str, name
         (CHAT, {"structured_outputs": {"pattern": "a"}}, "structured_outputs.pattern", "regex"),
         (CHAT, {"structured_outputs": {"ebnf": LIGHT}}, "structured_outputs.ebnf", "grammar"),
         (CHECK, {"response_format": {"type": "json", "jsonSchema": {}}}, "response_format.jsonSchema", "json_schema"),
+        (CHECK, {"response_format": {"type": "regex", "pattern": "a"}}, "response_format.pattern", "regex"),
+        (CHAT, {"response_format": {"type": "object", "properties": {}}}, "response_format.properties", "schema"),
+        (
+            *(CHAT, {"response_format": {"type": "json_schema", "json_schema": DIGITS}}),
+            *("response_format.json_schema.type", "schema"),
+        ),
+        (RESPONSES, {"text": {"formatting": {"type": "json_object"}}}, "text.formatting", "text.format"),
+        (
+            COMPLETIONS,
+            {"body": [{"sampling": {"guided_choice": ["a"]}}]},
+            "body.sampling.guided_choice",
+            "guided_choice",
+        ),
+        (CHAT, {"answer_shape": DIGITS}, "answer_shape", "response_format"),
+        (ANTHROPIC, {"reply": {"format": {"type": "json_object"}}}, "reply.format", "response_format"),
+        (RESPONSES, {"runtime": {"nvext": {"guided_grammar": "x"}}}, "runtime.nvext.guided_grammar", "guided_grammar"),
+        (CHAT, {"vllm_xargs": {"guided_json": DIGITS}}, "vllm_xargs", "guided_json, beside vllm_xargs"),
+        (
+            *(CHAT, {"tools": [{"type": "function", "function": {"name": "f", "inputSchema": DIGITS}}]}),
+            *("tools[0].function.inputSchema", "parameters"),
+        ),
     ],
 )
 def test_names_within_objects(client: TestClient, path: str, fields: dict[str, Any], param: str, meant: str) -> None:
@@ -192,7 +213,8 @@ HARMLESS: dict[str, Any] = {
     "reasoning_format": "deepseek",
     "keep_alive": 1,
     "options": {"num_ctx": 1},
-    "provider": {"order": ["a"]},
+    "provider": {"order": ["a"], "sort": {"type": "price", "properties": {"a": {}}}},
+    "trace": [{"input": "x", "text": {"format": "mp3"}, "temperature": 0}],
     "separate_reasoning": True,
 }
 
@@ -221,6 +243,8 @@ def test_a_name_that_is_no_unicode(client: TestClient) -> None:
         *((path, {"stop_sequences": ["x"]}, "stop") for path in (COMPLETIONS, CHAT, RESPONSES, CHECK)),
         *((CHAT, {"max_output_tokens": 5}, "max_tokens"), (CHAT, {"system": "Be kind."}, "messages")),
         *((COMPLETIONS, {"max_new_tokens": 5}, "max_tokens"), (ANTHROPIC, {"instructions": "x"}, "system")),
+        *((ANTHROPIC, {"max_tokens_to_sample": 5}, "max_tokens"), (CHAT, {"toolChoice": "required"}, "tool_choice")),
+        *((RESPONSES, {"systemInstruction": "x"}, "instructions"), (COMPLETIONS, {"maxTokens": 5}, "max_tokens")),
     ],
 )
 def test_names_of_other_apis(client: TestClient, path: str, fields: dict[str, Any], here: str) -> None:
@@ -235,7 +259,9 @@ def test_what_is_harmless_is_accepted(client: TestClient, path: str) -> None:
     body = accepted(client, path, structured_outputs=outputs, guided_decoding_backend="xgrammar:no-fallback")
     assert body["guided"]["ignored"] == ["structured_outputs.disable_fallback"]
     assert body["guided"]["backend"] == "xgrammar"
-    accepted(client, path, top_p=0)
+    accepted(client, path, top_p=0, stream=None, skip_special_tokens=None)
+    unnamed = {"type": "json_schema", "json_schema": {"schema": DIGITS}}
+    assert accepted(client, path, response_format=unnamed)["guided"]["kind"] == "json_schema"
     closed = {"json_schema": DIGITS, "open_objects": True, "backend": "auto:no-fallback,no-additional-properties"}
     assert accepted(client, path, **closed)["guided"]["closed"] == [""]
 

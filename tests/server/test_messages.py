@@ -117,7 +117,8 @@ def test_a_conversation_is_the_same_as_a_chat(hermes: TestClient) -> None:
     message = create(hermes, **asked, tools=[TOOL], **same)
     chat = hermes.post(CHAT, json={"messages": messages, "tools": [CHAT_TOOL], **same}).json()
     assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
-    assert message["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    read = message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
+    assert read == chat["usage"]["prompt_tokens"]
     assert message["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
     counted = hermes.post(f"{PATH}/count_tokens", json={"model": "tiny", **asked, "tools": [TOOL]}).json()
     assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}

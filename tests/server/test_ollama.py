@@ -163,6 +163,8 @@ def test_formats(client: TestClient, given: Any) -> None:
     assert answer["guided"]["kind"] == ("json_object" if given == "json" else "json_schema")
     value = json.loads(answer["message"]["content"])
     assert given == {} or isinstance(value, dict)
+    in_options = whole(client, options={"format": given, "num_predict": 60}, seed=4, complete=True)
+    assert in_options["message"] == answer["message"]
     for none in ("", None):
         assert whole(client, format=none, options={"num_predict": 3})["guided"] is None
 
@@ -224,14 +226,17 @@ def test_a_request_to_load_the_model(client: TestClient, path: str, fields: dict
         ("/api/generate", {"context": [1]}, "Invalid 'context'"),
         ("/api/generate", {"template": "x"}, "Invalid 'template'"),
         ("/api/generate", {"raw": True}, "Invalid 'raw'"),
+        ("/api/generate", {"messages": HI}, "'messages'; did you mean prompt?"),
+        ("/api/chat", {"prompt_logprobs": 1}, "prompt_logprobs: log-probabilities of prompts are not available here"),
+        ("/api/chat", {"options": {"num_predict": "5"}}, "Invalid 'options.num_predict'"),
         ("/api/generate", {"prompt": "word " * 700}, "prompt: This model's maximum context length is 512 tokens"),
         ("/api/chat", {"format": {"type": "strin"}}, "format: 'strin' is not valid as 'type'"),
         ("/api/chat", {"format": "yaml"}, "format: "),
         ("/api/chat", {"format": LIGHT, "regex": "a"}, "regex and format"),
         ("/api/chat", {"format": "json", "response_format": {"type": "json_schema", "schema": LIGHT}}, "format"),
         ("/api/chat", {"format": {}, "choice": ["a"]}, "choice and format"),
-        ("/api/chat", {"options": {"temperature": -1}}, "options.temperature: temperature is -1"),
-        ("/api/chat", {"options": {"num_predict": -3}}, "options.num_predict: max_tokens is -3"),
+        ("/api/chat", {"options": {"temperature": -1}}, "options.temperature is -1"),
+        ("/api/chat", {"options": {"num_predict": -3}}, "options.num_predict is -3"),
         ("/api/chat", {"top_logprobs": 3}, "top_logprobs requires logprobs: true"),
         ("/api/chat", {"json_shema": {}}, "did you mean json_schema"),
         ("/api/chat", {"n": 2}, "Invalid 'n'"),

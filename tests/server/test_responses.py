@@ -306,7 +306,7 @@ def test_logprobs_leave_out_thoughts_and_calls(
         ({"tools": [{"type": "local_shell"}, TOOL]}, "tools[0].type", "'function'"),
         ({"tools": [{"type": "file_search"}, TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice", ""),
         ({"tools": [{"type": "mcp"}, {**TOOL, "parameters": {"type": "array"}}]}, "tools[1].parameters", "an object"),
-        ({"tools": [TOOL, {"type": "function", "function": TOOL}]}, "tools[1]", "stand beside 'type'"),
+        ({"tools": [TOOL, {"type": "function", "function": TOOL}]}, "tools[1].function", "stand beside 'type'"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL]}]}, "tools[0].tools", "side by side"),
         ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters", "are an object"),
         ({"tools": [{"type": "custom", "name": "f", "format": {**CODE, "definition": "["}}]}, "tools[0].format", ""),

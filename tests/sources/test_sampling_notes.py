@@ -25,7 +25,7 @@ def batch(make_engine: MakeEngine) -> Batch:
     for sequence in sg4.sequences:
         sequence.append(42)
     prefills = [Chunk(sg1.sequences, 0, 4), Chunk(sg2.sequences, 0, 3), Chunk(sg3.sequences, 0, 5)]
-    return Batch(prefills, sg4.sequences, [])
+    return Batch(prefills, sg4.sequences, [], [])
 
 
 @source("prompt_logprobs outputs the probabilities of all prompt tokens but the first")

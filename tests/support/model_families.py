@@ -27,7 +27,6 @@ from engine import attention
 from engine.attention import Scores, Span, UnsupportedModelError
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.model_head import OwnForward
 from engine.model_loader import LoadedModel, load_model
 from engine.sampling_params import SamplingParams
 
@@ -156,14 +155,14 @@ def describe(model: LoadedModel, layers: Iterable[tuple[Scores, Span]]) -> str:
     kinds = {kind for kind, *_ in model.layout.shapes} if model.layout is not None else set()
     needs = {
         "full attention": Span() in spans,
-        "sliding windows": any(span.window for span in spans),
-        "chunks": any(span.chunk for span in spans),
+        "sliding windows": any(span.length and not span.is_chunk for span in spans),
+        "chunks": any(span.is_chunk for span in spans),
         "soft cap of scores": any(score.softcap for score in scores),
         "sinks": any(score.sinks is not None for score in scores),
         "recurrent states": "recurrent" in kinds,
         "convolution states": "conv" in kinds,
         "whole prompts": model.layout is not None and not model.layout.resumes,
-        "logits by its own forward": isinstance(model.head, OwnForward),
+        "logits by its own forward": not isinstance(model.head, torch.nn.Linear),
     }
     return ", ".join(name for name, applies in needs.items() if applies)
 
@@ -350,7 +349,9 @@ FAMILIES = [
     Family(
         "dots.llm1", "dots1", {**LATENT, "head_dim": 8, **FULL_AND_SLIDING, "n_shared_experts": 1}, group="mixtures"
     ),
-    Family("gpt-oss", "gpt_oss", {**EXPERTS, "head_dim": 16, **FULL_AND_SLIDING}, group="mixtures"),
+    Family(
+        "gpt-oss", "gpt_oss", {**EXPERTS, "intermediate_size": 32, "head_dim": 16, **FULL_AND_SLIDING}, group="mixtures"
+    ),
     Family(
         "Llama 4 (text)",
         "llama4_text",

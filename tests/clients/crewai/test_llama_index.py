@@ -19,7 +19,7 @@ def model(shared: dict[str, Any]) -> OpenAILike:
 def test_structured_output(model: OpenAILike, shared: dict[str, Any], native: bool) -> None:
     model.should_use_structured_outputs = native
     answer = model.as_structured_llm(shared["Person"]).complete(shared["TEXT"])
-    assert isinstance(answer.raw, shared["Person"])
+    assert answer.raw == shared["PERSON"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -31,4 +31,4 @@ def test_tools(model: OpenAILike, shared: dict[str, Any], stream: bool) -> None:
     ask = model.stream_chat_with_tools if stream else model.chat_with_tools
     answer = ask([FunctionTool.from_defaults(store)], user_msg=shared["TEXT"], tool_required=True)
     [call] = model.get_tool_calls_from_response(list(answer)[-1] if stream else answer)
-    shared["Person"].model_validate(call.tool_kwargs)
+    assert call.tool_kwargs == {"name": "Anna Weber", "age": 47, "city": "Hamburg"}

@@ -15,7 +15,7 @@ def model(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
 
 
 def test_streamed_tools(model: Any, shared: dict[str, Any]) -> None:
-    """The tool's result is the answer, as the embedded model cannot be relied on for one of its own."""
+    """The result of the tool is the answer."""
     stored = []
     Person = shared["Person"]  # noqa: N806
 
@@ -40,7 +40,14 @@ def test_streamed_tools(model: Any, shared: dict[str, Any]) -> None:
         return result.final_output
 
     assert asyncio.run(run()) == "stored"
-    assert [type(person) for person in stored] == [shared["Person"]]
+    assert stored == [Person(name="Anna Weber", age=47, city="Hamburg")]
+
+
+def test_an_agent_loop(model: Any, shared: dict[str, Any], get_weather: Any) -> None:
+    agent = agents.Agent("clerk", model=model, tools=[agents.function_tool(get_weather)])
+    result = agents.Runner.run_sync(agent, shared["QUESTION"], max_turns=4)
+    assert result.final_output == shared["ANSWER"]
+    assert [item.output for item in result.new_items if item.type == "tool_call_output_item"] == ["sunny in Lisbon"]
 
 
 def test_a_second_turn(model: Any, shared: dict[str, Any]) -> None:

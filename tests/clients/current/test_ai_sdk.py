@@ -25,4 +25,4 @@ def test_providers(shared: dict[str, Any], tmp_path: Path) -> None:
     answers = [value for line in run.stdout.splitlines() for value in json.loads(line)]
     assert len(answers) == 8
     for value in answers:
-        shared["Person"].model_validate(value)
+        assert value == {"name": "Anna Weber", "age": 47, "city": "Hamburg"}

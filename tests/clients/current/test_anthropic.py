@@ -20,15 +20,20 @@ def asked(shared: dict[str, Any]) -> dict[str, Any]:
     return {"model": shared["MODEL"], "max_tokens": 200, "messages": messages}
 
 
+def prompt_tokens(message: Any) -> int:
+    """Return the number of the prompt's tokens. Those in the prefix cache are counted apart, as Anthropic does."""
+    return message.usage.input_tokens + message.usage.cache_read_input_tokens
+
+
 def test_streams(client: anthropic.Anthropic, asked: dict[str, Any], shared: dict[str, Any]) -> None:
     with client.messages.stream(**asked, output_format=shared["Person"]) as stream:
         pieces = list(stream.text_stream)
         message = stream.get_final_message()
     assert len(pieces) > 1
-    assert isinstance(message.parsed_output, shared["Person"])
+    assert message.parsed_output == shared["PERSON"]
     assert message.stop_reason == "end_turn"
     counted = client.messages.count_tokens(model=asked["model"], messages=asked["messages"])
-    assert message.usage.input_tokens == counted.input_tokens
+    assert prompt_tokens(message) == counted.input_tokens
 
 
 def test_streamed_tools(client: anthropic.Anthropic, asked: dict[str, Any], shared: dict[str, Any]) -> None:
@@ -37,7 +42,7 @@ def test_streamed_tools(client: anthropic.Anthropic, asked: dict[str, Any], shar
         kinds = {event.type for event in stream}
         message = stream.get_final_message()
     [call] = message.content
-    shared["Person"].model_validate(call.input)
+    assert call.input == {"name": "Anna Weber", "age": 47, "city": "Hamburg"}
     assert message.stop_reason == "tool_use"
     assert {"input_json", "content_block_stop", "message_stop"} <= kinds
 
@@ -61,8 +66,19 @@ def test_an_agent_loop(
     )
     messages = [each.get_final_message() if stream else each for each in runner]
     assert [message.stop_reason for message in messages] == ["tool_use", "tool_use"]
-    assert messages[1].usage.input_tokens > messages[0].usage.input_tokens
-    assert len(stored) == 2
+    assert prompt_tokens(messages[1]) > prompt_tokens(messages[0])
+    assert messages[1].usage.cache_read_input_tokens > 0  # the first turn
+    assert stored[0] == shared["PERSON"]
+
+
+def test_an_agent_loop_that_ends(
+    client: anthropic.Anthropic, asked: dict[str, Any], shared: dict[str, Any], get_weather: Any
+) -> None:
+    asked["messages"] = [{"role": "user", "content": shared["QUESTION"]}]
+    runner = client.beta.messages.tool_runner(**asked, tools=[anthropic.beta_tool(get_weather)])
+    messages = list(runner)
+    assert [message.stop_reason for message in messages] == ["tool_use", "end_turn"]
+    assert messages[1].content[0].text == shared["ANSWER"]
 
 
 def test_exceptions(client: anthropic.Anthropic, asked: dict[str, Any]) -> None:

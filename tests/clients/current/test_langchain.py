@@ -22,11 +22,11 @@ def model(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(model: Any, shared: dict[str, Any], method: str) -> None:
     chain = model.with_structured_output(shared["Person"], method=method, strict=True)
-    assert isinstance(chain.invoke(shared["TEXT"]), shared["Person"])
+    assert chain.invoke(shared["TEXT"]) == shared["PERSON"]
 
 
 def test_streamed_tools(model: Any, shared: dict[str, Any]) -> None:
     bound = model.bind_tools([shared["Person"]], tool_choice="Person", parallel_tool_calls=False)
     first, *others = bound.stream(shared["TEXT"])
     [call] = sum(others, first).tool_calls
-    shared["Person"].model_validate(call["args"])
+    assert call["args"] == {"name": "Anna Weber", "age": 47, "city": "Hamburg"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ollama
@@ -27,22 +27,6 @@ def asked(shared: dict[str, Any]) -> dict[str, Any]:
     return {"model": shared["MODEL"], "messages": [{"role": "user", "content": shared["TEXT"]}]}
 
 
-def get_weather(city: str) -> str:
-    """Return the weather.
-
-    Args:
-        city: Its name.
-    """
-    return f"sunny in {city}"
-
-
-def test_the_page_prints_the_values(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
-    names = run_section("ollama")
-    assert names["person"] == shared["Person"](name="Anna Weber", age=47, city="Hamburg")
-    [call] = names["calls"]
-    assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Lisbon"})
-
-
 def test_streams(client: ollama.Client, address: dict[str, Any], asked: dict[str, Any], shared: dict[str, Any]) -> None:
     asked |= {"format": shared["Person"].model_json_schema(), "stream": True}
     chunks = list(client.chat(**asked))
@@ -58,14 +42,14 @@ def test_streams(client: ollama.Client, address: dict[str, Any], asked: dict[str
     assert "".join(asyncio.run(texts())) == text
 
 
-def test_the_result_of_a_tool_is_sent_back(client: ollama.Client, asked: dict[str, Any]) -> None:
-    asked["messages"] = [{"role": "user", "content": "What is the weather in Lisbon?"}]
+def test_an_agent_loop(client: ollama.Client, asked: dict[str, Any], shared: dict[str, Any], get_weather: Any) -> None:
+    asked["messages"] = [{"role": "user", "content": shared["QUESTION"]}]
     answer = client.chat(**asked, tools=[get_weather])
     [call] = answer.message.tool_calls
     told = {"role": "tool", "tool_name": call.function.name, "content": get_weather(**call.function.arguments)}
     asked["messages"] += [answer.message, told]
-    after = client.chat(**asked, options={"num_predict": 20})
-    assert told["content"] == "sunny in Lisbon"
+    after = client.chat(**asked, tools=[get_weather], options={"num_predict": 20})
+    assert (after.message.content, after.message.tool_calls) == (shared["ANSWER"], None)
     assert after.prompt_eval_count > answer.prompt_eval_count
 
 

@@ -58,3 +58,14 @@ def test_without_ray_masks_are_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = {finding.subject: finding for finding in examine(ServeOptions(load=CPU, port=0))}
     assert findings["Ray"].level == "warning"
     assert "in the server's process" in findings["Ray"].text
+
+
+def test_a_model_that_cannot_be_served_is_named_with_what_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "BACKENDS", {})
+    (tmp_path / "config.json").write_text('{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}')
+    options = ServeOptions(model=str(tmp_path), load=CPU, pool="inline", port=0)
+    [error] = [finding for finding in examine(options) if finding.level == "error"]
+    reason = "its code does not support other attention backends"
+    assert (
+        error.text == f"BloomForCausalLM can't be served: {reason}. vLLM may serve it, with guided inside: docs/vllm.md"
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from byte_vocabulary import BYTES, accepts
+from contract_cases import mask
 
 from guided.backends import xgrammar as xgrammar_module
 from guided.backends.xgrammar import XGrammarBackend
@@ -126,3 +127,14 @@ def test_rules_without_any_text_are_refused(backend: XGrammarBackend, grammar: s
     """Such a rule would crash its process."""
     with pytest.raises(UnsupportedConstraint, match="derives nothing but itself"):
         backend.compile(Constraint.grammar(grammar))
+
+
+@pytest.mark.parametrize("classes", ["[^a] [一-鿿]", "[b-zé] [一-鿿]", "[^a]{2} [à-ÿ]", "[^0-9] [😀-😏] [^x]"])
+def test_what_a_mask_allows_beside_other_alphabets_is_accepted(classes: str, vocabulary: Vocabulary) -> None:
+    grammar = XGrammarBackend(vocabulary).compile(Constraint.grammar(f'root ::= "x" {classes} "1"'))
+    start = grammar.matcher()
+    start.accept_tokens(vocabulary.encode("x"))
+    for token in mask(start, vocabulary).tolist():
+        matcher = start.fork()
+        matcher.accept_tokens([token])
+        assert all(matcher.accepts([after]) for after in mask(matcher, vocabulary).tolist())

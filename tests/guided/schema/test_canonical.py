@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -195,3 +196,50 @@ def test_faults_are_located(part: Any, place: str) -> None:
     with pytest.raises(InvalidConstraint) as caught:
         canonical(Constraint.json_schema(document).schema)
     assert str(caught.value.pointer).endswith(place)
+
+
+ORDERED = {
+    "type": "object",
+    "properties": {"z": {"type": "null"}, "a": {"type": "null"}},
+    "additionalProperties": False,
+}
+TREE = {**ORDERED, "properties": {**ORDERED["properties"], "m": {"$ref": "#t"}, "b": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"$ref": "#n", "$defs": {"n": {"$anchor": "n", **ORDERED}}}, ["z", "a"]),
+        (
+            {"items": {"$ref": "n"}, "$defs": {"n": {"$id": "http://x.y/n", **ORDERED}}, "$id": "http://x.y/"},
+            ["z", "a"],
+        ),
+        (
+            {"items": {"$ref": "#t"}, "properties": {"q": {}}, "$defs": {"t": {"$anchor": "t", **TREE}}},
+            ["z", "a", "m", "b"],
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-04/schema#",
+                "items": {"$ref": "#t"},
+                "definitions": {"t": {"id": "#t", **TREE}},
+            },
+            ["z", "a", "m", "b"],
+        ),
+        (
+            {"$ref": "#/$defs/a~1b%20", "$defs": {"a/b ": TREE, "t": {"$anchor": "t", "$ref": "#/$defs/a~1b%20"}}},
+            [*"zamb"],
+        ),
+        ({"type": "object", "patternProperties": {"^(z|id|a)$": {}}, "additionalProperties": False}, ["z", "id", "a"]),
+        ({"oneOf": [{**ORDERED, "required": [name]} for name in "za"]}, ["z", "a"]),
+    ],
+    ids=str,
+)
+def test_properties_keep_the_order_of_the_source(schema: Any, names: list[str]) -> None:
+    form = canonical(Constraint.json_schema(schema).schema)
+    orders = re.findall(r'"properties": (\{(?:[^{}]|\{[^{}]*\})*\})', json.dumps([form.root, form.definitions]))
+    assert orders
+    for order in orders:
+        assert [name for name in names if name in json.loads(order)] == [
+            name for name in json.loads(order) if name != "q"
+        ]

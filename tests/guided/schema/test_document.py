@@ -41,7 +41,7 @@ def test_objects_booleans_and_their_texts_are_schemas(schema: Any) -> None:
         ('{"minimum": 1e999}', "Out of range float"),
         ({"minimum": 10**100}, "a number has more than 100 characters"),
         ({"enum": [{1, 2}]}, "set is not JSON"),
-        ({"title": "\x00"}, "NUL"),
+        ({"const": "\x00"}, "NUL"),
         ('{"title": "\\ud800"}', "lone surrogate"),
     ],
 )
@@ -56,7 +56,6 @@ def test_what_is_no_json_document(schema: Any, message: str) -> None:
         ({"type": 1}, "/type", "'type'"),
         ({"multipleOf": 0}, "/multipleOf", "0"),
         ({"$defs": {"a/b~c": {"type": 0}}}, "/$defs/a~1b~0c/type", "0"),
-        ({"minItems": 5, "maxItems": 3}, "/minItems", "greater than"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "/$schema", "draft 4 or a later one"),
     ],
 )
@@ -69,8 +68,6 @@ def test_what_is_no_schema_says_where(schema: Any, pointer: str, message: str) -
 @pytest.mark.parametrize(
     "schema",
     [
-        {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1, "exclusiveMinimum": True},
-        {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "string"}]},
         {"enum": ["type", {"type": "nonsense"}], "default": {"$ref": "nowhere"}, "examples": [{"items": 1}]},
         {"const": {"$ref": "http://example.com/", "properties": 1}},
         {"properties": {"items": {}, "$ref": {}, "enum": {"type": "string"}, "not": True}},
@@ -81,7 +78,6 @@ def test_what_is_no_schema_says_where(schema: Any, pointer: str, message: str) -
         {"$ref": "#here", "$defs": {"a": {"$anchor": "here", "type": "string"}}},
         {"$id": "https://example.com/root", "$ref": "a", "$defs": {"a": {"$id": "a", "type": "string"}}},
         {"$ref": "#/components/schemas/A~1b%25", "components": {"schemas": {"A/b%": {"type": "string"}}}},
-        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#x", "definitions": {"a": {"$id": "#x"}}},
     ],
 )
 def test_what_is_a_schema(schema: Any) -> None:
@@ -190,7 +186,6 @@ class TestSizes:
         ({"not": {"type": "text"}}, "/properties/a"),
         ({"type": "integer", "enum": ["1", "2"]}, "/properties/a"),
         ({"type": "array", "items": {"type": "string"}, "enum": ["x"]}, "/properties/a"),
-        ({"type": "string", "minLength": 3, "maxLength": 2}, "/properties/a"),
         ({"$ref": "#/$defs/nothing"}, "/properties/a"),
         ({"type": ["integer", "string"], "enum": ["1", "2"]}, None),
     ],
