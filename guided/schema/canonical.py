@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 import jsonschema_rs
 from jsonschema_rs import CanonicalSchema
-from jsonschema_rs.canonical import Satisfiability, find_unsatisfiable
+from jsonschema_rs.canonical import Satisfiability, UnsatisfiableReason, find_unsatisfiable
 from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
@@ -112,7 +112,9 @@ class CanonicalForm:
             raise
         if form.satisfiability() == Satisfiability.NO:
             found = find_unsatisfiable(root, validate_formats=True, pattern_options=PATTERNS, offline=True)
-            place = max(found, key=len) if "" in found else ""
+            # A subschema that is `false` is meant to be.
+            conflicts = (at for at, reason in found.items() if not isinstance(reason, UnsatisfiableReason.Literal))
+            place = max(conflicts, key=len, default="") if "" in found else ""
             raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer=shortened(place))
         return form
 

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from guided.schema.ecma import translate
 from guided.schema.graph import children
-from guided.schema.validation import Validator
+from guided.schema.validation import Validator, draft_of
 
 _VALUES = ("const", "default", "type")
 """Keywords that may be null, or where null is an error."""
@@ -25,6 +25,8 @@ _ANNOTATIONS: dict[str, type] = {
 _URI = Validator({"type": "string", "format": "uri-reference", "pattern": "^[^#]*#?$"})
 _ANCHOR = Validator({"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"})
 _IDENTIFIERS = {"$id": _URI, "id": _URI, "$anchor": _ANCHOR, "$dynamicAnchor": _ANCHOR}
+_WITH_ANCHOR = Validator({"type": "string", "format": "uri-reference", "pattern": "^(?!#/)"})
+"""Identifiers in drafts 4 to 7: their fragment is an anchor."""
 _NULL = {"type": "null"}
 _BESIDE_REFERENCES = {"$schema", "$ref", "definitions", "$defs"}
 """Keywords that drafts 4 to 7 do not ignore beside `$ref`, or that a reference may lead to."""
@@ -44,10 +46,13 @@ def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
             todo += [child for _, child, _ in children(schema)]
     references = {str(schema.get("$ref")) for schema in schemas}
     references |= {reference.partition("#")[0] for reference in references}
+    identifiers = dict(_IDENTIFIERS)
+    if "draft-0" in draft_of(document):
+        identifiers |= dict.fromkeys(("$id", "id"), _WITH_ANCHOR)
     for schema in schemas:
         for keyword, value in list(schema.items()):
             is_null = value is None and keyword not in _VALUES
-            is_odd = keyword in _IDENTIFIERS and bool(_IDENTIFIERS[keyword].violation(value))
+            is_odd = keyword in identifiers and bool(identifiers[keyword].violation(value))
             is_odd = is_odd and (not value or references.isdisjoint((str(value), f"#{value}")))
             kind = _ANNOTATIONS.get(keyword, object)
             has_nul = kind is str and "\0" in str(value)

@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 from byte_vocabulary import BYTES, tokens
+from msgspec import msgpack
 
 from actors.compiler import Compiler
+from actors.packages import CompileResult, buffer
 from engine.server.constraints import requested_constraint as asked
 from engine.server.options import ServerSettings
 from engine.server.protocol import ChatRequest
@@ -104,7 +106,8 @@ def cant(backend: str, outcome: Grammar | GuidedError) -> bool:
 def accepts(outcome: Grammar | GuidedError, constraint: Constraint, text: str) -> bool:
     """Whether the compiled grammar lets `text` be the whole output."""
     assert isinstance(outcome, Grammar)
-    matcher = Backends(BYTES)[outcome.backend].load(constraint, outcome.dumped).matcher()
+    result = msgpack.decode(buffer(outcome.dumped), type=CompileResult)
+    matcher = Backends(BYTES)[outcome.backend].load(constraint, result.dumped).matcher()
     try:
         matcher.accept_tokens(tokens(text))
     except GuidedError:

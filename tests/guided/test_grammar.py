@@ -48,7 +48,7 @@ def test_gbnf_is_not_for_llguidance() -> None:
     [
         ('rot ::= "a"', '"root" is not found'),
         ("root ::= missing", '"missing" is not defined'),
-        ('root ::= "a" )', "line 1, column 14"),
+        ('root ::= "a"\nb ::= )', "line 2"),
         (r'root ::= "\q"', "escape"),
     ],
 )
