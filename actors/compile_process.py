@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import math
 import os
 import resource
 import signal
@@ -33,7 +32,15 @@ import psutil
 from msgspec.msgpack import Decoder
 
 from actors.packages import CompileResult, Package, buffer, pack, receive_package, send_package, socket_pair
-from actors.processes import START_SECONDS, TICK_SECONDS, enter_session, kill, resident_bytes
+from actors.processes import (
+    RETRY_SECONDS,
+    START_SECONDS,
+    TICK_SECONDS,
+    enter_session,
+    kill,
+    resident_bytes,
+    thread_state,
+)
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
@@ -50,7 +57,7 @@ _WARM_UP = (
     Constraint.structural_tag({"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}),
 )
 _FORK_SECONDS = 5.0
-"""Time limit for a fork. It takes hundredths of a second on a quiet machine."""
+"""Time limit for a try to fork. It takes hundredths of a second on a quiet machine."""
 _log = logging.getLogger(__name__)
 
 
@@ -74,10 +81,12 @@ class ForkServer:
     def __init__(self, vocabulary: int) -> None:
         self._control, theirs = socket.socketpair()
         self.is_warm = False
+        self._deadline = time.monotonic() + START_SECONDS
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         descriptors = (theirs.fileno(), vocabulary)
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(self._control.close)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "actors.compile_process", *map(str, descriptors), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
@@ -85,12 +94,13 @@ class ForkServer:
                 pass_fds=descriptors,
                 env={**os.environ, **one_thread, **path},
             )
+            undo.pop_all()
 
     def look(self) -> bool:
-        """Note whether it is warm. Returns False if it has ended."""
+        """Note whether it is warm. Returns False if it has ended, or takes too long to get warm."""
         if not self.is_warm and wait([self._control], 0):
             self.is_warm = bool(self._control.recv(1))
-        return self._process.poll() is None
+        return self._process.poll() is None and (self.is_warm or time.monotonic() < self._deadline)
 
     def fork(self) -> CompileProcess:
         """Start a compile process. Raises OSError if that is not possible now."""
@@ -100,7 +110,8 @@ class ForkServer:
             with theirs:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
             if not wait([jobs], _FORK_SECONDS):
-                self._process.kill()
+                if thread_state(self._process.pid, self._process.pid) in ("T", "t", "D"):  # if not, it is slow
+                    self._process.kill()
                 raise OSError("the fork server of the compile processes does not answer")
             return CompileProcess(jobs)
         except (EOFError, OSError, psutil.NoSuchProcess) as error:
@@ -126,11 +137,13 @@ class ForkServers:
         self._closed = threading.Event()
         self.ends = 0
         """Number of fork servers that were lost."""
-        self.started = math.inf
-        """`time.monotonic()` at which there was one that was warm, after there was none."""
+        self._next_start = 0.0
+        """`time.monotonic()` before which none is started: one that ends at once is not replaced at once."""
 
     def keep(self, is_quiet: bool) -> None:
         """Replace what is lost. Call it every `TICK_SECONDS`, from a thread that lives until `close`.
+
+        Raises OSError if none can be started now.
 
         Args:
             is_quiet: nothing is compiled now. Only then a second one is started, which takes seconds of a core.
@@ -142,11 +155,9 @@ class ForkServers:
                 self.ends += 1
                 _log.error("a fork server of the compile processes was lost: it is replaced")
         warm = sum(server.is_warm for server in self._servers)
-        if not warm:
-            self.started = math.inf
-        elif self.started == math.inf:
-            self.started = time.monotonic()
-        if len(self._servers) == warm < 1 + is_quiet and not self._closed.is_set():
+        now = time.monotonic()
+        if len(self._servers) == warm < 1 + is_quiet and now >= self._next_start and not self._closed.is_set():
+            self._next_start = now + RETRY_SECONDS
             self._servers.append(ForkServer(self._vocabulary))
 
     def fork(self) -> CompileProcess:

@@ -24,16 +24,16 @@ class Task(NamedTuple):
 
 
 class CompileQueue:
-    """While several clients wait, none has more than half of the queue and of the processes. Not thread-safe.
+    """While several clients wait, none has more than half of the queue, or gets more than half of the processes.
+
+    Not thread-safe.
 
     Args:
         length: maximum number of tasks that wait.
-        processes: maximum number of tasks that run.
     """
 
-    def __init__(self, length: int, processes: int) -> None:
+    def __init__(self, length: int) -> None:
         self._length = length
-        self._share = (processes + 1) // 2
         self._last = ""
         """The client whose task was taken last."""
         self.waiting: list[Task] = []
@@ -60,11 +60,7 @@ class CompileQueue:
     def take(self) -> Task | None:
         """Move the oldest task of the client with the fewest running ones to `running`, and return it."""
         running = Counter(task.client for task in self.running)
-        share = self._share
-        if len({task.client for task in self.waiting}) == 1:
-            share = len(self.running) + 1
-        able = (task for task in self.waiting if running[task.client] < share)
-        task = min(able, key=lambda task: (running[task.client], task.client == self._last), default=None)
+        task = min(self.waiting, key=lambda task: (running[task.client], task.client == self._last), default=None)
         if task is not None:
             self._last = task.client
             self.waiting.remove(task)

@@ -46,7 +46,7 @@ class Compiler:
         self._idle: list[CompileProcess] = []
         """The one that was used last is used next: under a light load there is one process."""
         count = self._limits.processes or max(4, min(16, available_cpus()))
-        self._queue = CompileQueue(self._limits.waiting, count)
+        self._queue = CompileQueue(self._limits.waiting)
         self._threads = [threading.Thread(target=self._work, args=(index,), daemon=True) for index in range(count)]
         self._threads.append(threading.Thread(target=self._keep, daemon=True))
         for thread in self._threads:
@@ -99,13 +99,13 @@ class Compiler:
     def _keep(self) -> None:
         """Body of a thread: keep fork servers, which end with this thread, and refuse what has waited too long."""
         while not self._closing.wait(TICK_SECONDS):
-            self._fork_servers.keep(is_quiet=not self._queue.running)
+            try:
+                self._fork_servers.keep(is_quiet=not self._queue.running)
+            except OSError as error:  # this thread must not end: it would take all compile processes with it
+                _log.error("cannot start a fork server of the compile processes, will try again: %s", error)
             limit = self._limits.wait_seconds
-            latest = time.monotonic() - limit
-            expired: list[Task] = []
-            if self._fork_servers.started < latest:
-                with self._changed:
-                    expired = self._queue.expired(latest)
+            with self._changed:
+                expired = self._queue.expired(time.monotonic() - limit)
             for task in expired:  # without the lock: the cache has one too
                 text = f"this constraint waited {limit:g} s for others: try again later"
                 task.future.set_exception(CompileQueueFull(text))
@@ -127,6 +127,7 @@ class Compiler:
             with self._changed:
                 self._queue.running.remove(task)
                 self._changed.notify()
+            del task  # with its grammar, while this thread waits for the next one
 
     def _next(self) -> Task | None:
         """Wait for the next constraint. None: the compiler is being closed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -17,6 +19,7 @@ from driven_pool import compile_pids, until
 from faulty_backend import ADAPTER, NAME, PATHS, faulty
 
 from actors.compiler import Compiler
+from actors.processes import RETRY_SECONDS
 from guided.backends import BACKENDS
 from guided.constraint import Constraint
 from guided.errors import BackendError, CompileQueueFull, CompileTimeout, ConstraintTooLarge, GuidedError
@@ -205,6 +208,28 @@ def test_a_lost_fork_server_is_replaced_by_a_warm_one(
     assert {psutil.Process(pid).ppid() for pid in compile_pids()} <= others
     until(lambda: compiler.counts()["fork_server_ends"] == ends + 1)
     assert "a fork server of the compile processes was lost" in caplog.text
+
+
+@pytest.mark.parametrize("script", ["exec sleep 1000", "exit 1", None], ids=["hangs", "ends", "does not start"])
+def test_a_fork_server_that_gets_not_warm_is_replaced(
+    script: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr("actors.compile_process.START_SECONDS", 0.5)
+    if script is not None:
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o700)
+    began = time.monotonic()
+    compiler = Compiler(BYTES, RayPoolOptions(compile_limits=CompileLimits(processes=2, wait_seconds=1.0)))
+    futures = [compiler.compile(new(), ["llguidance"]) for _ in range(3)]
+    assert type(futures[2].exception(WAIT)) is CompileQueueFull
+    if script is not None:
+        until(lambda: compiler.counts()["fork_server_ends"] == 2)
+        assert time.monotonic() - began >= RETRY_SECONDS
+    monkeypatch.undo()
+    futures[0].result(WAIT)
+    compiler.close()
 
 
 def test_equal_constraints_share_a_compilation(patient_compiler: Compiler) -> None:
