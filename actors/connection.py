@@ -251,6 +251,11 @@ class WorkerConnection:
                 error.add_note(f"on {self.name}")
                 state.error = state.error or error
                 failed.append(state)
+                key = state.grammar.key
+                # Perhaps its grammar was not loaded, for a passing lack of memory: the next sequence loads it again.
+                if not state.has_answered and self._numbers.get(key) == state.number:
+                    self._loaded.discard(key)
+                    self.requests.append(Unload([self._numbers.pop(key)]))
         return failed
 
     def work(self) -> list[Work]:

@@ -52,6 +52,10 @@ class LeastRecentlyUsed:
             left.append(oldest)
         return left
 
+    def discard(self, key: str) -> None:
+        """Remove a key."""
+        self._total -= self._sizes.pop(key, 0)
+
 
 class GrammarCache:
     """The futures of compiled grammars. For any thread.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from byte_vocabulary import tokens
@@ -16,7 +17,7 @@ from serving import wait_until as until
 from thread_cluster import WAIT, Cluster, all_ready, close_all, grammar_named, outcomes
 
 from actors.protocol import Failed
-from guided.errors import ConstraintQuarantined, GuidedError, MaskTimeout, WorkerDied, to_wire
+from guided.errors import BackendError, ConstraintQuarantined, GuidedError, MaskTimeout, WorkerDied, to_wire
 from guided.pools.protocol import EndCause
 
 # placement
@@ -82,6 +83,18 @@ def test_a_worker_keeps_the_grammars_that_were_used_last() -> None:
         assert cluster.step((number, "")) == ["ax"]
     assert cluster.actors[0].backend.loaded == ["fast", "slow", "fast"]
     assert cluster.step((0, "a"), (1, "x"), (2, "")) == ["b", "y", "ax"], "open sequences keep theirs"
+    cluster.close()
+
+
+def test_a_grammar_that_was_not_loaded_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(number=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.actors[0].backend, "load", Mock(side_effect=MemoryError))
+        cluster.open(1, 2)
+        assert kinds(cluster.step((1, ""), (2, ""))) == [BackendError] * 2
+    cluster.open(3)
+    assert cluster.step((3, "")) == ["ax"]
+    assert cluster.actors[0].backend.loaded == ["fast"]
     cluster.close()
 
 
@@ -225,7 +238,8 @@ def test_with_replays_a_sequence_ends_at_the_next_death() -> None:
 
 
 @pytest.mark.parametrize("cause", ["died", "fill", "frozen", "transfer"])
-def test_a_constraint_that_ends_two_workers_is_in_quarantine(cause: EndCause) -> None:
+def test_a_constraint_that_ends_two_workers_is_in_quarantine(cause: EndCause, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.quarantine._APART_SECONDS", 0.0)
     cluster = Cluster(number=0)
     cluster.slow.slow_at = 0
     for number in (1, 2):
