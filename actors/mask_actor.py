@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ _TOGETHER_SECONDS = 0.003
 """Lines that are ready wait so long for the other ones, and are sent without them after that."""
 _REPORT_SECONDS = 0.25
 """While lines are missing, the engine hears this often which of them is being filled."""
-_IDLE_REPORT_SECONDS = 1.0
+_IDLE_REPORT_SECONDS = 0.5
 """Otherwise it gets the heartbeat this often."""
 ANSWERS = "answers"
 """The concurrency group of `collect`, which waits for masks: it has a thread of its own."""
@@ -99,7 +100,7 @@ class MaskActor:
         if table is None:
             return False
         end, grammars = connect(path)
-        self._serve(end, lambda: buffer(receive_package(grammars)), table)
+        self._serve(end, lambda: partial(buffer, receive_package(grammars)), table)
         return True
 
     def serve_remotely(self, slots: int, words: int) -> None:
@@ -108,7 +109,9 @@ class MaskActor:
 
         self._remote = RemoteSteps(slots, words, self._serve, ray.get)
 
-    def _serve(self, end: Connection[Any, Any], receive_grammar: Callable[[], Any], table: SlotTable) -> None:
+    def _serve(
+        self, end: Connection[Any, Any], receive_grammar: Callable[[], Callable[[], Any]], table: SlotTable
+    ) -> None:
         def give_up() -> None:
             os._exit(1)
 
@@ -145,7 +148,7 @@ class RemoteSteps:
     """Serves the steps of an engine on another node.
 
     Args:
-        serve: starts a `StepServer` with its end of a channel, a function that returns the next grammar, and its table.
+        serve: starts a `StepServer` with its end of a channel, its `receive_grammar`, and its table.
         fetch: waits for the objects of references (`ray.get`).
     """
 
@@ -153,7 +156,7 @@ class RemoteSteps:
         self,
         slots: int,
         words: int,
-        serve: Callable[[Connection[Any, Any], Callable[[], Any], SlotTable], None],
+        serve: Callable[[Connection[Any, Any], Callable[[], Callable[[], Any]], SlotTable], None],
         fetch: Callable[[list[Any]], list[Any]],
     ) -> None:
         self._segment = Segment(slots, words)
@@ -165,7 +168,12 @@ class RemoteSteps:
         """Set while there may be lines to wait for."""
         self._grammars = queue.SimpleQueue[list[Any]]()
         self._end, server_end = Pipe()
-        serve(server_end, lambda: fetch(self._grammars.get())[0], self._table)
+
+        def receive_grammar() -> Callable[[], Any]:
+            reference = self._grammars.get()
+            return lambda: fetch(reference)[0]
+
+        serve(server_end, receive_grammar, self._table)
 
     def load(self, reference: list[Any]) -> None:
         """Take over a grammar: the one reference of an encoded `CompileResult` in the object store. In order."""
@@ -246,7 +254,7 @@ def forward(
         slots = np.flatnonzero(table.target != sent)  # each request of a mask has another version
         sent[slots] = target = table.target[slots]
         if table.mark["busy"][0, FIRST] == IDLE:
-            table.mark["busy"][0, FIRST] = UNKNOWN  # until the actor says which slot it is
+            _mark_unknown(table.mark)  # until the actor says which slot it is
         deliver(frame, slots, target, table.tokens[slots])
 
     def forward_grammar() -> None:
@@ -281,9 +289,15 @@ def _write(lines: Lines, table: SlotTable) -> None:
     table.mask[slots] = masks
     for name, values in lines.columns.items():
         getattr(table, name)[slots] = values
-    mark = lines.mark
+    mark = lines.mark.copy()
     if (mark["busy"] == IDLE).all() and table.has_work():  # the engine has asked for more since the lines were read
-        mark["busy"][0, FIRST] = UNKNOWN
+        _mark_unknown(mark)
     for name in mark.dtype.names or ():
         if name != "wake":  # the engine's
             table.mark[name] = mark[name]
+
+
+def _mark_unknown(mark: NDArray[np.void]) -> None:
+    """Note that an actor has work, and has not said yet what it began with."""
+    mark["spent"][0, FIRST] = 0.0
+    mark["busy"][0, FIRST] = UNKNOWN

@@ -42,7 +42,7 @@ class SealedMemory:
     """A memfd that cannot change any more. Its descriptor is closed with the last reference to this object.
 
     Raises:
-        OSError: the descriptor is of something else. The process that sent it may be broken.
+        OSError: the descriptor is of something else, or the memory is empty. The process that sent it may be broken.
     """
 
     def __init__(self, fd: int) -> None:
@@ -50,6 +50,8 @@ class SealedMemory:
         weakref.finalize(self, os.close, fd)
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError("the memory of a message is not sealed")
+        if not os.fstat(fd).st_size:
+            raise OSError("the memory of a message is empty")
 
 
 Package = bytes | SealedMemory

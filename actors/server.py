@@ -98,8 +98,8 @@ class StepServer:
         worker: used by this server's threads only.
         backends: load the grammars.
         end, table: connected to the engine.
-        receive_grammar: waits for the next grammar of the engine, and returns it, an encoded `CompileResult`. Raises
-            EOFError when the connection is lost.
+        receive_grammar: waits for the next grammar of the engine, and returns a function that fetches it, an encoded
+            `CompileResult`. Raises EOFError when the connection is lost.
         forced_tokens: look ahead for tokens without an alternative.
         give_up: called when the connection is lost; ends the process.
     """
@@ -109,7 +109,7 @@ class StepServer:
         worker: MaskWorker,
         backends: Backends,
         end: Connection[Any, Any],
-        receive_grammar: Callable[[], Any],
+        receive_grammar: Callable[[], Callable[[], Any]],
         table: SlotTable,
         forced_tokens: bool,
         give_up: Callable[[], object],
@@ -123,7 +123,7 @@ class StepServer:
         self._give_up = give_up
         mark = table.mark  # writing an item of a memoryview takes half of the time that it takes in an array
         self._busy = mark["busy"][0].data
-        self._so_far: Any = mark["spent"][0, :, 0].data
+        self._spent: Any = mark["spent"][0].data
         self._filled = mark["filled"].data
         self._seconds: Any = table.seconds.data
         self._ready, self._wake = table.ready.data, mark["wake"]
@@ -198,34 +198,33 @@ class StepServer:
     def _load_all(self) -> None:
         """Body of the third thread."""
         for number in count():
-            package = self._receive_grammar()
-            with self._lock:
-                grammar = self._grammars.setdefault(number, _Grammar())
-            try:
-                with guard("loading a grammar"):
-                    grammar.loaded = self._load(number, package)
-            except GuidedError as error:
-                grammar.loaded = from_wire(to_wire(error))  # without its traceback, which would keep the memory
-            del package
+            loaded = self._load(number, self._receive_grammar())
             self._busy[LOADER] = IDLE
             with self._lock:
+                grammar = self._grammars.setdefault(number, _Grammar())
+                grammar.loaded = loaded
                 if grammar.is_unloaded:
                     del self._grammars[number]
                 for slot in [slot for slot in self._waiting if self._slots[slot].grammar is grammar]:
                     self._want(slot, self._slots[slot], self._waiting[slot])
             self._news.set()
 
-    def _load(self, number: int, package: Any) -> CompiledGrammar:
+    def _load(self, number: int, fetch: Callable[[], Any]) -> CompiledGrammar | GuidedError:
         self._begin(LOADER, number + IMPORTING)
-        result = self._read(package)
-        with guard(result.backend):
-            backend = self._backends[result.backend]
-            self._begin(LOADER, number)
-            return backend.load(result.constraint, result.dumped)
+        try:
+            with guard("loading a grammar"):
+                result = self._read(fetch())
+            with guard(result.backend):
+                backend = self._backends[result.backend]
+                self._begin(LOADER, number)
+                return backend.load(result.constraint, result.dumped)
+        except GuidedError as error:
+            return from_wire(to_wire(error))  # without its traceback, which would keep the memory
 
     def _begin(self, thread: int, subject: int) -> None:
         self._since[thread] = now = time.monotonic()
-        self._so_far[thread] = -1e-9 * now  # until the next heartbeat: none, and less for what began later
+        self._spent[thread, 0] = -1e-9 * now  # until the next heartbeat: none, and less for what began later
+        self._spent[thread, 1] = 0.0
         self._busy[thread] = subject
 
     def _beat(self) -> None:
@@ -235,13 +234,16 @@ class StepServer:
         began, before = np.zeros(THREADS), np.zeros((THREADS, 2))
         """Since when each thread is busy, and its `thread_times` at the first heartbeat after that."""
         while True:
-            since, is_busy = np.array(self._since), mark["busy"][0] != IDLE
+            is_busy = mark["busy"][0] != IDLE  # first: what begins after this has another `since`
+            since = np.array(self._since)
             times = np.array(list(map(thread_times, self._thread_ids)))
             before = np.where((since != began)[:, None], times, before)
             began = since
             ran, waited = (times - before).T
             wall = time.monotonic() - since
-            mark["spent"][0] = np.column_stack((wall - waited, wall, ran)) * is_busy[:, None]
+            spent = np.column_stack((wall - waited, wall, ran)) * is_busy[:, None]
+            still = since == self._since  # a thread that has begun with something else is measured next time
+            mark["spent"][0, still] = spent[still]
             mark["beat"] += 1
             time.sleep(BEAT_SECONDS)
 

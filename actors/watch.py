@@ -14,6 +14,7 @@ import psutil
 from actors import processes
 from actors.connection import Work, WorkerConnection
 from actors.processes import TICK_SECONDS, thread_state, thread_times
+from actors.protocol import UNKNOWN
 from guided.pools.protocol import EndCause
 
 LOAD_SECONDS = 10.0
@@ -67,8 +68,11 @@ class Watch:
         (beat, filled), self._seen = self._seen, (int(mark["beat"]), int(mark["filled"]))
         works = self._connection.work()
         self.silent = self.silent + passed if beat == self._seen[0] else 0.0
-        has_begun = works or filled != self._seen[1] or not table.has_work()
-        self._unread = 0.0 if has_begun else self._unread + passed
+        knows = any(work.subject != UNKNOWN for work in works)
+        if knows or filled != self._seen[1] or not table.has_work():
+            self._unread = 0.0
+        elif not self._connection.requests:  # while there are any, the engine has not sent all
+            self._unread += passed
         return self._verdict(works)
 
     def _starved(self, heart: int, passed: float) -> float:
@@ -85,7 +89,7 @@ class Watch:
         works.sort(key=lambda work: work.seconds)
         hidden = 0.0
         """Seconds that the heartbeat could not add, because another thread held the interpreter lock."""
-        if self.silent > _LOCKED_SECONDS and self._process is not None and self._state not in ("T", "t", ""):
+        if self.silent > _LOCKED_SECONDS and self._process is not None and self._state not in ("T", "t", "D", ""):
             hidden = self.silent
             works = works[:1]  # the one that began last: while it held the lock, no other one began
         for work in works:

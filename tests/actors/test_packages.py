@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 
 import pytest
@@ -36,9 +37,11 @@ def test_its_memory_cannot_change() -> None:
             change()
 
 
-def test_memory_that_can_change_is_refused() -> None:
-    for fd in (os.memfd_create("x", os.MFD_ALLOW_SEALING), os.open("/dev/null", os.O_RDONLY)):
-        with pytest.raises(OSError, match=r"sealed|Invalid"):
+def test_memory_that_can_change_or_is_empty_is_refused() -> None:
+    empty = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(empty, fcntl.F_ADD_SEALS, 0xF)
+    for fd in (os.memfd_create("x", os.MFD_ALLOW_SEALING), os.open("/dev/null", os.O_RDONLY), empty):
+        with pytest.raises(OSError, match=r"sealed|Invalid|empty"):
             SealedMemory(fd)
 
 

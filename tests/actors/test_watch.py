@@ -11,7 +11,7 @@ import pytest
 from thread_cluster import ConnectedPair
 
 from actors import watch
-from actors.protocol import FIRST, IMPORTING, LOADER, SECOND
+from actors.protocol import FIRST, IMPORTING, LOADER, SECOND, UNKNOWN, Free
 from actors.watch import Watch
 
 MASK_LIMIT = 2.0
@@ -126,6 +126,19 @@ def test_an_import_has_a_longer_limit(scene: Scene) -> None:
 def test_one_that_begins_with_nothing_is_ended(scene: Scene) -> None:
     scene.pair.segment.table.target[0] = 7
     assert scene.end(beats=True) == ("transfer", None, 5)
+
+
+def test_one_that_does_not_say_what_it_began_with_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, is_remote=True)
+    scene.pair.segment.table.target[0] = 7
+    scene.busy(FIRST, 0.0, subject=UNKNOWN)
+    assert scene.end(beats=True) == ("transfer", None, 15)
+
+
+def test_what_the_engine_has_not_sent_is_no_fault_of_the_actor(scene: Scene) -> None:
+    scene.pair.segment.table.target[0] = ~7
+    scene.pair.connection.requests.append(Free(0, ~7))
+    assert scene.end(beats=True) is None
 
 
 def test_the_largest_part_of_the_memory_is_that_of_the_longest(scene: Scene) -> None:

@@ -48,7 +48,7 @@ class ConnectedPair:
 
     def receive_grammar(self) -> Any:
         """Wait for the next grammar."""
-        return buffer(receive_package(self.grammars))
+        return partial(buffer, receive_package(self.grammars))
 
 
 class ScriptedBackend:

@@ -49,6 +49,8 @@ from actors.server import StepServer
 from guided.errors import BackendError, TokenRejected, from_wire
 from guided.worker import MaskWorker
 
+LOST = b"lost"
+"""A grammar that cannot be fetched from the object store."""
 FAST = ScriptedGrammar([tokens("ab"), tokens("ac"), tokens("xyz")])
 
 
@@ -71,7 +73,12 @@ class RemoteActor:
             self._server_end = end
             serve(end, receive_grammar, table).start()
 
-        self.steps = RemoteSteps(len(self.pair.segment.table.ready), WORDS, start, lambda references: references)
+        def fetch(references: list[Any]) -> list[Any]:
+            if bytes(references[0]) == LOST:
+                raise RuntimeError("the object is lost")
+            return references
+
+        self.steps = RemoteSteps(len(self.pair.segment.table.ready), WORDS, start, fetch)
         table = attach(self.pair.segment.name)
         assert table is not None
         pair, steps = self.pair, self.steps
@@ -280,6 +287,17 @@ def test_a_grammar_that_cannot_be_loaded_fails_its_rows(peer: Peer) -> None:
     answer = peer.answer()
     assert isinstance(answer, Failed)
     assert isinstance(from_wire(answer.error), BackendError)
+
+
+def test_a_grammar_that_is_lost_on_its_way_fails_its_rows(remote: RemoteActor) -> None:
+    peer = Peer(remote.pair, "g")
+    peer.numbers["lost"] = 1
+    peer.channel.send_grammar(LOST)
+    peer.send(peer.open(0, grammar="lost"), peer.open(1))
+    answer = peer.answer()
+    assert isinstance(answer, Failed)
+    assert "the object is lost" in str(from_wire(answer.error))
+    assert peer.wait(1) == "ax"
 
 
 def test_a_grammar_that_is_dropped_on_its_way_serves_its_rows(peer: Peer) -> None:
