@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from actors.packages import buffer, receive_package
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
 from actors.protocol import FIRST, IDLE, UNKNOWN, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
-from actors.server import StepServer
+from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.process_resources import watch_free_memory
@@ -109,9 +109,7 @@ class MaskActor:
 
         self._remote = RemoteSteps(slots, words, self._serve, ray.get)
 
-    def _serve(
-        self, end: Connection[Any, Any], receive_grammar: Callable[[], Callable[[], Any]], table: SlotTable
-    ) -> None:
+    def _serve(self, end: Connection[Any, Any], receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
         def give_up() -> None:
             os._exit(1)
 
@@ -156,7 +154,7 @@ class RemoteSteps:
         self,
         slots: int,
         words: int,
-        serve: Callable[[Connection[Any, Any], Callable[[], Callable[[], Any]], SlotTable], None],
+        serve: Callable[[Connection[Any, Any], ReceiveGrammar, SlotTable], None],
         fetch: Callable[[list[Any]], list[Any]],
     ) -> None:
         self._segment = Segment(slots, words)
@@ -254,7 +252,7 @@ def forward(
         slots = np.flatnonzero(table.target != sent)  # each request of a mask has another version
         sent[slots] = target = table.target[slots]
         if table.mark["busy"][0, FIRST] == IDLE:
-            _mark_unknown(table.mark)  # until the actor says which slot it is
+            table.mark["busy"][0, FIRST] = UNKNOWN  # until the actor says which slot it is
         deliver(frame, slots, target, table.tokens[slots])
 
     def forward_grammar() -> None:
@@ -289,15 +287,9 @@ def _write(lines: Lines, table: SlotTable) -> None:
     table.mask[slots] = masks
     for name, values in lines.columns.items():
         getattr(table, name)[slots] = values
-    mark = lines.mark.copy()
+    mark = lines.mark.copy()  # Ray's arrays cannot be written
     if (mark["busy"] == IDLE).all() and table.has_work():  # the engine has asked for more since the lines were read
-        _mark_unknown(mark)
+        mark["busy"][0, FIRST] = UNKNOWN
     for name in mark.dtype.names or ():
         if name != "wake":  # the engine's
             table.mark[name] = mark[name]
-
-
-def _mark_unknown(mark: NDArray[np.void]) -> None:
-    """Note that an actor has work, and has not said yet what it began with."""
-    mark["spent"][0, FIRST] = 0.0
-    mark["busy"][0, FIRST] = UNKNOWN

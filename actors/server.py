@@ -56,6 +56,9 @@ from guided.worker import MaskWorker
 
 _STUCK_SECONDS = 0.002
 """The first thread is stuck if it has filled no row for this long."""
+ReceiveGrammar = Callable[[], Callable[[], Any]]
+"""Waits for the next grammar of the engine, and returns a function that fetches it, an encoded `CompileResult`. Raises
+EOFError when the connection is lost."""
 _Wanted = tuple[int, int]
 """Version of a mask, and its newest token, if that is in the table."""
 _log = logging.getLogger(__name__)
@@ -97,9 +100,7 @@ class StepServer:
     Args:
         worker: used by this server's threads only.
         backends: load the grammars.
-        end, table: connected to the engine.
-        receive_grammar: waits for the next grammar of the engine, and returns a function that fetches it, an encoded
-            `CompileResult`. Raises EOFError when the connection is lost.
+        end, receive_grammar, table: connected to the engine.
         forced_tokens: look ahead for tokens without an alternative.
         give_up: called when the connection is lost; ends the process.
     """
@@ -109,7 +110,7 @@ class StepServer:
         worker: MaskWorker,
         backends: Backends,
         end: Connection[Any, Any],
-        receive_grammar: Callable[[], Callable[[], Any]],
+        receive_grammar: ReceiveGrammar,
         table: SlotTable,
         forced_tokens: bool,
         give_up: Callable[[], object],
@@ -207,6 +208,7 @@ class StepServer:
                     del self._grammars[number]
                 for slot in [slot for slot in self._waiting if self._slots[slot].grammar is grammar]:
                     self._want(slot, self._slots[slot], self._waiting[slot])
+            del grammar, loaded  # they would stay in memory until the next one comes
             self._news.set()
 
     def _load(self, number: int, fetch: Callable[[], Any]) -> CompiledGrammar | GuidedError:

@@ -66,10 +66,9 @@ class Watch:
         passed -= self._starved(int(mark["heart"]), passed)
         self._looked_at = now
         (beat, filled), self._seen = self._seen, (int(mark["beat"]), int(mark["filled"]))
-        works = self._connection.work()
+        works = [work for work in self._connection.work() if work.subject != UNKNOWN]
         self.silent = self.silent + passed if beat == self._seen[0] else 0.0
-        knows = any(work.subject != UNKNOWN for work in works)
-        if knows or filled != self._seen[1] or not table.has_work():
+        if works or filled != self._seen[1] or not table.has_work():
             self._unread = 0.0
         elif not self._connection.requests:  # while there are any, the engine has not sent all
             self._unread += passed

@@ -131,7 +131,7 @@ def test_one_that_begins_with_nothing_is_ended(scene: Scene) -> None:
 def test_one_that_does_not_say_what_it_began_with_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, is_remote=True)
     scene.pair.segment.table.target[0] = 7
-    scene.busy(FIRST, 0.0, subject=UNKNOWN)
+    scene.busy(FIRST, 99.0, subject=UNKNOWN)  # from before
     assert scene.end(beats=True) == ("transfer", None, 15)
 
 

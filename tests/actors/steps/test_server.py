@@ -406,6 +406,7 @@ def test_an_actor_elsewhere_is_marked_while_it_has_work() -> None:
     assert delivered.wait(10)
     mark = pair.segment.table.mark.copy()
     mark["busy"], mark["spent"], mark["filled"] = IDLE, 99.0, 7
+    mark.setflags(write=False)  # as Ray returns it
     nothing = np.empty(0, np.int32)
     answers.put(Lines(nothing, {}, nothing, nothing, mark, []))
     until(lambda: int(table.mark["filled"][0]) == 7)
