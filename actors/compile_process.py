@@ -45,7 +45,14 @@ from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
 from guided.constraint import Constraint
-from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge, UnsupportedConstraint, to_wire
+from guided.errors import (
+    BackendError,
+    CompileTimeout,
+    ConstraintTooLarge,
+    PoolUnavailable,
+    UnsupportedConstraint,
+    to_wire,
+)
 from guided.process_resources import give_back_free_memory
 from guided.vocabulary import Vocabulary
 
@@ -161,23 +168,28 @@ class ForkServers:
             self._servers.append(ForkServer(self._vocabulary))
 
     def fork(self) -> CompileProcess:
-        """Start a compile process, once there is a fork server that is warm. Raises OSError if that is not possible."""
-        deadline = time.monotonic() + START_SECONDS
-        error = OSError("no fork server of the compile processes has started")
-        while time.monotonic() < deadline and not self._closed.is_set():
+        """Start a compile process, once that is possible. Raises `PoolUnavailable` after `close`."""
+        pause = 0.0
+        while not self._closed.wait(pause):
+            pause = TICK_SECONDS
             for server in [server for server in self._servers if server.is_warm]:
                 try:
                     return server.fork()
-                except OSError as raised:
-                    error = raised
-            self._closed.wait(TICK_SECONDS)
-        raise error
+                except OSError as error:
+                    pause = RETRY_SECONDS
+                    _log.error("cannot start a compile process, will try again: %s", error)
+        raise closed()
 
     def close(self) -> None:
         """End all for good."""
         self._closed.set()
         for server in self._servers:
             server.close()
+
+
+def closed() -> PoolUnavailable:
+    """Return the error of what comes too late."""
+    return PoolUnavailable("the pool is shut down")
 
 
 class CompileProcess:

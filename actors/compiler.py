@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from actors.compile_process import CompileProcess, CompileRequest, ForkServers
+from actors.compile_process import CompileProcess, CompileRequest, ForkServers, closed
 from actors.compile_queue import CompileQueue, Task
 from actors.packages import CompileResult, Package
-from actors.processes import RETRY_SECONDS, TICK_SECONDS
+from actors.processes import TICK_SECONDS
 from guided.backends import BACKENDS
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
@@ -65,7 +65,7 @@ class Compiler:
         future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
         with self._changed:
             if self._closing.is_set():
-                future.set_exception(_closed())
+                future.set_exception(closed())
                 return future
             refused = self._queue.put(Task(constraint, backends, key, future, CLIENT.get(), time.monotonic()))
             self._changed.notify()
@@ -92,7 +92,7 @@ class Compiler:
         for thread in self._threads:
             thread.join()
         for task in self._queue.waiting:
-            task.future.set_exception(_closed())
+            task.future.set_exception(closed())
         for process in self._idle:
             process.kill()
 
@@ -178,7 +178,7 @@ class Compiler:
             is_reusable = process.growth <= 64 << 20
         except GuidedError as error:
             if self._closing.is_set():
-                raise _closed() from None
+                raise closed() from None
             with self._changed:
                 self._timeouts[request.backend] += isinstance(error, CompileTimeout)
                 self._crashes[request.backend] += isinstance(error, BackendError)
@@ -199,18 +199,8 @@ class Compiler:
             try:
                 process = self._idle.pop()
             except IndexError:
-                try:
-                    return self._fork_servers.fork()
-                except OSError as error:
-                    if not self._closing.is_set():
-                        _log.error("cannot start a compile process, will try again: %s", error)
-                        self._closing.wait(RETRY_SECONDS)
-            else:
-                if process.alive:
-                    return process
-                process.kill()
-        raise _closed()
-
-
-def _closed() -> PoolUnavailable:
-    return PoolUnavailable("the pool is shut down")
+                return self._fork_servers.fork()
+            if process.alive:
+                return process
+            process.kill()
+        raise closed()

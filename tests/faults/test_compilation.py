@@ -18,6 +18,7 @@ from byte_vocabulary import BYTES
 from driven_pool import compile_pids, until
 from faulty_backend import ADAPTER, NAME, PATHS, faulty
 
+from actors.compile_process import CompileProcess
 from actors.compiler import Compiler
 from actors.processes import RETRY_SECONDS
 from guided.backends import BACKENDS
@@ -208,6 +209,22 @@ def test_a_lost_fork_server_is_replaced_by_a_warm_one(
     assert {psutil.Process(pid).ppid() for pid in compile_pids()} <= others
     until(lambda: compiler.counts()["fork_server_ends"] == ends + 1)
     assert "a fork server of the compile processes was lost" in caplog.text
+
+
+def test_a_fork_server_that_is_slow_is_not_killed(
+    patient_compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler, ends = patient_compiler, patient_compiler.counts()["fork_server_ends"]
+    for process in map(psutil.Process, compile_pids()):
+        process.kill()
+        psutil.wait_procs([process], timeout=WAIT)
+    with monkeypatch.context() as patch:
+        patch.setattr("actors.compile_process.wait", lambda *_: [])  # no answer comes in time
+        patch.setattr(CompileProcess, "alive", False)
+        future = compiler.compile(new(), [NAME])
+        until(lambda: "does not answer" in caplog.text)
+    future.result(WAIT)
+    assert compiler.counts()["fork_server_ends"] == ends
 
 
 @pytest.mark.parametrize("script", ["exec sleep 1000", "exit 1", None], ids=["hangs", "ends", "does not start"])
