@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.bitmask import pack
 from guided.errors import ConstraintNotMet, DeadEnd
 from guided.sequence import VetoReport
 from guided.slot_state import SlotState
@@ -83,6 +84,7 @@ class VetoedSlot(SlotState):
                 self._last = violation
                 self._checks_types |= violation.error.keyword == "type"
                 self._forbid(self._vocabulary.beginning_with(violation.beginnings))
+                self._forbid(pack([token], self._vocabulary.padded_vocab_size))
                 self._count(violation.token, violation.error.keyword not in _GROWING)
                 if violation.error.keyword == "maxProperties":
                     self._way_back = range(violation.token, self._final - 1, -1)

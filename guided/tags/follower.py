@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from guided.errors import ConstraintNotMet
-from guided.schema.beginnings import Beginnings, Nodes, Place, is_dead
+from guided.schema.beginnings import Beginnings, Nodes, Place
 
 _PART = re.compile(
-    rb'(?P<mark>[{}\[\],:])|(?P<text>"(?:[^"\\]|\\.)*")|(?P<open>".*|[^\s{}\[\],:"]+\Z)|(?P<other>[^\s{}\[\],:"]+)',
+    rb'(?P<mark>[{}\[\],:])|(?P<text>"(?:[^"\\]|\\.)*")|(?P<open>".*|[-+.\w]+\Z)|(?P<other>[-+.\w]+)',
     re.DOTALL,
 )
 """Matches a part of a JSON text: a bracket, comma or colon, a string, an open string or number, another scalar."""
@@ -20,9 +20,6 @@ _LONGEST_ESCAPE = 12
 _EXAMPLES: dict[bytes, Any] = {b'"': "", b"{": {}, b"[": [], b"t": True, b"f": False, b"n": None}
 _EXAMPLES |= {bytes([byte]): 0 for byte in b"-0123456789"}
 """Values of each type, by their first bytes."""
-_CHARACTERS = {chr(code): [bytes([code])] for code in range(32, 127) if chr(code) not in '"\\'}
-_CHARACTERS["\uffff"] = [b"\\", *(bytes([byte]) for byte in range(0xC2, 0xF5))]
-"""Characters of strings, and the bytes with which they begin; the last one stands for all others."""
 _AFTER_SCALAR = [bytes([byte]) for byte in b",]} \n"]
 _BESIDES_COMMA = [bytes([byte]) for byte in b"0123456789.eE+- \n\r\t"]
 
@@ -107,12 +104,12 @@ class Follower:
             if match["mark"]:
                 violation = self._mark(part, written, token)
             else:
-                violation, before = None, self._rest or part[:1]
+                violation = None
                 if not self._rest:
                     begin = written[: len(written) - len(part) + 1]
                     violation = self._begin(token, begin, _EXAMPLES.get(part[:1], 0))
                 self._rest = part if match["open"] else b""
-                violation = violation or (self._string(written, before) if match["open"] else self._end(part, written))
+                violation = violation or (self._string(written) if match["open"] else self._end(part, written))
             if violation is not None or self.is_over:
                 return violation
         return None
@@ -162,22 +159,15 @@ class Follower:
         is_string = part.startswith(b'"')
         return self._violation("value", ended, [written] if is_string else [written + end for end in _AFTER_SCALAR])
 
-    def _string(self, written: bytes, before: bytes) -> Violation | None:
-        """Read the beginning of something, of which `before` is known. A string may not match its pattern any more."""
+    def _string(self, written: bytes) -> Violation | None:
+        """Read the beginning of something. A string may not match its pattern any more."""
         value, around = self._open[-1], self._open[-2]
-        patterns = [node.schema["pattern"] for node in value.nodes if "pattern" in node.schema]
-        if not patterns or self._takes_key(around) or not self._rest.startswith(b'"'):
+        has_pattern = any("pattern" in node.schema for node in value.nodes)
+        if not has_pattern or self._takes_key(around) or not self._rest.startswith(b'"'):
             self._is_free = self._rest.startswith(b'"')
             return None
-        around.value[around.key] = text = _text(self._rest)
-        violation = self._violation("string", value, [written])
-        if violation is not None and violation.error.keyword == "pattern":  # other characters are as wrong
-            begin, known = written[: len(written) - len(self._rest) + len(before)], _text(before)
-            dead = [pattern for pattern in patterns if is_dead(pattern, text)]
-            for char, firsts in _CHARACTERS.items():
-                if any(is_dead(pattern, known + char) for pattern in dead):
-                    violation.beginnings.extend(begin + first for first in firsts)
-        return violation
+        around.value[around.key] = _text(self._rest)
+        return self._violation("string", value, [written])
 
     def _violation(self, place: Place, value: _Open, bad: list[bytes]) -> Violation | None:
         """Return what is wrong after, or within, a value."""
