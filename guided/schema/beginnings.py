@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 Path = list[str | int]
 Nodes = tuple[Node, ...]
-Place = Literal["begin", "value", "key", "string"]
-"""A place in a document: where a value begins, after a value, after a key, or within a string."""
+Place = Literal["value", "key", "string"]
+"""A place in a document: after a value, after a key, or within a string."""
 _PARTS = (
     *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "contains"),
     *("items", "prefixItems", "additionalItems", "unevaluatedItems"),
@@ -33,8 +33,8 @@ _PARTS = (
 _FINAL = ("maxItems", "maxProperties", "propertyNames", "additionalProperties", "type")
 """Keywords that an open object or array violates for ever."""
 _UNSAFE = re.compile(r"\(\?<?!.*(?:\$|\\[bB])|\\[pPs]", re.DOTALL)
-"""Matches patterns of which a partial match can't be trusted: a negative lookaround sees the end of the text, or a class
-has characters beyond ASCII."""
+"""Matches patterns of which a partial match can't be trusted: a negative lookaround sees the end of the text, or there
+are classes with characters beyond ASCII."""
 _TIMEOUT = 0.01
 """Seconds for one comparison of a text with a pattern."""
 
@@ -130,8 +130,8 @@ def _is_final(error: ValidationError, path: Path | None, kind: Place) -> bool:
     if keyword in ("anyOf", "oneOf"):
         branches: list[list[ValidationError]] = error.kind.as_dict()["context"]
         return all(any(_is_final(inner, path, kind) for inner in branch) for branch in branches)
-    if place == path and kind in ("begin", "key"):
-        return kind == "begin" and keyword == "type"
+    if place == path and kind == "key":
+        return False
     if place == path and kind == "string":
         return keyword == "pattern" and _is_dead(error.kind.as_dict()["pattern"], str(error.instance))
     return keyword in _FINAL or (keyword == "uniqueItems" and place == path)

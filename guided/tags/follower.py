@@ -12,16 +12,12 @@ from guided.errors import ConstraintNotMet
 from guided.schema.beginnings import Beginnings, Nodes, Place
 
 _PART = re.compile(
-    rb'(?P<mark>[{}\[\],:])|(?P<text>"(?:[^"\\]|\\.)*")|(?P<open>".*|[-+.\w]+\Z)|(?P<other>[-+.\w]+)',
-    re.DOTALL,
+    rb'(?P<mark>[{}\[\],:])|(?P<text>"(?:[^"\\]|\\.)*")|(?P<open>".*|[-+.\w]+\Z)|(?P<other>[-+.\w]+)', re.DOTALL
 )
 """Matches a part of a JSON text: a bracket, comma or colon, a string, an open string or number, another scalar."""
 _LONGEST_ESCAPE = 12
-_EXAMPLES: dict[bytes, Any] = {b'"': "", b"{": {}, b"[": [], b"t": True, b"f": False, b"n": None}
-_EXAMPLES |= {bytes([byte]): 0 for byte in b"-0123456789"}
-"""Values of each type, by their first bytes."""
+BLANKS = [b" ", b"\n", b"\r", b"\t"]
 _AFTER_SCALAR = [bytes([byte]) for byte in b",]} \n"]
-_BESIDES_COMMA = [bytes([byte]) for byte in b"0123456789.eE+- \n\r\t"]
 
 
 @dataclass(slots=True)
@@ -73,8 +69,6 @@ class Follower:
         """It is a string without a pattern, or a key."""
         self.validates = False
         """Whether `read` looks for violations. If not, it follows an output that has been accepted."""
-        self.checks_types = False
-        """Whether it looks for them where a value begins, too."""
 
     @property
     def is_over(self) -> bool:
@@ -102,19 +96,17 @@ class Follower:
         for match in _PART.finditer(data):
             part, written = match[0], text[: max(0, match.end() - known)]
             if match["mark"]:
-                violation = self._mark(part, written, token)
+                violation = self._mark(part, written, token, begins=not known and written == part)
             else:
-                violation = None
                 if not self._rest:
-                    begin = written[: len(written) - len(part) + 1]
-                    violation = self._begin(token, begin, _EXAMPLES.get(part[:1], 0))
+                    self._begin(token, "" if part.startswith(b'"') else None)
                 self._rest = part if match["open"] else b""
-                violation = violation or (self._string(written) if match["open"] else self._end(part, written))
+                violation = self._string(written) if match["open"] else self._end(part, written)
             if violation is not None or self.is_over:
                 return violation
         return None
 
-    def _begin(self, token: int, written: bytes, value: Any) -> Violation | None:
+    def _begin(self, token: int, value: Any) -> None:
         """Open a key, or a value like this one."""
         around = self._open[-1]
         is_key = self._takes_key(around)
@@ -122,27 +114,18 @@ class Follower:
             around.add(value)
         nodes = () if is_key else self._beginnings.below(around.nodes, around.key)
         self._open.append(_Open(token, nodes, value if isinstance(value, dict | list) else None))
-        if is_key or not self.checks_types:
-            return None
-        violation = self._violation("begin", self._open[-1], [])
-        if violation is not None:
-            for first, example in _EXAMPLES.items():
-                around.value[around.key] = example
-                if self._violation("begin", self._open[-1], []):
-                    violation.beginnings.append(written[:-1] + first)
-        return violation
 
     def _takes_key(self, around: _Open) -> bool:
         return isinstance(around.value, dict) and around.key is None
 
-    def _mark(self, mark: bytes, written: bytes, token: int) -> Violation | None:
-        """Read a bracket, comma or colon."""
+    def _mark(self, mark: bytes, written: bytes, token: int, begins: bool) -> Violation | None:
+        """Read a bracket, comma or colon. `begins`: the token begins with it, and what is before it had ended."""
         if mark in b"{[":
-            return self._begin(token, written, {} if mark == b"{" else [])
+            self._begin(token, {} if mark == b"{" else [])
         elif mark in b"}]":
             ended = self._open.pop()
-            has_ended_member = ended.value and written == mark
-            return self._violation("value", ended, [written, *(_BESIDES_COMMA if has_ended_member else ())])
+            others = BLANKS if begins and ended.value else []  # leaves the comma
+            return self._violation("value", ended, [written, *others])
         elif mark == b",":
             self._open[-1].key = None
         return None
