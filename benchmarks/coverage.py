@@ -39,8 +39,14 @@ named where they differ. outlines and lm-format-enforcer, which `auto` does not 
 The engine validates each value where it ends, with what is left out for it. A token that makes a violation final, so
 that no continuation mends it, is taken back and forbidden at its place. The next token is sampled from the model's own
 distribution without that token. After several such vetoes in one value, the output goes back to the first place in the
-value at which another text is possible. After 64 vetoes in an output, or 16 in one value, the request ends with
-`constraint_not_met`. Patterns are followed within strings, too, unless a negative lookaround sees the end of the text.
+value at which another text is possible; after a wrong type, to its beginning at once. After 64 vetoes in an output, or
+16 in one value, the request ends with `constraint_not_met`. Patterns are followed within strings, too, unless a
+negative lookaround sees the end of the text, or the pattern has `\\p`, `\\P` or `\\s`.
+
+After a veto, an answer is no longer a sample of what the model would write among all valid outputs: what is forbidden
+depends on what was sampled. With the token, others are forbidden that would do the same: those with the same beginning,
+after a number what ends it, and blanks where a bracket was taken back after a whole member. Where the output goes back,
+those with the same first character, and blanks.
 
 Inside vLLM and transformers, and with beam search, an accepted token stays: there only the whole output is validated,
 before it may end.

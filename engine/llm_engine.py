@@ -416,12 +416,13 @@ class LLMEngine:
             any_ended |= sequence.is_finished()
         return any_ended
 
-    def _take_back(self, batch: Batch, row: int, count: int) -> None:
-        """Remove the last `count` output tokens of a row: from output, blocks and matcher."""
+    def _take_back(self, batch: Batch, row: int, count: int, again: bool = False) -> None:
+        """Remove the last `count` output tokens of a row: from output, blocks and matcher. `again`: compute the token
+        before them again, because a token that is appended is scored by the step that computes the one before it."""
         sequence = batch.sequences[row]
         batch.is_repeatable = False  # penalties are counted again
         sequence.roll_back(count)
-        self.scheduler.rewind(batch, row)
+        self.scheduler.rewind(batch, row, again)
         self.processor.rollback(sequence.seq_id, sequence.num_output_tokens)
 
     def _follow(self, edit: SampledEdit, batch: Batch, row: int) -> None:
@@ -433,7 +434,8 @@ class LLMEngine:
         if edit.rollback:
             if not 0 < edit.rollback <= max(1, processor.max_rollback):  # the newest token was not sent
                 raise InternalError(f"{edit.rollback} tokens to roll back; the limit is {processor.max_rollback}")
-            self._take_back(batch, row, min(edit.rollback, sequence.num_output_tokens))
+            scores = bool(edit.append) and (sequence.needs_logprobs or sequence.details is not None)
+            self._take_back(batch, row, min(edit.rollback, sequence.num_output_tokens), again=scores)
         masked = sequence.params.logprobs_mode == "masked"
         for token in edit.append:
             is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length

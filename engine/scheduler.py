@@ -148,12 +148,12 @@ class Scheduler:
             self.num_preemptions += 1
             self.preempted.appendleft(one)
 
-    def rewind(self, batch: Batch, row: int) -> None:
+    def rewind(self, batch: Batch, row: int, again: bool) -> None:
         """Go on with what is left of the sequence of a row after a rollback. If only the sampled token was removed, it
-        is sampled again. Otherwise its last token is computed again; all tokens, if the model has recurrent layers:
-        their states do not go back."""
+        is sampled again, unless `again`. Otherwise its last token is computed again; all tokens, if the model has
+        recurrent layers: their states do not go back."""
         sequence = batch.sequences[row]
-        if sequence.computed == sequence.length:
+        if sequence.computed == sequence.length and not again:
             self._keep(batch, [row])
         else:
             sequence.computed = sequence.length - 1 if self.layout is None else 0

@@ -49,6 +49,9 @@ class SlotState:
             self.budgeted.roll_back(length)
         del self.tokens[length:]
 
+    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+        """Restrict the mask after `output`, once all else has: nothing here."""
+
     def retries(self) -> Iterator[None]:
         """Go back to places from which the sequence may go on after its error; yields at each."""
         yield from ()

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.bitmask import pack
 from guided.errors import ConstraintNotMet, DeadEnd
 from guided.sequence import VetoReport
 from guided.slot_state import SlotState
-from guided.tags.follower import Follower, Violation
+from guided.tags.follower import BLANKS, Follower, Violation
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ MAX_HELD = 64
 """Maximum number of tokens that are held back because they may be taken back."""
 _GROWING = ("minItems", "minProperties", "minContains", "required")
 """Keywords that more members of an object or array satisfy."""
-_BLANKS = [b" ", b"\n", b"\r", b"\t"]
 
 
 class VetoedSlot(SlotState):
@@ -53,15 +53,13 @@ class VetoedSlot(SlotState):
         self._total = 0
         self._last: Violation | None = None
         """The newest veto."""
-        self._checks_types = False
-        """A value had a wrong type: the next ones are checked where they begin."""
         self._way_back: Sequence[int] = ()
         """Numbers of tokens after which to look for another text, because there were several vetoes in a value."""
         self.rules = [*self.grammar.rules, self]
         self._look_for_content()
 
     def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
-        """See `OutputRule.restrict`."""
+        """Clear the bits of forbidden tokens: before the budget looks for others, and after it."""
         forbidden = self._forbidden.get(len(output))
         if forbidden is not None:
             row &= ~forbidden
@@ -81,10 +79,10 @@ class VetoedSlot(SlotState):
             violation = self._add(token)
             if violation is not None:
                 self._last = violation
-                self._checks_types |= violation.error.keyword == "type"
                 self._forbid(self._vocabulary.beginning_with(violation.beginnings))
+                self._forbid(pack([token], self._vocabulary.padded_vocab_size))
                 self._count(violation.token, violation.error.keyword not in _GROWING)
-                if violation.error.keyword == "maxProperties":
+                if violation.error.keyword in ("maxProperties", "type"):  # whatever follows the beginning
                     self._way_back = range(violation.token, self._final - 1, -1)
                 if self._way_back or self._total > MAX_VETOES:
                     raise violation.error
@@ -120,7 +118,7 @@ class VetoedSlot(SlotState):
                 text = self._vocabulary.spelled([token])
                 self._follower.read(text[max(0, begin - end) :], number)
                 end += len(text)
-            self._follower.validates, self._follower.checks_types = True, self._checks_types
+            self._follower.validates = True
 
     def _forbid(self, tokens: NDArray[np.int32]) -> None:
         """Forbid a mask of tokens after the output."""
@@ -149,10 +147,10 @@ class VetoedSlot(SlotState):
         for length in way if self._total <= MAX_VETOES else ():
             if length < len(self.tokens):
                 self.roll_back(length)
-            for token in tokens[len(self.tokens) : length]:
-                self._add(token)
+            if any(self._add(token) for token in tokens[len(self.tokens) : length]):
+                return
             self._forbid(vetoed.get(length, self._nothing))
             text = vocabulary.spelled(tokens[length:])
             if text:  # another first character, which is no blank
-                self._forbid(vocabulary.beginning_with([text[:1], text.lstrip()[:1] or text[:1], *_BLANKS]))
+                self._forbid(vocabulary.beginning_with([text[:1], text.lstrip()[:1] or text[:1], *BLANKS]))
             yield

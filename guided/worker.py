@@ -144,12 +144,13 @@ class MaskWorker:
 
     def _mend(self, state: SlotState, row: NDArray[np.int32]) -> None:
         """Go on from an earlier place, if the sequence has one. If not, it is over."""
-        for _ in state.retries():
-            assert state.matcher is not None
-            with contextlib.suppress(ConstraintNotMet, DeadEnd), _native:
-                self._write(state, state.matcher, state.tokens, row)
-                state.error = None
-                return
+        with contextlib.suppress(GuidedError), _native:
+            for _ in state.retries():
+                assert state.matcher is not None
+                with contextlib.suppress(ConstraintNotMet, DeadEnd):
+                    self._write(state, state.matcher, state.tokens, row)
+                    state.error = None
+                    return
         state.matcher = None
 
     def look_ahead(self, slot: int, row: NDArray[np.int32], run: NDArray[np.int32]) -> None:
@@ -217,6 +218,7 @@ class MaskWorker:
                 rule.restrict(output, row, accepting)
             if state.budgeted is not None and matcher is state.matcher:
                 state.budgeted.restrict(matcher, row)
+                state.restrict(output, row, accepting)
         if accepting:
             for word, bits in self._stops:
                 row[word] |= bits

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import regex
 
 from guided.errors import ConstraintNotMet
-from guided.schema.graph import Node, SchemaGraph
+from guided.schema.graph import NAMED, Node, SchemaGraph
 from guided.schema.keywords import Schema
 from guided.schema.validation import Validator, described, keyword_of
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 Path = list[str | int]
 Nodes = tuple[Node, ...]
-Place = Literal["begin", "value", "key", "string"]
-"""A place in a document: where a value begins, after a value, after a key, or within a string."""
+Place = Literal["value", "key", "string"]
+"""A place in a document: after a value, after a key, or within a string."""
 _PARTS = (
     *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "contains"),
     *("items", "prefixItems", "additionalItems", "unevaluatedItems"),
@@ -32,8 +32,9 @@ _PARTS = (
 """Keywords with subschemas for members and items."""
 _FINAL = ("maxItems", "maxProperties", "propertyNames", "additionalProperties", "type")
 """Keywords that an open object or array violates for ever."""
-_UNSAFE = re.compile(r"\(\?<?!.*(?:\$|\\[bB])", re.DOTALL)
-"""Matches patterns of which a partial match can't be trusted: a negative lookaround sees the end of the text."""
+_UNSAFE = re.compile(r"\(\?<?!.*(?:\$|\\[bB])|\\[pPs]", re.DOTALL)
+"""Matches patterns of which a partial match can't be trusted: a negative lookaround sees the end of the text, or there
+are classes with characters beyond ASCII."""
 _TIMEOUT = 0.01
 """Seconds for one comparison of a text with a pattern."""
 
@@ -107,7 +108,7 @@ def _closure(nodes: list[Node]) -> Nodes:
     return tuple(nodes)
 
 
-def is_dead(pattern: str, text: str) -> bool:
+def _is_dead(pattern: str, text: str) -> bool:
     """Return whether no text that begins like `text` has a match of `pattern`."""
     if _UNSAFE.search(pattern):
         return False
@@ -129,18 +130,21 @@ def _is_final(error: ValidationError, path: Path | None, kind: Place) -> bool:
     if keyword in ("anyOf", "oneOf"):
         branches: list[list[ValidationError]] = error.kind.as_dict()["context"]
         return all(any(_is_final(inner, path, kind) for inner in branch) for branch in branches)
-    if place == path and kind in ("begin", "key"):
-        return kind == "begin" and keyword == "type"
+    if place == path and kind == "key":
+        return False
     if place == path and kind == "string":
-        return keyword == "pattern" and is_dead(error.kind.as_dict()["pattern"], str(error.instance))
+        return keyword == "pattern" and _is_dead(error.kind.as_dict()["pattern"], str(error.instance))
     return keyword in _FINAL or (keyword == "uniqueItems" and place == path)
 
 
 def _depends(error: ValidationError, path: Path) -> bool:
     """Return whether an error depends on the condition of an `if` for an open value."""
     depth = 0
-    for step in error.evaluation_path:
+    steps = iter(error.evaluation_path)
+    for step in steps:
         if step in ("then", "else") and error.instance_path[:depth] == path[:depth]:
             return True
         depth += step in _PARTS
+        if step in NAMED:
+            next(steps, None)  # a name
     return False

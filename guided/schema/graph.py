@@ -28,7 +28,7 @@ _PARTS = (
 )
 """Keywords with subschemas for parts of the value."""
 _KEPT = ("$defs", "definitions")
-_NAMED = (*_KEPT, "dependentSchemas", "dependencies", "patternProperties", "properties")
+NAMED = (*_KEPT, "dependentSchemas", "dependencies", "patternProperties", "properties")
 """Keywords with subschemas by name."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
@@ -209,7 +209,7 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], An
         same = keyword in _SAME
         if not (same or keyword in _PARTS or keyword in _KEPT):
             continue
-        if keyword in _NAMED:
+        if keyword in NAMED:
             for name, child in value.items() if isinstance(value, dict) else ():
                 if keyword != "dependencies" or isinstance(child, dict | bool):
                     yield (keyword, name), child, same

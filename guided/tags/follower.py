@@ -9,22 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from guided.errors import ConstraintNotMet
-from guided.schema.beginnings import Beginnings, Nodes, Place, is_dead
+from guided.schema.beginnings import Beginnings, Nodes, Place
 
 _PART = re.compile(
-    rb'(?P<mark>[{}\[\],:])|(?P<text>"(?:[^"\\]|\\.)*")|(?P<open>".*|[^\s{}\[\],:"]+\Z)|(?P<other>[^\s{}\[\],:"]+)',
-    re.DOTALL,
+    rb'(?P<mark>[{}\[\],:])|(?P<text>"(?:[^"\\]|\\.)*")|(?P<open>".*|[-+.\w]+\Z)|(?P<other>[-+.\w]+)', re.DOTALL
 )
 """Matches a part of a JSON text: a bracket, comma or colon, a string, an open string or number, another scalar."""
 _LONGEST_ESCAPE = 12
-_EXAMPLES: dict[bytes, Any] = {b'"': "", b"{": {}, b"[": [], b"t": True, b"f": False, b"n": None}
-_EXAMPLES |= {bytes([byte]): 0 for byte in b"-0123456789"}
-"""Values of each type, by their first bytes."""
-_CHARACTERS = {chr(code): [bytes([code])] for code in range(32, 127) if chr(code) not in '"\\'}
-_CHARACTERS["\uffff"] = [b"\\", *(bytes([byte]) for byte in range(0xC2, 0xF5))]
-"""Characters of strings, and the bytes with which they begin; the last one stands for all others."""
+BLANKS = [b" ", b"\n", b"\r", b"\t"]
 _AFTER_SCALAR = [bytes([byte]) for byte in b",]} \n"]
-_BESIDES_COMMA = [bytes([byte]) for byte in b"0123456789.eE+- \n\r\t"]
 
 
 @dataclass(slots=True)
@@ -76,8 +69,6 @@ class Follower:
         """It is a string without a pattern, or a key."""
         self.validates = False
         """Whether `read` looks for violations. If not, it follows an output that has been accepted."""
-        self.checks_types = False
-        """Whether it looks for them where a value begins, too."""
 
     @property
     def is_over(self) -> bool:
@@ -105,19 +96,17 @@ class Follower:
         for match in _PART.finditer(data):
             part, written = match[0], text[: max(0, match.end() - known)]
             if match["mark"]:
-                violation = self._mark(part, written, token)
+                violation = self._mark(part, written, token, begins=not known and written == part)
             else:
-                violation, before = None, self._rest or part[:1]
                 if not self._rest:
-                    begin = written[: len(written) - len(part) + 1]
-                    violation = self._begin(token, begin, _EXAMPLES.get(part[:1], 0))
+                    self._begin(token, "" if part.startswith(b'"') else None)
                 self._rest = part if match["open"] else b""
-                violation = violation or (self._string(written, before) if match["open"] else self._end(part, written))
+                violation = self._string(written) if match["open"] else self._end(part, written)
             if violation is not None or self.is_over:
                 return violation
         return None
 
-    def _begin(self, token: int, written: bytes, value: Any) -> Violation | None:
+    def _begin(self, token: int, value: Any) -> None:
         """Open a key, or a value like this one."""
         around = self._open[-1]
         is_key = self._takes_key(around)
@@ -125,27 +114,18 @@ class Follower:
             around.add(value)
         nodes = () if is_key else self._beginnings.below(around.nodes, around.key)
         self._open.append(_Open(token, nodes, value if isinstance(value, dict | list) else None))
-        if is_key or not self.checks_types:
-            return None
-        violation = self._violation("begin", self._open[-1], [])
-        if violation is not None:
-            for first, example in _EXAMPLES.items():
-                around.value[around.key] = example
-                if self._violation("begin", self._open[-1], []):
-                    violation.beginnings.append(written[:-1] + first)
-        return violation
 
     def _takes_key(self, around: _Open) -> bool:
         return isinstance(around.value, dict) and around.key is None
 
-    def _mark(self, mark: bytes, written: bytes, token: int) -> Violation | None:
-        """Read a bracket, comma or colon."""
+    def _mark(self, mark: bytes, written: bytes, token: int, begins: bool) -> Violation | None:
+        """Read a bracket, comma or colon. `begins`: the token begins with it, and what is before it had ended."""
         if mark in b"{[":
-            return self._begin(token, written, {} if mark == b"{" else [])
+            self._begin(token, {} if mark == b"{" else [])
         elif mark in b"}]":
             ended = self._open.pop()
-            has_ended_member = ended.value and written == mark
-            return self._violation("value", ended, [written, *(_BESIDES_COMMA if has_ended_member else ())])
+            others = BLANKS if begins and ended.value else []  # leaves the comma
+            return self._violation("value", ended, [written, *others])
         elif mark == b",":
             self._open[-1].key = None
         return None
@@ -162,22 +142,15 @@ class Follower:
         is_string = part.startswith(b'"')
         return self._violation("value", ended, [written] if is_string else [written + end for end in _AFTER_SCALAR])
 
-    def _string(self, written: bytes, before: bytes) -> Violation | None:
-        """Read the beginning of something, of which `before` is known. A string may not match its pattern any more."""
+    def _string(self, written: bytes) -> Violation | None:
+        """Read the beginning of something. A string may not match its pattern any more."""
         value, around = self._open[-1], self._open[-2]
-        patterns = [node.schema["pattern"] for node in value.nodes if "pattern" in node.schema]
-        if not patterns or self._takes_key(around) or not self._rest.startswith(b'"'):
+        has_pattern = any("pattern" in node.schema for node in value.nodes)
+        if not has_pattern or self._takes_key(around) or not self._rest.startswith(b'"'):
             self._is_free = self._rest.startswith(b'"')
             return None
-        around.value[around.key] = text = _text(self._rest)
-        violation = self._violation("string", value, [written])
-        if violation is not None and violation.error.keyword == "pattern":  # other characters are as wrong
-            begin, known = written[: len(written) - len(self._rest) + len(before)], _text(before)
-            dead = [pattern for pattern in patterns if is_dead(pattern, text)]
-            for char, firsts in _CHARACTERS.items():
-                if any(is_dead(pattern, known + char) for pattern in dead):
-                    violation.beginnings.extend(begin + first for first in firsts)
-        return violation
+        around.value[around.key] = _text(self._rest)
+        return self._violation("string", value, [written])
 
     def _violation(self, place: Place, value: _Open, bad: list[bytes]) -> Violation | None:
         """Return what is wrong after, or within, a value."""

@@ -96,6 +96,37 @@ def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(engine_with: Ca
     assert len(found.logprobs or ()) == len(found.token_ids)
 
 
+@pytest.mark.parametrize("appended", [[300], [300, 301]])
+@pytest.mark.parametrize("place", [1, 4])
+def test_what_replaces_the_sampled_token_is_scored(
+    engine_with: Callable[..., LLMEngine], appended: list[int], place: int
+) -> None:
+    """In the first row and in later ones, like the same tokens in a prompt; and without log-probabilities."""
+    names = ("scored", "plain", "also")
+
+    def decide(output: list[int]) -> SampledEdit | None:
+        return SampledEdit(rollback=1, append=appended) if len(output) == place and 300 not in output else None
+
+    own = Own(decide, max_rollback=1)
+    own.all_rows = True
+    greedy = [SamplingParams(temperature=0.0, max_tokens=6, logprobs=count) for count in (0, None, 0)]
+    asked = {name: (f"{PROMPT}{name}", one) for name, one in zip(names, greedy, strict=True)}
+    found = run(engine_with(own), asked)
+    tokens = {name: output.outputs[0].token_ids for name, output in found.items()}
+    engine = engine_with()
+    for name, output in found.items():
+        assert tokens[name][place - 1 :][: len(appended)] == appended
+        whole = output.prompt_token_ids + tokens[name]
+        scored = run(engine, {"r": (whole, SamplingParams(max_tokens=1, prompt_logprobs=0))})["r"].prompt_logprobs
+        own_scores = [entry.own for entry in (scored or [])[-len(tokens[name]) :] if entry is not None]
+        if name != "plain":
+            logprobs = output.outputs[0].logprobs or []
+            assert [entry.own for entry in logprobs if entry is not None] == pytest.approx(own_scores, abs=1e-3)
+        rest = SamplingParams(temperature=0.0, max_tokens=6 - place - len(appended) + 1)
+        begin = output.prompt_token_ids + tokens[name][: place - 1 + len(appended)]
+        assert begin + run(engine, {"r": (begin, rest)})["r"].outputs[0].token_ids == whole
+
+
 def test_edits_of_sequences_that_got_no_token_are_ignored(
     engine_with: Callable[..., LLMEngine], tiny_model: LoadedModel
 ) -> None:

@@ -21,6 +21,12 @@ from guided.worker import MaskWorker
 NUMBERS = {"type": "array", "items": {"type": "integer"}}
 UNIQUE = {**NUMBERS, "uniqueItems": True}
 OPEN = {"type": "object", "additionalProperties": {"type": "integer"}}
+CONDITION = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "k": {"type": "integer"}},
+    "if": {"required": ["k"], "properties": {"k": {"const": 1}}},
+    "else": {"properties": {"a": {"const": 2}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -115,25 +121,36 @@ def test_the_token_is_vetoed_and_the_output_is_valid(
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
+        ({"type": "string", "pattern": "^(?=\\p{L})..+$"}, '"Öa"'),
+        ({**UNIQUE, "items": {"type": "object", "properties": {"items": CONDITION}}}, '[{"items":{"a":1,"k":1}}]'),
         ({"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}, "required": ["a"]}, '{"a":1}'),
         ({"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2}, '["z"]'),
         (UNIQUE, "[1, 2, 12, 21]"),
         ({**NUMBERS, "contains": {"const": 7}}, "[1, 7, 2]"),
-        (
-            {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "k": {"type": "integer"}, "u": UNIQUE},
-                "if": {"required": ["k"], "properties": {"k": {"const": 1}}},
-                "else": {"properties": {"a": {"const": 2}}},
-            },
-            '{"a":1,"k":1}',
-        ),
+        ({**UNIQUE, "items": CONDITION}, '[{"a":1,"k":1}]'),
     ],
 )
 def test_nothing_else_needs_a_veto(backends: Backends, schema: dict[str, Any], text: str) -> None:
     writer = Writer(backends, Constraint.json_schema(schema))
     assert writer.write(text) is None
     assert writer.vetoes == []
+
+
+def test_a_number_may_go_on_after_a_veto(backends: Backends) -> None:
+    writer = Writer(backends, Constraint.json_schema({**OPEN, "minProperties": 2}), "xgrammar")
+    assert writer.write('{"a":1}', others='2,"b:}') is None
+    assert writer.text.startswith('{"a":12')
+    assert writer.vetoes[0] == ("minProperties", "}", 1)
+
+
+def test_a_number_may_be_all_of_a_content(backends: Backends) -> None:
+    """And the token that was sampled is forbidden, whatever it is."""
+    content = {"type": "json_schema", "json_schema": {"type": "integer", "multipleOf": 7}}
+    form = {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
+    writer = Writer(backends, Constraint.structural_tag({"type": "structural_tag", "format": form}), "xgrammar")
+    assert writer.write("<f>12</f>", others="</f>6") is None
+    assert writer.text == "<f>126</f>"
+    assert writer.vetoes == [("multipleOf", "<", 1)]
 
 
 def test_several_vetoes_lead_back_to_the_beginning_of_a_value(backends: Backends) -> None:
