@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 
 import pytest
@@ -22,6 +23,7 @@ def test_a_message_arrives_as_it_was(size: int) -> None:
 
 
 def test_large_ones_need_one_descriptor_until_they_are_dropped() -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     package = pack(bytes(1 << 20))
     assert len(os.listdir("/proc/self/fd")) == before + 1
