@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import RequestOutput
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
-from engine.server.errors import RequestTimeout, respell, shape_error
+from engine.server.errors import OLLAMA_PATH, RequestTimeout, respell, shape_error
 from engine.server.generation import Job, Outputs, guided_info, outputs_of, report
 from engine.server.protocol import GuidedInfo
 from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
@@ -88,7 +88,10 @@ async def _raw_body(request: Request, seconds: float) -> bytes:
 
 def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: ServerContext) -> Any:
     """Take a body through the stages 2 and 3. `state.ignored` takes the names of fields that have no effect."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    # The examples of Ollama have no header. Browsers, which ask before they send JSON to another site, tell the origin.
+    is_plain = request.url.path.startswith(OLLAMA_PATH) and "origin" not in request.headers
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != "application/json" and not is_plain:
         raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
     try:
         data = loads(raw, **_BODY_LIMITS, constants=True)

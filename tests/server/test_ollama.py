@@ -255,3 +255,19 @@ def test_errors_are_ollamas(client_with: Callable[..., TestClient], failing: Tes
     *begun, last = map(json.loads, found)
     assert last.keys() == {"error"}
     assert "".join(line["message"]["content"] for line in begun).isdecimal()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/api/generate", {"content-type": "application/x-www-form-urlencoded"}, 200),
+        ("/api/generate", {}, 200),
+        ("/api/generate", {"content-type": "text/plain", "origin": "http://elsewhere.example"}, 400),
+        ("/v1/completions", {"content-type": "text/plain"}, 400),
+    ],
+)
+def test_bodies_need_no_type_where_no_page_can_send_them(
+    client: TestClient, path: str, headers: dict[str, str], status: int
+) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2, "stream": False})
+    assert client.post(path, content=body, headers=headers).status_code == status
