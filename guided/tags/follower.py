@@ -135,10 +135,10 @@ class Follower:
         ended, around = self._open.pop(), self._open[-1]
         self._is_free = False
         if self._takes_key(around):
-            around.key = json.loads(part)
+            around.key = _read(part)
             around.add(None)
             return self._violation("key", ended, [written])
-        around.value[around.key] = json.loads(part)
+        around.value[around.key] = _read(part)
         is_string = part.startswith(b'"')
         return self._violation("value", ended, [written] if is_string else [written + end for end in _AFTER_SCALAR])
 
@@ -168,3 +168,11 @@ def _text(part: bytes) -> str:
         with contextlib.suppress(ValueError):
             return str(json.loads(whole[:cut] + '"'))
     return ""
+
+
+def _read(part: bytes) -> Any:
+    """Return a scalar. What a grammar library allows may not be JSON, such as `7.e-9`: the final check refuses it."""
+    try:
+        return json.loads(part)
+    except ValueError:
+        return part.decode("utf-8", "replace")

@@ -204,3 +204,15 @@ def test_a_replay_takes_back_nothing_that_was_final(backends: Backends) -> None:
     assert writer.vetoes == [("uniqueItems", "]", 1)]
     assert "]" not in allowed(writer.row)
     assert STOP not in writer.output
+
+
+def test_what_a_library_allows_and_is_not_json_is_for_the_final_check(backends: Backends) -> None:
+    writer = Writer(
+        backends,
+        Constraint.json_schema({"type": "array", "items": {"type": "number"}, "uniqueItems": True}),
+        "lm-format-enforcer",
+    )
+    assert writer.fill(tokens("[7.e-9")) is None
+    writer.output += tokens("[7.e-9")
+    assert writer.fill(tokens("]")) is None
+    assert not writer.may_end
