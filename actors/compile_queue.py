@@ -35,7 +35,7 @@ class CompileQueue:
     def __init__(self, length: int) -> None:
         self._length = length
         self._last = ""
-        """The client whose task was taken last."""
+        """The client of the task that was taken last."""
         self.waiting: list[Task] = []
         self.running: list[Task] = []
 

@@ -46,7 +46,7 @@ OK, FAILED, STEERED, CHECKED = 0, 1, 2, 4
 IDLE, UNKNOWN = -1, -2
 """`busy` of a thread that does nothing, and of an actor on another node that has not said yet what it fills."""
 IMPORTING = 1 << 30
-"""Added to the number of a grammar whose library is being imported."""
+"""Added to the number of a grammar while its library is being imported."""
 FIRST, SECOND, LOADER = 0, 1, 2
 """The threads of a worker by their place in the mark: two fill rows, the third loads grammars."""
 THREADS = 3

@@ -138,7 +138,7 @@ class StepServer:
         self._slow: dict[int, _Wanted] = {}
         """Requested masks by slot: those that are expected to be quick, in the order of the requests; the others."""
         self._waiting: dict[int, _Wanted] = {}
-        """Those whose grammar is not there yet."""
+        """Slots that wait for their grammar to be loaded."""
         self._grammars: dict[int, _Grammar] = {}
         """By number: those that may be opened, or that are being loaded."""
         self._filling: list[int | None] = [None, None]

@@ -88,7 +88,7 @@ objects, too.
 
 - An integer has no fraction, and a number with a bound no exponent (`1e-06`). An exponent has at most two digits.
 - Alternatives of `anyOf` and `oneOf` that the canonical form merges have the order of one of them.
-- xgrammar: an object with a property that can have no value (`"a": false`), or whose name has to be escaped, has no
+- xgrammar: an object with a property that can have no value (`"a": false`), or a name that has to be escaped, has no
   other properties, and listed objects and arrays have no whitespace. outlines and lm-format-enforcer: an object with
   `properties` has no others.
 - Structural tags: with `any_order`, properties still come in the schema's order. Names that a model makes up in

@@ -19,8 +19,6 @@ FREE_NAME = r'[^<>"\n/][^<>"\n]*'
 """Regex of the names that an element can have."""
 LIST_NAME = r"[^\s<>{}()\[\],:='\"]+(?: [^\s<>{}()\[\],:='\"]+)*"
 """Regex of the names that an element of a list can have."""
-NEW_NAME = FREE_NAME.replace('"', '"&')
-"""Regex of the names that a model makes up: parsers decode `&amp;`, and names may not be written in a second way."""
 ITEM = "item"
 """What stands for the name of an array's item."""
 KIND = "{kind}"
@@ -47,8 +45,8 @@ class ElementStyle:
 
     @property
     def new_names(self) -> str:
-        """Regex of the names that a model makes up."""
-        return NEW_NAME if self.names == FREE_NAME else self.names
+        """Regex of the names that a model makes up. Parsers decode `&amp;`: names are written in one way only."""
+        return self.names.replace('"', '"&')
 
     @cached_property
     def begin_pattern(self) -> Any:
@@ -109,4 +107,4 @@ STYLES = {
     "python": ElementStyle("{name}=", "", names=LIST_NAME, separator=", ", has_json_strings=True),
 }
 """Name -> style: xgrammar's; `mimo_xml`, which is `qwen_xml` without line breaks; Gemma's; and that of calls in Python,
-whose values are JSON."""
+with values in JSON."""

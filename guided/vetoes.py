@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_VETOES, MAX_OF_VALUE = 64, 16
 """Vetoes of one output, and within one of its values. With half or twice as many, hardly another answer ends valid."""
 _PATIENCE = 4
-"""Vetoes within a value after which the output goes back to the value's beginning."""
+"""After so many vetoes within a value, the output goes back within the value to where another text is possible."""
 MAX_HELD = 64
 """Maximum number of tokens that are held back because they may be taken back."""
 _GROWING = ("minItems", "minProperties", "minContains", "required")

@@ -16,7 +16,7 @@ from guided.schema.keywords import Schema, pointer
 PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
 """Limits of the engine for patterns."""
 _MAX_REASON = 200
-"""Characters of a message of the library, at whose end the reason is."""
+"""Number of characters that are kept of a message of the library. Its end says the reason."""
 _NONZERO = re.compile(r"[-0.]*[1-9]")
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 

@@ -1,4 +1,4 @@
-"""guidance: both models, whose grammars come as `guided_grammar` and `structured_outputs`, or as `ebnf`."""
+"""guidance: both models. Their grammars come as `guided_grammar` and `structured_outputs`, or as `ebnf`."""
 
 from __future__ import annotations
 
