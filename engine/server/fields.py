@@ -14,8 +14,9 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from guided.constraint import ConstraintKind
 from guided.errors import bounded
@@ -85,7 +86,7 @@ class Body(BaseModel):
     rejected, as they are where `tolerant` is False, or where they could be meant as another field (`hint`).
     """
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
     tolerant: ClassVar[bool] = True
     prefix: ClassVar[str] = ""
     """Prefix of the names of its unknown fields in `ignored`."""
@@ -111,6 +112,16 @@ class Body(BaseModel):
                 if ignored is not None and noted not in ignored and len(ignored) < MAX_IGNORED:
                     ignored.append(noted)
         return kept
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe that null is as if the field were absent."""
+        described = handler(core)
+        fields = handler.resolve_ref_schema(described)
+        for name, value in fields.get("properties", {}).items():
+            if name not in fields.get("required", ()) and {"type": "null"} not in value.get("anyOf", ()):
+                fields["properties"][name] = {"anyOf": [value, {"type": "null"}]}
+        return described
 
     @classmethod
     def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
