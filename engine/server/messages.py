@@ -76,7 +76,7 @@ class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[Many[Block], Field(min_length=1, description="A text, or a list of blocks.")]
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[Block])
     @classmethod
     def _as_blocks(cls, given: Any) -> Any:
         return [{"type": "text", "text": given}] if isinstance(given, str) else given

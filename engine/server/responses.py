@@ -134,7 +134,7 @@ class ResponsesRequest(TurnRequest):
     best_of: Literal[1] | None = None
     resample: Literal[False] | None = None
 
-    @field_validator("input", mode="before")
+    @field_validator("input", mode="before", json_schema_input_type=str | list[InputItem])
     @classmethod
     def _as_items(cls, given: Any) -> Any:
         return [{"role": "user", "content": given}] if isinstance(given, str) else given

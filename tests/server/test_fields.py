@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from serving import sse
 from starlette.testclient import TestClient
@@ -226,6 +227,17 @@ def test_harmless_fields_are_named(client: TestClient, path: str) -> None:
     many = {f"unknown{number}": 1 for number in range(30)}
     field, _ = refusal(client, path, **many, guided_thing="a")
     assert field == "guided_thing", "it is found behind many unknown fields"
+
+
+@pytest.mark.parametrize("path", ALL)
+@pytest.mark.parametrize("fields", [{"seed": None}, {"unheard_of": 1}, {"nvext": {"choice": None, "unheard_of": 1}}])
+def test_the_description_allows_what_is_ignored(client: TestClient, path: str, fields: dict[str, Any]) -> None:
+    description = client.get("/openapi.json").json()
+    schema = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = {**ASKED[path], **fields}
+    assert jsonschema_rs.is_valid({**description, **schema}, body)
+    assert not jsonschema_rs.is_valid({**description, **schema}, {**body, "n": "three"})
+    accepted(client, path, **fields)
 
 
 def test_a_name_that_is_no_unicode(client: TestClient) -> None:
