@@ -18,11 +18,11 @@ from starlette.middleware.cors import CORSMiddleware
 from engine.async_llm import AsyncLLM
 from engine.server import chat, completions, health, messages, metrics, models, ollama, responses
 from engine.server.context import ServerContext
-from engine.server.errors import install_handlers
 from engine.server.metrics import Metrics
 from engine.server.middleware import RequestChecks
 from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
+from engine.server.refusals import install_handlers
 
 DESCRIPTION = """
 A server with guided decoding, for clients of OpenAI, Anthropic and Ollama. Add one of `json_schema`, `json_object`,

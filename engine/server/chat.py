@@ -14,7 +14,7 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import ChoicesAnswer
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, ignored_fields, sampling_params
+from engine.server.generation import Job, check_size, ignored_fields, sampling_params
 from engine.server.prompts import encode_body
 from engine.server.protocol import ChatRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
@@ -81,7 +81,7 @@ def build_job(
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    context.check_size(body, 1, limit, logprobs)
+    check_size(context, body, 1, limit, logprobs)
     prompt = encode_body(context, body, body.messages)
     rest = body.model_copy(update={"messages": []})
     refused: dict[str, list[str]] = {}

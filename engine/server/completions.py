@@ -14,7 +14,7 @@ from engine.outputs import CompletionOutput
 from engine.server.answers import ChoicesAnswer, finite, ranked
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, OutputForm, ignored_fields, sampling_params
+from engine.server.generation import Job, OutputForm, check_size, ignored_fields, sampling_params
 from engine.server.prompts import encode
 from engine.server.protocol import CompletionRequest, GuidedInfo
 from engine.server.routes import RESPONSES, BodyRoute, JobResponse
@@ -41,7 +41,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     if max_tokens is None and wanted.constraint is None:
         # OpenAI's default. A request with a constraint does not get it: most answers would be cut off.
         max_tokens = 16
-    context.check_size(body, len(given), max_tokens, body.logprobs)
+    check_size(context, body, len(given), max_tokens, body.logprobs)
 
     def tokenized(number: int, prompt: Any) -> list[int]:
         if isinstance(prompt, list):

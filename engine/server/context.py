@@ -19,7 +19,6 @@ from engine.detokenizer import TokenTexts
 from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
-from engine.server.protocol import GenerationRequest
 from guided.backends import AUTO
 from guided.errors import InvalidRequest, bounded
 from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat, detect, tool_format
@@ -28,11 +27,6 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 logger = logging.getLogger("guided.server")
-
-_MAX_OUTPUTS = 256
-"""Maximum number of outputs of a request."""
-MAX_ANSWER_LOGPROBS = 200_000
-"""Maximum number of log-probabilities that an answer with several choices can have."""
 
 
 @dataclass
@@ -83,21 +77,6 @@ class ServerContext:
         if name not in (None, self.settings.model_name):
             message = f"The model {bounded(name, 100)!r} does not exist; here: {self.settings.model_name}"
             raise InvalidRequest(message, param="model", code="model_not_found", status=404)
-
-    def check_size(self, body: GenerationRequest, prompts: int, max_tokens: int | None, logprobs: int | None) -> None:
-        """Refuse a request with too many outputs, or with several that can have too many log-probabilities."""
-        n, limit = body.n or 1, min(_MAX_OUTPUTS, self.settings.max_requests)
-        if prompts * max(n, body.best_of or 1) > limit:
-            param = "prompt" if prompts > 1 else "n" if n > limit else "best_of"
-            raise InvalidRequest(f"prompts times n or best_of is more than the limit of {limit} outputs", param=param)
-        outputs = 0 if logprobs is None or prompts * n == 1 else prompts * n
-        count = outputs * (max_tokens or self.engine.max_model_len) * ((logprobs or 0) + 1)
-        if count > MAX_ANSWER_LOGPROBS:
-            raise InvalidRequest(
-                f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
-                f"choices is {MAX_ANSWER_LOGPROBS}",
-                param="logprobs",
-            )
 
     def client_left(self, http_id: str) -> None:
         """Count and log a request that was aborted because its client disconnected."""

@@ -6,22 +6,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
-from starlette.routing import Match
 from starlette.types import Scope
 
-from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded, error_body, error_headers
-
-if TYPE_CHECKING:
-    from engine.server.context import ServerContext
-
-logger = logging.getLogger("guided.server")
+from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
 
 class RequestTimeout(InvalidRequest):
@@ -81,76 +71,12 @@ def _named(error: GuidedError) -> str:
     return str(error) if is_named else f"{name}: {error}"
 
 
-_BODIES = {MESSAGES_PATH: message_error, OLLAMA_PATH: ollama_error}
-"""What makes the bodies of errors, by the beginning of the path. Elsewhere it is `error_body`."""
-
-
-def install_handlers(app: FastAPI) -> None:
-    """Answer every error of the application in this shape."""
-    app.add_exception_handler(GuidedError, _on_guided_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_unexpected_error)
-
-
 def respell(error: GuidedError, scope: Scope) -> None:
     """Name the field at fault as the request does."""
     names: Mapping[str, str] = scope.get("state", {}).get("field_names", {})
     sent = names.get(error.param or "", error.param)
     error.message = error.message.replace(f"'{error.param}'", f"'{sent}'").replace(f"{error.param} is ", f"{sent} is ")
     error.param = sent
-
-
-def refuse(context: ServerContext, scope: Scope, error: GuidedError, **headers: str) -> JSONResponse:
-    """Count and log an error, and return the answer. `headers` are further ones of the answer."""
-    respell(error, scope)
-    context.metrics.failed(error.code, error.status)
-    if error.status < 500 and not isinstance(error, CompileTimeout):  # those are logged where they happen
-        _log(scope, error)
-    body_of = next((made for begin, made in _BODIES.items() if scope["path"].startswith(begin)), error_body)
-    return JSONResponse(body_of(error), error.status, error_headers(error) | headers)
-
-
-async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, GuidedError)
-    headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}  # the rest of its body is not read
-    return refuse(request.app.state.context, request.scope, error, **headers)
-
-
-async def _on_http_exception(request: Request, raised: Exception) -> JSONResponse:
-    assert isinstance(raised, HTTPException)
-    codes = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-    message = _hint(request) if raised.status_code == 404 else bounded(raised.detail)
-    error = InvalidRequest(message, code=codes.get(raised.status_code, ""), status=raised.status_code)
-    return refuse(request.app.state.context, request.scope, error, **(raised.headers or {}))
-
-
-def _log(scope: Scope, error: GuidedError) -> None:
-    """Log why a request is refused."""
-    request_id = scope.get("state", {}).get("request_id", "-")
-    text = " ".join(f"{'' if error.param is None else f'{error.param}: '}{error.message}".split())
-    where = f"{scope['method']} {bounded(scope['path'], 100)!r}"
-    extra = {"x_request_id": request_id, "code": error.code}
-    logger.info("x-request-id %s: %s refused: %s: %s", request_id, where, error.code, bounded(text), extra=extra)
-
-
-def _hint(request: Request) -> str:
-    """Return what to do about an unknown path."""
-    path = request.scope["path"]  # a URL is built from the header Host, which may be anything
-    if path.startswith(f"/v1{MESSAGES_PATH}"):
-        return f"there is no {bounded(path, 100)!r}: the base URL of Anthropic's clients ends without /v1"
-    wanted = {**request.scope, "path": f"/v1{path}"}
-    if any(route.matches(wanted)[0] is not Match.NONE for route in request.app.routes):
-        return f"there is no {path}: send the request to /v1{path} (a client's base URL ends with /v1)"
-    return f"there is no {bounded(path, 100)!r}: requests go to /v1/chat/completions, and /docs lists all paths"
-
-
-async def _on_unexpected_error(request: Request, error: Exception) -> JSONResponse:
-    # Starlette raises the error again after this answer, outside of our middleware. The server then logs the traceback.
-    request_id = request.scope.get("state", {}).get("request_id", "-")
-    text, extra = "x-request-id %s: %s %s failed: %r", {"x_request_id": request_id}
-    logger.error(text, request_id, request.method, bounded(request.scope["path"], 100), error, extra=extra)
-    internal = InternalError("the server failed on this request; its log says why")
-    return refuse(request.app.state.context, request.scope, internal, **{"x-request-id": request_id})
 
 
 def shape_error(errors: Sequence[Any]) -> InvalidRequest:

@@ -14,10 +14,10 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.server.constraints import RequestedConstraint
-from engine.server.context import MAX_ANSWER_LOGPROBS, ServerContext
+from engine.server.context import ServerContext
 from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.fields import ConstraintFields
-from engine.server.protocol import ChoicesRequest, GuidedInfo, Reported
+from engine.server.protocol import ChoicesRequest, GenerationRequest, GuidedInfo, Reported
 from guided.constraint import KINDS, Constraint
 from guided.errors import (
     CompileTimeout,
@@ -31,10 +31,32 @@ from guided.tools.parser import OutputParser
 
 logger = logging.getLogger("guided.server")
 
-
+_MAX_OUTPUTS = 256
+"""Maximum number of outputs of a request."""
+_MAX_LOGPROBS = 200_000
+"""Maximum number of log-probabilities that an answer with several choices can have."""
 _CONVERTED = {*KINDS, "backend", "whitespace_pattern", "open_objects", "strict_schema", "max_tokens", "logprobs"}
 _SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & ChoicesRequest.model_fields.keys() - _CONVERTED)
 """Fields that mean the same in a request and in `SamplingParams`."""
+
+
+def check_size(
+    context: ServerContext, body: GenerationRequest, prompts: int, max_tokens: int | None, logprobs: int | None
+) -> None:
+    """Refuse a request with too many outputs, or with several that can have too many log-probabilities."""
+    n = body.n or 1
+    limit = min(_MAX_OUTPUTS, context.settings.max_requests)
+    if prompts * max(n, body.best_of or 1) > limit:
+        param = "prompt" if prompts > 1 else "n" if n > limit else "best_of"
+        raise InvalidRequest(f"prompts times n or best_of is more than the limit of {limit} outputs", param=param)
+    outputs = 0 if logprobs is None or prompts * n == 1 else prompts * n
+    count = outputs * (max_tokens or context.engine.max_model_len) * ((logprobs or 0) + 1)
+    if count > _MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
+            f"choices is {_MAX_LOGPROBS}",
+            param="logprobs",
+        )
 
 
 def sampling_params(
@@ -150,8 +172,8 @@ class Job:
     def admitted(self, context: ServerContext) -> Job:
         """Return this job with its engine requests. Raises `InvalidRequest` if the engine rejects one."""
         scored = self.params.prompt_logprobs
-        if scored and len(self.prompts) > 1 and sum(map(len, self.prompts)) * scored > MAX_ANSWER_LOGPROBS:
-            message = f"several prompts have at most {MAX_ANSWER_LOGPROBS} log-probabilities"
+        if scored and len(self.prompts) > 1 and sum(map(len, self.prompts)) * scored > _MAX_LOGPROBS:
+            message = f"several prompts have at most {_MAX_LOGPROBS} log-probabilities"
             raise InvalidRequest(message, param="prompt_logprobs")
         groups = []
         for number, prompt in enumerate(self.prompts):

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.context import ServerContext
-from engine.server.errors import refuse
+from engine.server.refusals import refuse
 from guided.errors import GuidedError, InvalidRequest, bounded
 from guided.pools.protocol import CLIENT
 
@@ -52,7 +52,7 @@ class RequestChecks:
             self._check_host(headers.get("host", ""))
             key = self._check_key(scope, headers)
         except GuidedError as error:
-            await refuse(self.context, scope, error)(scope, receive, send_with_id)
+            await refuse(self.context.metrics, scope, error)(scope, receive, send_with_id)
             return
         CLIENT.set(key or str((scope.get("client") or ("",))[0]))
         await self.app(scope, self._limited(receive), send_with_id)
