@@ -32,8 +32,8 @@ from benchmarks.property_order import in_schema_order
 from benchmarks.servers import guided_server
 from benchmarks.workload import read_rows
 from engine.default_model import checkpoint_path
-from engine.server.protocol import ChatRequest
-from engine.server.tools import requested_calls
+from engine.server.request.bodies import ChatRequest
+from engine.server.request.tools import requested_calls
 from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.check import vocabulary_of

@@ -1,4 +1,4 @@
-"""Write the part of docs/http-reference.md about the fields of a constraint, as `engine/server/fields.py` has them.
+"""Write the table of `engine/server/request/fields.py`, the fields of a constraint, into docs/http-reference.md.
 
 python -m benchmarks.fields
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from textwrap import fill
 
-from engine.server.fields import (
+from engine.server.request.fields import (
     MARKS,
     MISNAMED,
     REFUSED,

@@ -16,13 +16,14 @@ from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.async_llm import AsyncLLM
-from engine.server import chat, completions, health, messages, metrics, models, ollama, responses
+from engine.server import metrics
+from engine.server.api import chat, completions, health, messages, models, ollama, responses
 from engine.server.context import ServerContext
 from engine.server.metrics import Metrics
 from engine.server.middleware import RequestChecks
 from engine.server.options import ServerSettings
-from engine.server.protocol import ErrorAnswer
 from engine.server.refusals import install_handlers
+from engine.server.request.bodies import ErrorAnswer
 
 DESCRIPTION = """
 A server with guided decoding, for clients of OpenAI, Anthropic and Ollama. Add one of `json_schema`, `json_object`,

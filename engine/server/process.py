@@ -34,7 +34,7 @@ from engine.server.connections import ConnectionLimits, LimitedProtocol
 from engine.server.context import ServerContext
 from engine.server.logs import JsonFormatter, log_to_stderr
 from engine.server.options import ServeOptions, ServerSettings, check_names
-from engine.server.protocol import CHAT_EXAMPLE
+from engine.server.request.bodies import CHAT_EXAMPLE
 from guided.backends import AUTO
 from guided.process_resources import watch_free_memory
 

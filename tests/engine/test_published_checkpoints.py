@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from engine.attention import UnsupportedModelError
 from engine.model_loader import check_model, load_model
 from engine.server.process import _sampling_defaults
-from engine.server.prompts import encode_chat
-from engine.server.protocol import Message
+from engine.server.request.bodies import Message
+from engine.server.request.prompts import encode_chat
 
 BY_TITLE = {family.title: family for family in FAMILIES}
 LLAVA_TEMPLATE = (

@@ -23,9 +23,9 @@ from msgspec import msgpack
 
 from actors.compiler import Compiler
 from actors.packages import CompileResult, buffer
-from engine.server.constraints import requested_constraint as asked
 from engine.server.options import ServerSettings
-from engine.server.protocol import ChatRequest
+from engine.server.request.bodies import ChatRequest
+from engine.server.request.constraints import requested_constraint as asked
 from guided.backends import AUTO, BACKENDS, Backends, candidates
 from guided.constraint import Constraint
 from guided.errors import CompileTimeout, GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint

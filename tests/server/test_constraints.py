@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine.sampling_params import SamplingParams
-from engine.server.constraints import RequestedConstraint, requested_constraint
-from engine.server.generation import Job
 from engine.server.options import ServerSettings
-from engine.server.protocol import ChatRequest
+from engine.server.request.bodies import ChatRequest
+from engine.server.request.constraints import RequestedConstraint, requested_constraint
+from engine.server.request.job import Job
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from engine.model_loader import load_model
-from engine.server.prompts import encode_chat
-from engine.server.protocol import Message
+from engine.server.request.bodies import Message
+from engine.server.request.prompts import encode_chat
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 

@@ -387,8 +387,8 @@ def test_a_conversation_with_calls() -> None:
     from transformers import AutoTokenizer
 
     from engine.default_model import checkpoint_path
-    from engine.server.prompts import encode_chat
-    from engine.server.protocol import Message, Tool
+    from engine.server.request.bodies import Message, Tool
+    from engine.server.request.prompts import encode_chat
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_path())
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "<|end|>"}'}}
@@ -408,7 +408,7 @@ def test_a_conversation_with_calls() -> None:
 
 
 def test_calls_in_other_forms_are_the_same_conversation() -> None:
-    from engine.server.protocol import ChatRequest
+    from engine.server.request.bodies import ChatRequest
 
     def rendered(called: dict[str, Any], answered: dict[str, Any]) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": "go"}, {"role": "assistant", **called}, {"content": "3", **answered}]

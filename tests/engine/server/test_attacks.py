@@ -16,7 +16,7 @@ from serving import wait_until
 
 from engine.model_loader import LoadedModel
 from engine.server.connections import ConnectionLimits
-from engine.server.fields import MAX_IGNORED
+from engine.server.request.fields import MAX_IGNORED
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}

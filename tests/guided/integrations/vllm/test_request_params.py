@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.server.constraints import requested_constraint as asked_over_http
 from engine.server.options import ServerSettings
-from engine.server.protocol import CompletionRequest
+from engine.server.request.bodies import CompletionRequest
+from engine.server.request.constraints import requested_constraint as asked_over_http
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError, InvalidRequest
 from guided.integrations.vllm.request_params import GuidedParams, guided_params

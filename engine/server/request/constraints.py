@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.server.fields import Body, ConstraintFields, ResponseFormat, StructuredOutputs, rows
 from engine.server.options import ServerSettings
-from engine.server.protocol import GenerationRequest
+from engine.server.request.bodies import GenerationRequest
+from engine.server.request.fields import Body, ConstraintFields, ResponseFormat, StructuredOutputs, rows
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest

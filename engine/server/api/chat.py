@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import ChoicesAnswer
-from engine.server.constraints import requested_constraint
+from engine.server.api.answers import ChoicesAnswer
+from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, check_size, ignored_fields, sampling_params
-from engine.server.prompts import encode_body
-from engine.server.protocol import ChatRequest, GuidedInfo
-from engine.server.routes import RESPONSES, BodyRoute, JobResponse
-from engine.server.tools import output_form, requested_calls
+from engine.server.request.bodies import ChatRequest, GuidedInfo
+from engine.server.request.constraints import requested_constraint
+from engine.server.request.job import Job, check_size, ignored_fields, sampling_params
+from engine.server.request.prompts import encode_body
+from engine.server.request.tools import output_form, requested_calls
 from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
 from guided.tools.parser import Piece
 

@@ -16,14 +16,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import PartsAnswer, usage_of
-from engine.server.chat import build_job_that_fits
+from engine.server.api.answers import PartsAnswer, usage_of
+from engine.server.api.chat import build_job_that_fits
+from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
 from engine.server.errors import MESSAGES_PATH, message_error
-from engine.server.fields import Body, FormatHolder, Many, ResponseFormat
-from engine.server.generation import Job
 from engine.server.options import DEFAULT_MODEL
-from engine.server.protocol import (
+from engine.server.request.bodies import (
     CHAT_EXAMPLE,
     CalledFunction,
     ChatRequest,
@@ -39,7 +38,8 @@ from engine.server.protocol import (
     offered,
     thinking_variables,
 )
-from engine.server.routes import RESPONSES, BodyRoute, JobResponse
+from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
+from engine.server.request.job import Job
 from guided.errors import GuidedError, InvalidRequest
 from guided.tools.parser import Piece
 

@@ -16,12 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import PartsAnswer, usage_of
-from engine.server.chat import build_job
+from engine.server.api.answers import PartsAnswer, usage_of
+from engine.server.api.chat import build_job
+from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
-from engine.server.fields import Body, FormatHolder, Many, ResponseFormat
-from engine.server.generation import Job
-from engine.server.protocol import (
+from engine.server.request.bodies import (
     CHAT_EXAMPLE,
     CalledFunction,
     ChatRequest,
@@ -38,7 +37,8 @@ from engine.server.protocol import (
     joined,
     offered,
 )
-from engine.server.routes import RESPONSES, BodyRoute, JobResponse
+from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
+from engine.server.request.job import Job
 from guided.errors import GuidedError, error_body
 from guided.tools.parser import Piece
 

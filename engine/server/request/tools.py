@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from engine.server.constraints import RequestedConstraint, opens_objects
 from engine.server.context import ServerContext
-from engine.server.custom_calls import CustomCallParser
-from engine.server.generation import OutputForm, locate
-from engine.server.protocol import ChatRequest, Tool, is_hosted
+from engine.server.request.bodies import ChatRequest, Tool, is_hosted
+from engine.server.request.constraints import RequestedConstraint, opens_objects
+from engine.server.request.custom_calls import CustomCallParser
+from engine.server.request.job import OutputForm, locate
 from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded

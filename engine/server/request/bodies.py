@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.server.fields import REFUSED, Body, ConstraintFields, Many, NvextFields, SglangFields, name_here
+from engine.server.request.fields import REFUSED, Body, ConstraintFields, Many, NvextFields, SglangFields, name_here
 from guided.errors import InvalidRequest
 
 CHAT_EXAMPLE: dict[str, Any] = {

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from engine.logprobs import TokenLogprobs
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.context import ServerContext
-from engine.server.generation import Job
-from engine.server.protocol import GuidedInfo, MaskTimes
+from engine.server.request.bodies import GuidedInfo, MaskTimes
+from engine.server.request.job import Job
 from guided.errors import GuidedError, error_body
 from guided.tools.parser import Piece
 

@@ -6,9 +6,9 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Request
 
+from engine.server.api.routes import BodyRoute
 from engine.server.context import Context
-from engine.server.prompts import encode, encode_body
-from engine.server.protocol import (
+from engine.server.request.bodies import (
     DetokenizeRequest,
     DetokenizeResponse,
     ModelCard,
@@ -16,7 +16,7 @@ from engine.server.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from engine.server.routes import BodyRoute
+from engine.server.request.prompts import encode, encode_body
 from guided.errors import InvalidRequest
 
 router = APIRouter(tags=["models"])

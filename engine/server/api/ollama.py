@@ -22,14 +22,14 @@ from fastapi.responses import JSONResponse
 from pydantic import AliasChoices, BaseModel, Field, model_validator
 
 from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from engine.server.answers import PartsAnswer, to_json
-from engine.server.chat import build_job_that_fits
+from engine.server.api.answers import PartsAnswer, to_json
+from engine.server.api.chat import build_job_that_fits
+from engine.server.api.routes import BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
 from engine.server.errors import OLLAMA_PATH, ollama_error
-from engine.server.fields import Body, Many, Schema
-from engine.server.generation import Job
-from engine.server.protocol import ChatRequest, GuidedInfo, Message, thinking_variables
-from engine.server.routes import BodyRoute, JobResponse
+from engine.server.request.bodies import ChatRequest, GuidedInfo, Message, thinking_variables
+from engine.server.request.fields import Body, Many, Schema
+from engine.server.request.job import Job
 from guided.errors import GuidedError
 from guided.tools.parser import Piece
 

@@ -2,7 +2,7 @@
 
 1. Size: the middleware counts the bytes (`middleware.py`).
 2. JSON within limits: number of values, nesting, length of numbers, duplicate keys (`guided.json_text`).
-3. Shape (`protocol.py`).
+3. Shape (`request/bodies.py`).
 4. Meaning: the constraint, the number of outputs, the sampling parameters, the prompt's tokens.
 
 Stages 2 to 4 run in a worker thread, because they take time. Compilation runs in processes that can be killed.
@@ -25,11 +25,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from engine.outputs import RequestOutput
-from engine.server.answers import Answer
+from engine.server.api.answers import Answer
 from engine.server.context import ServerContext
 from engine.server.errors import OLLAMA_PATH, RequestTimeout, respell, shape_error
-from engine.server.generation import Job, Outputs, guided_info, outputs_of, report
-from engine.server.protocol import GuidedInfo
+from engine.server.request.bodies import GuidedInfo
+from engine.server.request.job import Job, Outputs, guided_info, outputs_of, report
 from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
 from guided.json_text import JsonError, JsonTooLarge, loads
 

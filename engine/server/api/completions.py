@@ -11,13 +11,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from engine.outputs import CompletionOutput
-from engine.server.answers import ChoicesAnswer, finite, ranked
-from engine.server.constraints import requested_constraint
+from engine.server.api.answers import ChoicesAnswer, finite, ranked
+from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
-from engine.server.generation import Job, OutputForm, check_size, ignored_fields, sampling_params
-from engine.server.prompts import encode
-from engine.server.protocol import CompletionRequest, GuidedInfo
-from engine.server.routes import RESPONSES, BodyRoute, JobResponse
+from engine.server.request.bodies import CompletionRequest, GuidedInfo
+from engine.server.request.constraints import requested_constraint
+from engine.server.request.job import Job, OutputForm, check_size, ignored_fields, sampling_params
+from engine.server.request.prompts import encode
 from guided.errors import InvalidRequest
 
 router = APIRouter(tags=["generation"], route_class=BodyRoute)

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from engine.server.context import ServerContext
-from engine.server.protocol import Message, PromptFields, Tool
+from engine.server.request.bodies import Message, PromptFields, Tool
 from guided.errors import ContextLengthExceeded, InvalidRequest, bounded
 
 _SAMPLE = "How many?"

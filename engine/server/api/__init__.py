@@ -1,0 +1,1 @@
+"""The routes, and the shapes of their answers."""
