@@ -16,7 +16,7 @@ from itertools import permutations
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
-from msgspec import Meta, defstruct
+from msgspec import Meta
 
 from guided.element_styles import STYLES
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
@@ -176,22 +176,126 @@ def located(content: Content, param: str) -> Iterator[None]:
 _Literal = Annotated[str, Meta(pattern=r"^[^\x00]*$")]  # no backend can take a NUL character
 _Trigger = Annotated[str, Meta(pattern=r"^[^\x00]+$")]
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_Not = Annotated[list[Any], Meta(max_length=0)]
-"""A list that must be empty: xgrammar's option is not supported."""
 _AtLeastOne = Meta(min_length=1)
+_Limit = Annotated[int, Meta(ge=0)] | None
+_Excludes = list[Annotated[str, _AtLeastOne]]
+_Tags = Annotated[list["_Tag"], _AtLeastOne]
 
 
-class _Token(msgspec.Struct, tag="token", tag_field="type", forbid_unknown_fields=True):
+class _Part(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
+    """A format, as in `xgrammar.structural_tag`, whose name is the tag of its class. Formats within it are `Any`."""
+
+
+class _Token(_Part, tag="token"):
     token: str | _TokenId
 
 
 _Mark = _Literal | _Token
 
 
-class _Tag(msgspec.Struct, tag="tag", tag_field="type", forbid_unknown_fields=True):
+class _Tag(_Part, tag="tag"):
     begin: _Mark
     content: Any
     end: _Mark | Annotated[list[_Mark], _AtLeastOne]
+
+
+class _JsonSchema(_Part, tag="json_schema"):
+    json_schema: Any
+    style: str = "json"
+    any_order: bool = False  # the schema's own order, which is enforced, is always valid
+    max_whitespace_cnt: None = None
+    excludes: _Excludes = []
+
+
+class _Regex(_Part, tag="regex"):
+    pattern: Any
+
+
+class _Grammar(_Part, tag="grammar"):
+    grammar: Any
+
+
+class _Choice(_Part, tag="choice"):
+    choice: Any
+
+
+class _JsonObject(_Part, tag="json_object"):
+    pass
+
+
+class _ConstString(_Part, tag="const_string"):
+    value: _Literal
+
+
+class _AnyTokens(_Part, tag="any_tokens"):
+    exclude_tokens: list[str] = []
+    max_tokens: _Limit = None
+
+
+class _AnyText(_Part, tag="any_text"):
+    excludes: _Excludes = []
+    max_tokens: _Limit = None
+    max_chars: None = None
+
+
+class _Sequence(_Part, tag="sequence"):
+    elements: list[Any]
+
+
+class _Or(_Part, tag="or"):
+    elements: Annotated[list[Any], _AtLeastOne]
+
+
+class _TriggeredTags(_Part, tag="triggered_tags"):
+    triggers: Annotated[list[_Trigger], _AtLeastOne]
+    tags: _Tags
+    at_least_one: bool = False
+    stop_after_first: bool = False
+    excludes: _Excludes = []
+
+
+class _TokenTriggeredTags(_Part, tag="token_triggered_tags"):
+    trigger_tokens: Annotated[list[str | _TokenId], _AtLeastOne]
+    tags: _Tags
+    at_least_one: bool = False
+    stop_after_first: bool = False
+    exclude_tokens: Annotated[list[Any], Meta(max_length=0)] = []  # xgrammar's option is not supported
+
+
+class _TagsWithSeparator(_Part, tag="tags_with_separator"):
+    tags: _Tags
+    separator: _Literal
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+class _Optional(_Part, tag="optional"):
+    content: Any
+
+
+class _Plus(_Part, tag="plus"):
+    content: Any
+
+
+class _Star(_Part, tag="star"):
+    content: Any
+
+
+class _Repeat(_Part, tag="repeat"):
+    content: Any
+    min: Annotated[int, Meta(ge=0)]
+    max: Annotated[int, Meta(ge=-1)]
+
+
+class _Dispatch(_Part, tag="dispatch"):
+    rules: Annotated[list[tuple[_Trigger, Any]], _AtLeastOne]
+    loop: bool = True
+    excludes: _Excludes = []
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    format: Any
+    type: Literal["structural_tag"] = "structural_tag"
 
 
 class _Structure(msgspec.Struct, forbid_unknown_fields=True):
@@ -200,47 +304,15 @@ class _Structure(msgspec.Struct, forbid_unknown_fields=True):
     end: _Literal
 
 
-_TAGS = ("tags", Annotated[list[_Tag], _AtLeastOne])
-_FLAGS = [("at_least_one", bool, False), ("stop_after_first", bool, False)]
-_EXCLUDES: Any = ("excludes", list[Annotated[str, _AtLeastOne]], [])
-_FORMATS: dict[str, list[Any]] = {
-    "json_schema": [
-        ("json_schema", Any),
-        ("style", str, "json"),
-        ("any_order", bool, False),  # the schema's own order, which is enforced, is always valid
-        ("max_whitespace_cnt", None, None),
-        _EXCLUDES,
-    ],
-    "regex": [("pattern", Any)],
-    "grammar": [("grammar", Any)],
-    "choice": [("choice", Any)],
-    "json_object": [],
-    "const_string": [("value", _Literal)],
-    "any_tokens": [("exclude_tokens", list[str], []), ("max_tokens", Annotated[int, Meta(ge=0)] | None, None)],
-    "any_text": [_EXCLUDES, ("max_tokens", Annotated[int, Meta(ge=0)] | None, None), ("max_chars", None, None)],
-    "sequence": [("elements", list[Any])],
-    "or": [("elements", Annotated[list[Any], _AtLeastOne])],
-    "triggered_tags": [("triggers", Annotated[list[_Trigger], _AtLeastOne]), _TAGS, *_FLAGS, _EXCLUDES],
-    "token_triggered_tags": [
-        ("trigger_tokens", Annotated[list[str | _TokenId], _AtLeastOne]),
-        *(_TAGS, *_FLAGS),
-        ("exclude_tokens", _Not, []),
-    ],
-    "tags_with_separator": [_TAGS, ("separator", _Literal), *_FLAGS],
-    "optional": [("content", Any)],
-    "plus": [("content", Any)],
-    "star": [("content", Any)],
-    "repeat": [("content", Any), ("min", Annotated[int, Meta(ge=0)]), ("max", Annotated[int, Meta(ge=-1)])],
-    "dispatch": [("rules", Annotated[list[tuple[_Trigger, Any]], _AtLeastOne]), ("loop", bool, True), _EXCLUDES],
-}
-"""Name of a format -> its fields (name, type, default), as in `xgrammar.structural_tag`. Formats in it are `Any`."""
-_STRUCTS = (defstruct(n, f, tag=n, tag_field="type", forbid_unknown_fields=True) for n, f in _FORMATS.items())
-_Format: Any = Union[*_STRUCTS, _Token, _Tag]
-_TYPE = ("type", Literal["structural_tag"], "structural_tag")
-_Document = defstruct("_Document", [("format", Any), _TYPE], forbid_unknown_fields=True)
-_OLDER: list[Any] = [("structures", list[_Structure]), ("triggers", Annotated[list[_Trigger], _AtLeastOne]), _TYPE]
-_Older = defstruct("_Older", _OLDER, forbid_unknown_fields=True)
-"""vLLM's older form of a structural tag."""
+class _Older(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's older form of a structural tag."""
+
+    structures: list[_Structure]
+    triggers: Annotated[list[_Trigger], _AtLeastOne]
+    type: Literal["structural_tag"] = "structural_tag"
+
+
+_Format: Any = Union[*_Part.__subclasses__()]
 _MAX_COMPARED = 10**8
 """Characters in which triggers are searched: half a second, if they begin alike."""
 
@@ -258,53 +330,70 @@ class _Reader:
             message = f"formats are nested deeper than {LIMITS.max_nesting} levels"
             raise ConstraintTooLarge(message, param=self._param)
         form = _convert(value, _Format, at, self._param)
-        match name := form.__struct_config__.tag:
-            case "json_schema":
+        match form:
+            case _JsonSchema():
                 return self._schema(form, at)
-            case "grammar" | "choice":
-                return Content(name, getattr(form, name), f"{at}/{name}")
-            case "regex":
+            case _Grammar():
+                return Content("grammar", form.grammar, f"{at}/grammar")
+            case _Choice():
+                return Content("choice", form.choice, f"{at}/choice")
+            case _Regex():
                 return Content("regex", form.pattern, f"{at}/pattern")
-            case "json_object":
+            case _JsonObject():
                 return Content("json_object", None, at)
-            case "const_string":
+            case _ConstString():
                 return Text(form.value)
-            case "any_text":
+            case _AnyText():
                 return FreeText(self._distinct(form.excludes), form.max_tokens)
-            case "any_tokens":  # without special tokens, which are no text
+            case _AnyTokens():  # without special tokens, which are no text
                 return FreeText(self._distinct(form.exclude_tokens), form.max_tokens)
-            case "token":
+            case _Token():
                 return Token(form.token)
-            case "sequence":
+            case _Sequence():
                 return Series(tuple(self._nodes(form.elements, f"{at}/elements", depth)))
-            case "or":
+            case _Or():
                 return self._either(self._nodes(form.elements, f"{at}/elements", depth))
-            case "tag":
+            case _Tag():
                 return Series(self._tag(form, at, depth))
-            case "triggered_tags" | "token_triggered_tags":
+            case _TriggeredTags() | _TokenTriggeredTags():
                 return self._triggered_tags(form, at, depth)
-            case "tags_with_separator":
-                tags = enumerate(form.tags)
-                one = self._either([Series(self._tag(tag, f"{at}/tags/{index}", depth + 1)) for index, tag in tags])
-                separated = Series((one, Times(Series((Text(form.separator), one)), 0, None)))
-                several = one if form.stop_after_first else separated
-                return several if form.at_least_one else Times(several, 0, 1)
-            case "dispatch":
-                self._count(len(form.rules))
-                rules = [
-                    (Text(trigger), self.node(rule, f"{at}/rules/{index}/1", depth + 1))
-                    for index, (trigger, rule) in enumerate(form.rules)
-                ]
-                return self._checked(Dispatch(tuple(rules), form.loop, self._distinct(form.excludes)), at)
-        low, high = {"optional": (0, 1), "plus": (1, -1), "star": (0, -1)}.get(name) or (form.min, form.max)
+            case _TagsWithSeparator():
+                return self._separated_tags(form, at, depth)
+            case _Dispatch():
+                return self._dispatch(form, at, depth)
+            case _Optional():
+                return self._times(form.content, 0, 1, at, depth)
+            case _Plus():
+                return self._times(form.content, 1, -1, at, depth)
+            case _Star():
+                return self._times(form.content, 0, -1, at, depth)
+        return self._times(form.content, form.min, form.max, at, depth)
+
+    def _times(self, content: Any, low: int, high: int, at: str, depth: int) -> Node:
+        """Return `low` to `high` times the content. -1 is unbounded."""
         if -1 < high < low:
             raise self._invalid("min and max are no range; max may be -1 for unbounded", at)
         if max(low, high) > LIMITS.max_repetition:
             message = f"the limit of repetitions is {LIMITS.max_repetition}"
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
-        return Times(self.node(form.content, f"{at}/content", depth + 1), low, None if high == -1 else high)
+        return Times(self.node(content, f"{at}/content", depth + 1), low, None if high == -1 else high)
 
-    def _schema(self, form: Any, at: str) -> Node:
+    def _separated_tags(self, form: _TagsWithSeparator, at: str, depth: int) -> Node:
+        tags = enumerate(form.tags)
+        option = self._either([Series(self._tag(tag, f"{at}/tags/{index}", depth + 1)) for index, tag in tags])
+        separated = Series((option, Times(Series((Text(form.separator), option)), 0, None)))
+        several = option if form.stop_after_first else separated
+        return several if form.at_least_one else Times(several, 0, 1)
+
+    def _dispatch(self, form: _Dispatch, at: str, depth: int) -> Node:
+        self._count(len(form.rules))
+        rules = [
+            (Text(trigger), self.node(rule, f"{at}/rules/{index}/1", depth + 1))
+            for index, (trigger, rule) in enumerate(form.rules)
+        ]
+        return self._checked(Dispatch(tuple(rules), form.loop, self._distinct(form.excludes)), at)
+
+    def _schema(self, form: _JsonSchema, at: str) -> Node:
         if form.style not in ("json", *STYLES):
             raise self._invalid(f"there is no style {bounded(form.style, 60)!r}: {', '.join(STYLES)}", f"{at}/style")
         if form.excludes and form.style == "json":
@@ -316,17 +405,17 @@ class _Reader:
     def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
         return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
 
-    def _tag(self, tag: Any, at: str, depth: int) -> tuple[Text | Token, Node]:
+    def _tag(self, tag: _Tag, at: str, depth: int) -> tuple[Text | Token, Node]:
         """Return a tag's begin, and what follows it."""
         content = self.node(tag.content, f"{at}/content", depth + 1)
         ends = tag.end if isinstance(tag.end, list) else [tag.end]
         return _mark(tag.begin), Series((content, *([] if ends == [""] else [self._either(list(map(_mark, ends)))])))
 
-    def _triggered_tags(self, form: Any, at: str, depth: int) -> Node:
+    def _triggered_tags(self, form: _TriggeredTags | _TokenTriggeredTags, at: str, depth: int) -> Node:
         tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]
         triggers: list[Text | Token]
         excludes: tuple[str, ...] = ()
-        if hasattr(form, "triggers"):
+        if isinstance(form, _TriggeredTags):
             triggers, excludes = [*map(Text, form.triggers)], self._distinct(form.excludes)
         else:
             triggers = [*map(Token, form.trigger_tokens)]
@@ -388,11 +477,11 @@ def _convert(value: Any, kind: Any, at: str, param: str) -> Any:
         assert found is not None
         message, pointer = bounded(found[1]), at + re.sub(r"[.\[](\w+)\]?", r"/\1", found[2] or "")
         if message.startswith("Invalid value") and kind is _Format:
-            message += f"; there are {', '.join([*_FORMATS, 'token', 'tag'])}"
+            message += f"; there are {', '.join(str(form.__struct_config__.tag) for form in _Part.__subclasses__())}"
         raise InvalidConstraint(message, param=param, pointer=pointer) from None
 
 
-def _mark(mark: Any) -> Text | Token:
+def _mark(mark: str | _Token) -> Text | Token:
     return Text(mark) if isinstance(mark, str) else Token(mark.token)
 
 
