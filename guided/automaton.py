@@ -9,7 +9,7 @@ from interegular.fsm import anything_else
 
 from guided import regex
 from guided.errors import UnsupportedConstraint
-from guided.regex import EMPTY, Chars, Choice, Node, Repeat, Sequence
+from guided.regex import EMPTY, Chars, Choice, Concatenation, Node, Repeat
 
 
 def of(node: Node) -> Any:
@@ -29,7 +29,7 @@ def _has_large_class(node: Node) -> bool:
         case Chars(ranges):
             # Number of code points above which a class is too large to enumerate its members.
             return min(regex.count(ranges), regex.count(regex.complement(ranges))) > 30_000
-        case Sequence(inner) | Choice(inner):
+        case Concatenation(inner) | Choice(inner):
             return any(map(_has_large_class, inner))
         case Repeat(item):
             return _has_large_class(item)

@@ -25,7 +25,7 @@ class Chars:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Concatenation:
     """All items in order; without items: the empty string."""
 
     items: tuple[Node, ...]
@@ -47,8 +47,8 @@ class Repeat:
     high: int | None
 
 
-Node = Chars | Sequence | Choice | Repeat
-EMPTY = Sequence(())
+Node = Chars | Concatenation | Choice | Repeat
+EMPTY = Concatenation(())
 
 
 def literal(text: str) -> Node:
@@ -95,7 +95,7 @@ def map_chars(node: Node, change: Callable[[Chars], Node]) -> Node:
     match node:
         case Chars():
             return change(node)
-        case Sequence(items):
+        case Concatenation(items):
             return sequence(map_chars(item, change) for item in items)
         case Choice(options):
             return choice(map_chars(option, change) for option in options)
@@ -107,8 +107,8 @@ def sequence(items: Iterable[Node]) -> Node:
     """Return `items` in order as one node."""
     flat: list[Node] = []
     for item in items:
-        flat.extend(item.items if isinstance(item, Sequence) else [item])
-    return flat[0] if len(flat) == 1 else Sequence(tuple(flat))
+        flat.extend(item.items if isinstance(item, Concatenation) else [item])
+    return flat[0] if len(flat) == 1 else Concatenation(tuple(flat))
 
 
 def choice(options: Iterable[Node]) -> Node:
@@ -132,7 +132,7 @@ def render(node: Node) -> str:
     match node:
         case Chars(ranges):
             return _render_chars(ranges)
-        case Sequence(items):
+        case Concatenation(items):
             return "".join(f"(?:{render(item)})" if isinstance(item, Choice) else render(item) for item in items)
         case Choice(options):
             return "|".join(map(render, options))

@@ -77,7 +77,7 @@ def parse(pattern: str, *, param: str = "regex", lookaheads: bool = True) -> Nod
         InvalidConstraint: not a regular expression, or no text matches it.
         UnsupportedConstraint: other lookaround, backreferences, possessive groups, anchors in the middle, ...
     """
-    reader = _Reader(pattern, param)
+    reader = _Translator(pattern, param)
     parsed = reader.parse()
     if lookaheads and re.search(r"\(\?[=!]", pattern) and r"\Z" not in pattern:
         return _search(parsed, parsed.state.flags, reader, whole=True)
@@ -90,7 +90,7 @@ def parse_search(pattern: str) -> Node:
 
     Raises as `parse` does.
     """
-    reader = _Reader(pattern, "json_schema", ecma=True)
+    reader = _Translator(pattern, "json_schema", ecma=True)
     parsed = reader.parse()
     return _search(parsed, parsed.state.flags, reader)
 
@@ -101,7 +101,7 @@ def width(node: Node) -> tuple[int, int | None]:
     return low, None if high >= _sre.MAXREPEAT else high
 
 
-def _search(parsed: Any, flags: int, reader: _Reader, *, whole: bool = False) -> Node:
+def _search(parsed: Any, flags: int, reader: _Translator, *, whole: bool = False) -> Node:
     """Return all texts that contain a match, or with `whole`, that are one."""
     items = list(parsed)
     if items and str(items[-1][0]) == "BRANCH":  # the parser has moved the common prefix of all alternatives before it
@@ -146,7 +146,7 @@ def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
     return operation == "SUBPATTERN" and _anchored(argument[3], edge, anchor)
 
 
-class _Reader:
+class _Translator:
     """Reads one pattern: rewrites it for Python's parser, and turns the parser's lists of operations into nodes.
 
     Args:

@@ -106,7 +106,7 @@ def parse(tag: Mapping[str, Any], param: str, expand: Callable[[Content], Node] 
         InvalidConstraint: a field is missing, unknown, or has a wrong value; or a tag can never be produced.
         ConstraintTooLarge: over one of the limits.
     """
-    return _Reader(param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
+    return _NodeBuilder(param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
 
 
 def read(tag: Mapping[str, Any] | str, param: str) -> Any:
@@ -317,7 +317,7 @@ _MAX_COMPARED = 10**8
 """Characters in which triggers are searched: half a second, if they begin alike."""
 
 
-class _Reader:
+class _NodeBuilder:
     """One call of `parse`. `at` is the JSON pointer of a format."""
 
     def __init__(self, param: str, expand: Callable[[Content], Node] | None) -> None:

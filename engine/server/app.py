@@ -59,7 +59,7 @@ async def playground() -> HTMLResponse:
     return HTMLResponse(_PAGE, headers=headers)
 
 
-def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
+def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Build the application. The caller shuts the engine down, after the application.
 
     The documentation pages bring their own scripts and styles and work without internet access.
@@ -73,7 +73,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app = FastAPIOffline(
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors
     )
-    app.state.context = context = ServerContext(engine, settings, Metrics(engine))
+    app.state.context = context = ServerContext(llm, settings, Metrics(llm))
     app.add_middleware(RequestChecks, context=context)
     if settings.allowed_origins:
         app.add_middleware(

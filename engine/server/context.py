@@ -31,7 +31,7 @@ logger = logging.getLogger("guided.server")
 
 @dataclass
 class ServerContext:
-    engine: AsyncLLM
+    llm: AsyncLLM
     settings: ServerSettings
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
@@ -55,18 +55,18 @@ class ServerContext:
 
     def _chosen(self, chosen: str, formats: Mapping[str, Any]) -> str | None:
         """Return the name of the chosen format, or of the one whose marks are in the tokenizer's templates."""
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.llm.tokenizer
         templates = f"{tokenizer.chat_template}{getattr(tokenizer, 'response_template', '')}"
         return detect(templates, formats) if chosen == AUTO else chosen
 
     @property
     def texts(self) -> TokenTexts:
-        return self.engine.engine.texts
+        return self.llm.engine.texts
 
     @cached_property
     def max_characters(self) -> int:
         """Length of the longest text that can fit into the model's context. A longer one is not tokenized."""
-        return self.engine.max_model_len * max(map(len, self.engine.model.vocabulary.token_bytes))
+        return self.llm.max_model_len * max(map(len, self.llm.model.vocabulary.token_bytes))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""

@@ -47,8 +47,8 @@ async def metrics(request: Request) -> Response:
 class Metrics(Collector):
     """The metrics of one application. Each has its own registry, so that a process can hold several."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
         self.registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
@@ -137,8 +137,8 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Read the counters of the engine and the pool, at each scrape."""
-        health = self._engine.health()
-        stats, scheduler, blocks = health.stats, self._engine.engine.scheduler, self._engine.engine.blocks
+        health = self._llm.health()
+        stats, scheduler, blocks = health.stats, self._llm.engine.scheduler, self._llm.engine.blocks
         slots = 0 if scheduler.layout is None else scheduler.max_num_seqs
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),

@@ -153,7 +153,7 @@ class _Server(uvicorn.Server):
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            _say(self._options, _greeting(url, self._options, self._context.engine))
+            _say(self._options, _greeting(url, self._options, self._context.llm))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         _exit_in(self._options.grace_seconds + _EXIT_SECONDS)
@@ -164,7 +164,7 @@ class _Server(uvicorn.Server):
         deadline = time.monotonic() + self._options.grace_seconds
         while self._context.in_flight and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(self._context.engine.shutdown)  # remaining streams end with an error event
+        await asyncio.to_thread(self._context.llm.shutdown)  # remaining streams end with an error event
         await super().shutdown(sockets)
 
 

@@ -43,7 +43,7 @@ class LMFormatEnforcerBackend(Backend):
     """The tokens in the library's own form, shared by all grammars."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._tokens = _Tokens(vocabulary)
+        self._tokens = _ByteTexts(vocabulary)
 
     def compile(self, constraint: Constraint) -> LMFormatEnforcerGrammar:
         if constraint.kind == "choice":
@@ -51,7 +51,7 @@ class LMFormatEnforcerBackend(Backend):
             return LMFormatEnforcerGrammar(UnionParser(options), self._tokens)
         if constraint.whitespace:
             raise UnsupportedConstraint("lm-format-enforcer has no whitespace pattern", param="whitespace_pattern")
-        schema = _Lowering(constraint).document()
+        schema = _EnforcerLowering(constraint).document()
         definitions = schema.pop("$defs", {})
         # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
         parts = [{**one, "$defs": definitions} for one in schema.get("anyOf", [schema])]
@@ -62,7 +62,7 @@ class LMFormatEnforcerBackend(Backend):
         return grammar
 
 
-class _Lowering(FewKeywords):
+class _EnforcerLowering(FewKeywords):
     """Values with characters that JSON escapes are left out."""
 
     library = "lm-format-enforcer"
@@ -157,7 +157,7 @@ def _is_utf8(text: str, *, begun: bool = False) -> bool:
     return True
 
 
-class _Tokens:
+class _ByteTexts:
     """The tokens as texts of one character per byte."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -201,7 +201,7 @@ class _Tokens:
 class LMFormatEnforcerGrammar(CompiledGrammar):
     """The parser at the start."""
 
-    def __init__(self, start: CharacterLevelParser, tokens: _Tokens) -> None:
+    def __init__(self, start: CharacterLevelParser, tokens: _ByteTexts) -> None:
         self._start = start
         self._tokens = tokens
 
@@ -212,7 +212,7 @@ class LMFormatEnforcerGrammar(CompiledGrammar):
 class LMFormatEnforcerMatcher(TextMatcher):
     """One sequence: the library's parsers, which are immutable, after each of its text tokens."""
 
-    def __init__(self, shared: _Tokens, start: CharacterLevelParser) -> None:
+    def __init__(self, shared: _ByteTexts, start: CharacterLevelParser) -> None:
         super().__init__(shared.vocabulary)
         self._shared = shared
         self._states = [start]

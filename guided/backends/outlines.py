@@ -63,7 +63,7 @@ class OutlinesBackend(Backend):
     def _pattern(self, constraint: Constraint) -> str:
         """Return the constraint as one regex."""
         if constraint.texts is None:
-            schema = json.dumps(_Lowering(constraint).document(), ensure_ascii=False)
+            schema = json.dumps(_OutlinesLowering(constraint).document(), ensure_ascii=False)
             spaces = constraint.whitespace
             return str(build_regex_from_schema(schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"))
         pattern = regex.render(constraint.texts)
@@ -73,7 +73,7 @@ class OutlinesBackend(Backend):
         return pattern
 
 
-class _Lowering(FewKeywords):
+class _OutlinesLowering(FewKeywords):
     """Objects have the named properties in this order and no others, arrays with `prefixItems` exactly these items.
 
     Strings with a length or a pattern have no escapes: with them, 20 characters take a minute to compile.

@@ -64,7 +64,7 @@ class XGrammarBackend(Backend):
             stop_token_ids=list(vocabulary.stop_token_ids),
         )
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
-        self._tokens = _Tokens(vocabulary)
+        self._tokens = _SharedTokens(vocabulary)
 
     def compile(self, constraint: Constraint) -> XGrammarGrammar:
         started = time.thread_time()
@@ -224,7 +224,7 @@ class XGrammarGrammar(CompiledGrammar):
         seconds: CPU time of the compilation.
     """
 
-    def __init__(self, tokens: _Tokens, compiled: Any, seconds: float) -> None:
+    def __init__(self, tokens: _SharedTokens, compiled: Any, seconds: float) -> None:
         self._tokens = tokens
         self._compiled = compiled
         self._seconds = seconds
@@ -242,7 +242,7 @@ class XGrammarGrammar(CompiledGrammar):
 class XGrammarMatcher(TextMatcher):
     """One sequence. The adapter handles stop tokens: xgrammar's matcher gets text tokens only."""
 
-    def __init__(self, shared: _Tokens, matcher: Any) -> None:
+    def __init__(self, shared: _SharedTokens, matcher: Any) -> None:
         super().__init__(shared.vocabulary)
         self._shared = shared
         self.native = matcher
@@ -276,7 +276,7 @@ class XGrammarMatcher(TextMatcher):
         return bool(self.native.is_completed()) and not self._shared.unfinished(self._tokens)
 
 
-class _Tokens:
+class _SharedTokens:
     """The data that all matchers of one vocabulary share."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:

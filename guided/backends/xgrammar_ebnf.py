@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from guided import regex
-from guided.regex import Chars, Choice, Node, Ranges, Repeat, Sequence, across_surrogates
+from guided.regex import Chars, Choice, Concatenation, Node, Ranges, Repeat, across_surrogates
 from guided.regex_parser import parse
 
 
@@ -31,7 +31,7 @@ def ebnf(node: Node) -> str:
             parts = [_class([one for one in joined if one[1] < 0x80])]
             parts += [_class([one]) + "{1}" for one in joined if one[1] >= 0x80]
             return "(" + " | ".join(filter(None, parts)) + ")"
-        case Sequence(items):
+        case Concatenation(items):
             return f"({' '.join(map(ebnf, items))})" if items else '""'
         case Choice(options):
             return f"({' | '.join(map(ebnf, options))})"

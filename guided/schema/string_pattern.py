@@ -13,7 +13,7 @@ from typing import Any
 
 from guided import automaton, regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import UNIVERSE, Chars, Node, Repeat, Sequence
+from guided.regex import UNIVERSE, Chars, Concatenation, Node, Repeat
 from guided.regex_parser import parse, parse_search, width
 from guided.schema.formats import FORMATS
 from guided.schema.keywords import Schema, listed, types_of
@@ -107,7 +107,7 @@ def fit(node: Node, least: int, most: int | None) -> Node:
         return node
     if (most is not None and low > most) or (high is not None and high < least):
         raise UnsupportedConstraint("no match of the pattern has a length between minLength and maxLength")
-    items: list[Node] = list(node.items) if isinstance(node, Sequence) else [node]
+    items: list[Node] = list(node.items) if isinstance(node, Concatenation) else [node]
     loose = [index for index, item in enumerate(items) if len(set(width(item))) == 2]
     if len(loose) == 1:
         item = items[loose[0]]

@@ -426,7 +426,7 @@ class TestOthers:
             assert client.post(path, json=example).status_code == 200
 
     def test_a_model_without_a_chat_template(self, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(client.app.state.context.engine.tokenizer, "chat_template", None)  # type: ignore[attr-defined]
+        monkeypatch.setattr(client.app.state.context.llm.tokenizer, "chat_template", None)  # type: ignore[attr-defined]
         error = error_of(post(client))
         assert error["param"] == "messages"
         assert "/v1/completions" in error["message"]
@@ -472,5 +472,5 @@ class TestCheck:
         for stream in (True, False):
             body = {**HELLO, "regex": "a{400}", "stream": stream, "n": 2, "max_tokens": None}
             assert client.post("/v1/check", json=body).status_code == 200
-        wait_until(lambda: context.in_flight == 0 and context.engine.health().num_running == 0)
+        wait_until(lambda: context.in_flight == 0 and context.llm.health().num_running == 0)
         assert "guided_request_success_total{" not in client.get("/metrics").text, "no generation has ended"

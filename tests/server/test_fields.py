@@ -297,7 +297,7 @@ def test_limits_in_other_places(client: TestClient, path: str, limit: str) -> No
 
 
 def test_efforts_reach_the_template(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = client.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    tokenizer = client.app.state.context.llm.tokenizer  # type: ignore[attr-defined]
     monkeypatch.setattr(tokenizer, "chat_template", "{{ reasoning_effort }}{{ messages[0]['content'] }}")
     flat = accepted(client, CHECK, reasoning_effort="high")["prompt_tokens"]
     body = accepted(client, CHECK, reasoning={"effort": "high", "exclude": True})
@@ -306,7 +306,7 @@ def test_efforts_reach_the_template(client: TestClient, monkeypatch: pytest.Monk
 
 
 def test_tokenize_counts_as_a_chat(hermes: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = hermes.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    tokenizer = hermes.app.state.context.llm.tokenizer  # type: ignore[attr-defined]
     written = "{{ tools }}{% for message in messages %}<|user|>{{ message['content'] }}<|end|>{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", written + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
     tool = {"type": "function", "function": {"name": "roll", "parameters": DIGITS}}

@@ -202,7 +202,7 @@ def test_the_last_message_is_continued(client: TestClient) -> None:
 
 
 def test_an_empty_answer_is_a_text(hermes: TestClient) -> None:
-    tokenizer = hermes.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    tokenizer = hermes.app.state.context.llm.tokenizer  # type: ignore[attr-defined]
     empty = {"regex": "a?", "logit_bias": {str(tokenizer.eos_token_id): 100}}
     assert create(hermes, **empty)["content"] == [{"type": "text", "text": ""}]
     assert gathered(events_of(hermes, **empty))["content"] == [{"type": "text", "text": ""}]

@@ -75,7 +75,7 @@ def test_a_limit_on_the_thoughts(thinking: Callable[[str], TestClient], fields: 
     content, thoughts = choice["message"]["content"], choice["message"]["reasoning_content"]
     assert choice["finish_reason"] == ("stop" if fields else "length")
     assert not fields or json.loads(content)["a"] in (1, 2)
-    tokenizer = client.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    tokenizer = client.app.state.context.llm.tokenizer  # type: ignore[attr-defined]
     assert 0 < len(tokenizer.encode(thoughts, add_special_tokens=False)) <= 8
     assert "</think>" not in content + thoughts
 

@@ -233,7 +233,7 @@ def test_nothing_is_stored(hermes: TestClient) -> None:
 
 
 def test_an_empty_answer_is_a_message(hermes: TestClient) -> None:
-    tokenizer = hermes.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    tokenizer = hermes.app.state.context.llm.tokenizer  # type: ignore[attr-defined]
     [message] = create(hermes, regex="a?", logit_bias={str(tokenizer.eos_token_id): 100})["output"]
     assert message["content"] == [{"type": "output_text", "annotations": [], "text": ""}]
 

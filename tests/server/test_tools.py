@@ -87,7 +87,7 @@ def test_a_choice_is_one_call_of_these(hermes: TestClient, choice: Any, names: s
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_auto_guards_calls_from_the_trigger_on(hermes: TestClient, backend: str) -> None:
     """The model is random, so a bias makes it begin a call."""
-    tokenizer = hermes.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    tokenizer = hermes.app.state.context.llm.tokenizer  # type: ignore[attr-defined]
     fields = {"logit_bias": {str(tokenizer.encode("<", add_special_tokens=False)[0]): 100}, "backend": backend}
     text = ask(hermes, **fields, max_tokens=30)["choices"][0]
     assert text["finish_reason"] == "length"
@@ -130,7 +130,7 @@ def test_streams_are_the_answer_in_pieces(hermes: TestClient) -> None:
 def test_lists_of_arguments(client_with: Callable[..., TestClient], name: str, choice: Any) -> None:
     """Gemma's and Llama 4's calls, whole and streamed. With "auto", a bias makes the model begin one."""
     client = client_with(tool_format=name)
-    tokenizer = client.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    tokenizer = client.app.state.context.llm.tokenizer  # type: ignore[attr-defined]
     trigger = tokenizer.encode(TOOL_FORMATS[name].trigger, add_special_tokens=False)
     bias = {str(token): 100 for token in trigger} if choice == "auto" else {}
     fields = {"tool_choice": choice, "parallel_tool_calls": False, "logit_bias": bias}
@@ -375,7 +375,7 @@ def test_a_format_with_special_tokens(client_with: Callable[..., TestClient], mo
     form = ToolFormat(call=("<|system|>{name}<|user|>", ""), trigger="<|system|>", marks=("?",), gap="", id_length=9)
     monkeypatch.setitem(TOOL_FORMATS, "special", form)
     client = client_with(tool_format="special")
-    tokenizer = client.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    tokenizer = client.app.state.context.llm.tokenizer  # type: ignore[attr-defined]
     bias = {str(tokenizer.convert_tokens_to_ids("<|system|>")): 100}
     [choice] = ask(client, logit_bias=bias, parallel_tool_calls=False)["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)

@@ -51,7 +51,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
 
     prompts = [tokenized(number, prompt) for number, prompt in enumerate(given)]
     if body.max_tokens is None and max_tokens is not None:
-        max_tokens = max(1, min(max_tokens, context.engine.max_model_len - max(map(len, prompts))))
+        max_tokens = max(1, min(max_tokens, context.llm.max_model_len - max(map(len, prompts))))
     form = OutputForm(wanted.constraint)
     params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(

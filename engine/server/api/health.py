@@ -36,25 +36,25 @@ class Health(Liveness):
 @router.get("/health", responses={503: {"model": Health}})
 async def health(response: Response, context: Context) -> Health:
     """Report whether the engine runs and at least one mask actor is up. `degraded`: not all of them are up."""
-    engine = context.engine.health()
+    health = context.llm.health()
     reason = None
     if context.shutting_down:
         reason = "shutting down"
-    elif not engine.alive:
-        reason = f"the engine has died: {engine.error}"
-    elif not engine.pool.healthy:
-        reason = "no mask actor is up" + (f": {engine.pool.trouble}" if engine.pool.trouble else "")
-    pool, status = PoolHealth.model_validate(engine.pool, from_attributes=True), _status(reason, response)
-    if reason is None and engine.pool.degraded is not None:
-        status, reason = "degraded", engine.pool.degraded
+    elif not health.alive:
+        reason = f"the engine has died: {health.error}"
+    elif not health.pool.healthy:
+        reason = "no mask actor is up" + (f": {health.pool.trouble}" if health.pool.trouble else "")
+    pool, status = PoolHealth.model_validate(health.pool, from_attributes=True), _status(reason, response)
+    if reason is None and health.pool.degraded is not None:
+        status, reason = "degraded", health.pool.degraded
     return Health(status=status, reason=reason, pool=pool)
 
 
 @router.get("/health/live", responses={503: {"model": Liveness}})
 async def live(response: Response, context: Context) -> Liveness:
     """Report whether the engine runs. If not, only a new process helps."""
-    engine = context.engine.health()
-    reason = None if engine.alive else f"the engine has died: {engine.error}"
+    health = context.llm.health()
+    reason = None if health.alive else f"the engine has died: {health.error}"
     return Liveness(status=_status(reason, response), reason=reason)
 
 

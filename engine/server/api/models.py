@@ -32,7 +32,7 @@ async def list_models(context: Context) -> ModelList:
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, context: Context) -> ModelCard:
     context.check_model(name)
-    length = context.engine.max_model_len
+    length = context.llm.max_model_len
     return ModelCard(id=name, created=context.created, root=name, max_model_len=length)
 
 
@@ -50,7 +50,7 @@ def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Token
         tokens = encode_body(context, body, body.messages)
     return TokenizeResponse(
         count=len(tokens),
-        max_model_len=context.engine.max_model_len,
+        max_model_len=context.llm.max_model_len,
         tokens=tokens,
         token_strs=list(map(context.texts.of, tokens)) if body.return_token_strs else None,
         guided={"ignored": request.state.ignored} if request.state.ignored else None,
@@ -60,7 +60,7 @@ def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Token
 @tokenization.post("/detokenize")
 def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> DetokenizeResponse:
     """Return the text of token ids, special tokens included."""
-    size = context.engine.model.vocabulary.padded_vocab_size
+    size = context.llm.model.vocabulary.padded_vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise InvalidRequest(f"{wrong} is not a token id of this model", param="tokens")

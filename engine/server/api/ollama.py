@@ -160,19 +160,19 @@ def list_models(context: Context) -> dict[str, Any]:
 @router.post("/show")
 def show_model(body: ShowRequest, request: Request, context: Context) -> Response:
     """Describe the served model, as Ollama does."""
-    family = context.engine.model.config.model_type
+    family = context.llm.model.config.model_type
     optional = {"tools": context.tool_format, "thinking": context.reasoning_format}
     shown = {
         **_described(context),
-        "template": context.engine.tokenizer.chat_template or "",
-        "model_info": {"general.architecture": family, f"{family}.context_length": context.engine.max_model_len},
+        "template": context.llm.tokenizer.chat_template or "",
+        "model_info": {"general.architecture": family, f"{family}.context_length": context.llm.max_model_len},
         "capabilities": ["completion", *(name for name, known in optional.items() if known is not None)],
     }
     return JSONResponse(shown)
 
 
 def _described(context: ServerContext) -> dict[str, Any]:
-    details = {"family": context.engine.model.config.model_type}
+    details = {"family": context.llm.model.config.model_type}
     return {"modified_at": _written(context.created), "details": details}
 
 

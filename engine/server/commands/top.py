@@ -28,14 +28,14 @@ def top(
     """Show a running server: engine, mask actors by node, queues, exposed mask time, failures."""
     console = Console()
     with reported("top", 1):
-        before = Reading.of(url)
+        before = Snapshot.of(url)
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, screen=console.is_terminal and not once, auto_refresh=False) as live,
     ):
         while True:
             time.sleep(interval)
-            now = Reading.of(url)
+            now = Snapshot.of(url)
             live.update(view(url, before, now), refresh=True)
             if once:
                 raise typer.Exit(now.problem is not None)
@@ -43,7 +43,7 @@ def top(
 
 
 @dataclass(frozen=True)
-class Reading:
+class Snapshot:
     """The server's health and metrics at one time."""
 
     at: float
@@ -54,7 +54,7 @@ class Reading:
     problem: str | None = None
 
     @classmethod
-    def of(cls, url: str) -> Reading:
+    def of(cls, url: str) -> Snapshot:
         """Ask the server."""
         import httpx  # these two come with the extra `server`
         from prometheus_client.parser import text_string_to_metric_families
@@ -76,7 +76,7 @@ class Reading:
         return self.samples.get((name, ""), 0.0)
 
 
-def view(url: str, before: Reading, now: Reading) -> RenderableType:
+def view(url: str, before: Snapshot, now: Snapshot) -> RenderableType:
     """Render a reading, with rates since the one before."""
     if now.problem is not None:
         return Text(f"{url} does not answer: {now.problem}", style="bold red")
@@ -95,7 +95,7 @@ def view(url: str, before: Reading, now: Reading) -> RenderableType:
     )
 
 
-def _numbers(before: Reading, now: Reading) -> Table:
+def _numbers(before: Snapshot, now: Snapshot) -> Table:
     def count(name: str) -> str:
         return f"{now.total(name):.0f}"
 

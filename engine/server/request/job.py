@@ -50,7 +50,7 @@ def check_size(
         param = "prompt" if prompts > 1 else "n" if n > limit else "best_of"
         raise InvalidRequest(f"prompts times n or best_of is more than the limit of {limit} outputs", param=param)
     outputs = 0 if logprobs is None or prompts * n == 1 else prompts * n
-    count = outputs * (max_tokens or context.engine.max_model_len) * ((logprobs or 0) + 1)
+    count = outputs * (max_tokens or context.llm.max_model_len) * ((logprobs or 0) + 1)
     if count > _MAX_LOGPROBS:
         raise InvalidRequest(
             f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
@@ -73,7 +73,7 @@ def sampling_params(
     given = {name: value for name, value in given.items() if value is not None}
     if form.shows_special_tokens:
         given |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
-    is_used = bool(context.engine.engine.sampler.processors.classes)
+    is_used = bool(context.llm.engine.sampler.processors.classes)
     for name in request.vllm_xargs or ():
         meant = None if is_used and name not in ConstraintFields.model_fields else request.hint(name)
         if meant is not None or not is_used:
@@ -180,7 +180,7 @@ class Job:
             request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{number}"
             try:
                 stream = self.stream or self.at_admission
-                groups.append(context.engine.engine.admit(request_id, prompt, self.params, stream=stream))
+                groups.append(context.llm.engine.admit(request_id, prompt, self.params, stream=stream))
             except GuidedError as error:
                 raise self.respell(error, number) from None
         return replace(self, groups=groups)
@@ -261,7 +261,7 @@ async def outputs_of(context: ServerContext, job: Job) -> Outputs:
     numbers = {group.request_id: number for number, group in enumerate(job.groups)}
     number = 0
     try:
-        async with aclosing(context.metrics.observed(context.engine.run(job.groups), job.params)) as outputs:
+        async with aclosing(context.metrics.observed(context.llm.run(job.groups), job.params)) as outputs:
             async for output in outputs:
                 number = numbers[output.request_id]
                 for completion in output.outputs:

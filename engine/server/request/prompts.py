@@ -51,7 +51,7 @@ def encode_chat(
     unpredictable mark after its first character divides it, and the pieces between the marks are tokenized separately.
     (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
     """
-    tokenizer, limit = context.engine.tokenizer, context.max_characters
+    tokenizer, limit = context.llm.tokenizer, context.max_characters
     _check_template(tokenizer, variables or {})
     rendered = [message.for_template() for message in messages]
     if _takes_parts(tokenizer):
@@ -129,7 +129,7 @@ def encode(context: ServerContext, text: str, *, add_special_tokens: bool, param
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{param} is not valid Unicode: {bounded(error)}", param=param) from None
-    ids: list[int] = context.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids: list[int] = context.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return ids
 
 

@@ -161,7 +161,7 @@ def output_form(
         anywhere = calls.anywhere(reasoning)
         parser = partial(parser, tools=calls.format, functions=calls.functions, anywhere=anywhere)
     texts = f"{reasoning}{calls and calls.format}"
-    special = any(name in texts for name in context.engine.model.vocabulary.special_names)
+    special = any(name in texts for name in context.llm.model.vocabulary.special_names)
     if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
     is_open = opens_objects(body, context.settings) if wanted.constraint is None else wanted.constraint.open_objects

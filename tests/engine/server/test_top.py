@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from engine.model_loader import LoadedModel
 from engine.server.cli import app
-from engine.server.commands.top import Reading, view
+from engine.server.commands.top import Snapshot, view
 
 
-def shown(url: str, before: Reading, now: Reading) -> list[str]:
+def shown(url: str, before: Snapshot, now: Snapshot) -> list[str]:
     console = Console(width=160, no_color=True)
     with console.capture() as capture:
         console.print(view(url, before, now))
@@ -22,10 +22,10 @@ def shown(url: str, before: Reading, now: Reading) -> list[str]:
 
 def test_a_server_at_work_and_after_its_restart(tiny_model: LoadedModel) -> None:
     with hosted(tiny_model) as server:
-        before = Reading.of(server.url)
+        before = Snapshot.of(server.url)
         assert server.post(regex="[a-z]{5}", max_tokens=10).status_code == 200
         assert server.post(regex="(", max_tokens=10).status_code == 400
-        now = Reading.of(server.url)
+        now = Snapshot.of(server.url)
         lines = shown(server.url, before, now)
         assert lines[0].startswith(server.url)
         (cells,) = [line.split() for line in lines if line.startswith("running")]
