@@ -19,7 +19,7 @@ SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast, *contents: str) -> list[int]:
     messages = [Message(role="user", content=content) for content in contents]
-    context: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), max_characters=4096)
+    context: Any = SimpleNamespace(llm=SimpleNamespace(tokenizer=tokenizer), max_characters=4096)
     return encode_chat(context, messages)
 
 

@@ -398,7 +398,7 @@ def test_a_conversation_with_calls() -> None:
         Message.model_validate({"role": "tool", "tool_call_id": "call_1", "content": "3 <|end|>"}),
     ]
     tools = [Tool.model_validate(tool("f", CITY))]
-    context: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), max_characters=10_000)
+    context: Any = SimpleNamespace(llm=SimpleNamespace(tokenizer=tokenizer), max_characters=10_000)
     ids = encode_chat(context, messages, tools=tools)
     text = tokenizer.decode(ids)
     assert '<tool_call>\n{"name": "f", "arguments": {"a": "<|end|>"}}\n</tool_call><|end|>' in text
