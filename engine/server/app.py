@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, checks, documentation, around one engine."""
+"""The HTTP application around one engine: its routes, error handlers, middleware and documentation."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ _PAGE = Path(__file__).with_name("playground.html").read_text(encoding="utf-8")
 
 
 def _source(tag: str) -> str:
-    """Return the name of the page's own script or style in its content security policy."""
-    found = re.search(f"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
-    assert found is not None
-    return f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()}'"
+    """Return the directive of the content security policy that allows the page's inline script or style."""
+    element = re.search(f"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
+    assert element is not None
+    digest = hashlib.sha256(element[1].encode()).digest()
+    return f"{tag}-src 'sha256-{base64.b64encode(digest).decode()}'"
 
 
 _POLICY = (
@@ -50,7 +51,7 @@ _POLICY = (
 
 
 async def playground() -> HTMLResponse:
-    """Return a page to try the server. It is one file, and loads nothing from elsewhere. Its requests need the key."""
+    """Return a page to try the server: one file that loads nothing from elsewhere. Its requests need the API key."""
     headers = {
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",
@@ -64,7 +65,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
     The documentation pages bring their own scripts and styles and work without internet access.
     """
-    # The middleware checks the key. This makes the documentation page ask for it.
+    # The middleware checks the key. This dependency makes the documentation page ask for it.
     key = [] if not settings.api_keys else [Depends(HTTPBearer(auto_error=False))]
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault."},

@@ -17,7 +17,7 @@ from engine.server.commands.top import top
 
 
 class _Command(TyperCommand):
-    """A command with plain help: in rich's tables, narrow terminals cut the names of options."""
+    """A command with plain help: narrow terminals cut the names of options in rich's tables."""
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """Return the whole first sentence. The list of commands wraps it."""
@@ -26,9 +26,9 @@ class _Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options under the titles of their panels."""
         panels: dict[str, list[Any]] = {}
-        for each in self.get_params(ctx):
-            title = "Arguments" if each.param_type_name == "argument" else getattr(each, "rich_help_panel", None)
-            panels.setdefault(title or "Options", []).extend(filter(None, [each.get_help_record(ctx)]))
+        for param in self.get_params(ctx):
+            title = "Arguments" if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None)
+            panels.setdefault(title or "Options", []).extend(filter(None, [param.get_help_record(ctx)]))
         for title, records in panels.items():
             with formatter.section(title):
                 formatter.write_dl(records)
@@ -67,5 +67,5 @@ def main() -> None:
 
 
 def _close_stderr() -> None:
-    """Let nothing follow the last line of the program: Triton reports, in 30 lines, what it leaks at the end."""
+    """Discard everything written to stderr from now on: at exit, Triton reports its leaks in 30 lines."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

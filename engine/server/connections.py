@@ -20,18 +20,18 @@ class ConnectionLimits:
 
     max_connections: int = 2048
     max_header_bytes: int = 16 << 10
-    """Of the URL and the headers."""
+    """Size of the URL and the headers together."""
     header_seconds: float = 10.0
     idle_seconds: float = 75.0
-    """Clients and proxies keep idle connections for 5 to 60 s. A server that closes first may do so at the moment when
-    the client sends a request."""
+    """Clients and proxies close idle connections after 5 to 60 s. The server waits longer, because it could otherwise
+    close a connection at the moment when the client sends a request."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits. One instance per connection. The parser calls the methods `on_...`.
+    """uvicorn's HTTP protocol with limits, one instance per connection. The parser calls the methods `on_...`.
 
     Args:
-        on_early_end: gets the reason when the server ends the connection early.
+        on_early_end: called with the reason when the server ends the connection early.
     """
 
     def __init__(self, limits: ConnectionLimits, on_early_end: Callable[[str], None], **uvicorn_arguments: Any) -> None:
@@ -40,7 +40,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._on_early_end = on_early_end
         self._timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
-        """Bytes received since the last header or piece of a body: an incomplete header, or what follows a body."""
+        """Number of bytes received since the last complete header or piece of a body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -80,7 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self._limits.idle_seconds)
 
     def _expect(self, seconds: float | None) -> None:
-        """Give the client this time to send a header; None: any time."""
+        """Give the client `seconds` to send a header; None means any time."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._end)
@@ -93,7 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser rejects. uvicorn calls it."""
+        """Answer bytes that the parser rejects. uvicorn calls this method."""
         self._refuse(InvalidRequest(msg))
 
     def _refuse(self, error: GuidedError) -> None:
@@ -106,7 +106,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()  # another request's answer is under way
             return
         body = json.dumps(error_body(error)).encode()
-        own = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        lines = "".join(f"{name}: {text}\r\n" for name, text in (error_headers(error) | own).items())
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        lines = "".join(f"{name}: {text}\r\n" for name, text in (error_headers(error) | headers).items())
         self.transport.write(STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body)
         self.transport.close()

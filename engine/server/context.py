@@ -1,4 +1,4 @@
-"""ServerContext: what the routes share: engine, settings, metrics, and the number of requests in flight."""
+"""ServerContext: the engine, the settings, the metrics and the number of requests in flight, shared by all routes."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ logger = logging.getLogger("guided.server")
 
 @dataclass
 class ServerContext:
+    """The state that all routes share."""
+
     llm: AsyncLLM
     settings: ServerSettings
     metrics: Metrics
@@ -39,22 +41,22 @@ class ServerContext:
     in_flight: int = 0
     """Number of generations that run or wait."""
     large_bodies: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(64))
-    """Bounds the memory of bodies that are read and checked."""
+    """Limits how many large bodies are read and checked at the same time, which bounds memory."""
     _threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
     """Threads that read bodies and write answers. They share the interpreter lock with the engine's thread."""
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """The model's format of function calls. None: none is known."""
+        """The model's format of function calls. None: the format is unknown."""
         return tool_format(self._chosen(self.settings.tool_format, TOOL_FORMATS))
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """The model's format of its thinking phase. None: it has none."""
+        """The format of the model's thinking phase. None: the model has no thinking phase."""
         return REASONING_FORMATS.get(self._chosen(self.settings.reasoning_format, REASONING_FORMATS) or "")
 
     def _chosen(self, chosen: str, formats: Mapping[str, Any]) -> str | None:
-        """Return the name of the chosen format, or of the one whose marks are in the tokenizer's templates."""
+        """Return the name of the chosen format. `auto` takes the format whose marks are in the tokenizer's templates."""
         tokenizer = self.llm.tokenizer
         templates = f"{tokenizer.chat_template}{getattr(tokenizer, 'response_template', '')}"
         return detect(templates, formats) if chosen == AUTO else chosen
@@ -65,7 +67,7 @@ class ServerContext:
 
     @cached_property
     def max_characters(self) -> int:
-        """Length of the longest text that can fit into the model's context. A longer one is not tokenized."""
+        """Length of the longest text that can fit into the model's context. Longer texts are not tokenized."""
         return self.llm.max_model_len * max(map(len, self.llm.model.vocabulary.token_bytes))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -89,7 +91,7 @@ class ServerContext:
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
-        """Count `count` generations as in flight until the block ends. Raises as `check_room`."""
+        """Count `count` generations as in flight until the block ends. Raises the errors of `check_room`."""
         self.check_room(count)
         self.in_flight += count
         try:
@@ -107,9 +109,9 @@ class ServerContext:
 
 
 async def _context(request: Request) -> ServerContext:
-    found: ServerContext = request.app.state.context
-    return found
+    context: ServerContext = request.app.state.context
+    return context
 
 
 Context = Annotated[ServerContext, Depends(_context)]
-"""Type of a route's parameter that receives the context."""
+"""The type of a route's parameter that receives the context."""

@@ -1,7 +1,7 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, plus `pointer`.
+"""Errors in the shape of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`, plus `pointer`.
 
 `pointer` is an RFC 6901 JSON pointer into the schema, else null. OpenAI's and Anthropic's clients obey the header
-`x-should-retry`: it says whether the same request would probably succeed (`GuidedError.retryable`).
+`x-should-retry`, which says whether the same request would probably succeed (`GuidedError.retryable`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ShuttingDown(InternalError):
 
 MESSAGES_PATH = "/v1/messages"
 OLLAMA_PATH = "/api"
-"""Errors of the paths that begin with these have the shape of Anthropic's and of Ollama's."""
+"""Prefix of the paths with errors in Ollama's shape. Paths that begin with `MESSAGES_PATH` have Anthropic's."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -49,7 +49,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""By status. Others are an `invalid_request_error` or an `api_error`."""
+"""Status -> type of the error. Other statuses are an `invalid_request_error` or an `api_error`."""
 
 
 def message_error(error: GuidedError) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _named(error: GuidedError) -> str:
 
 
 def respell(error: GuidedError, scope: Scope) -> None:
-    """Name the field at fault as the request does."""
+    """Replace the name of the field at fault by its name in the request."""
     names: Mapping[str, str] = scope.get("state", {}).get("field_names", {})
     sent = names.get(error.param or "", error.param)
     error.message = error.message.replace(f"'{error.param}'", f"'{sent}'").replace(f"{error.param} is ", f"{sent} is ")
@@ -80,9 +80,10 @@ def respell(error: GuidedError, scope: Scope) -> None:
 
 
 def shape_error(errors: Sequence[Any]) -> InvalidRequest:
-    """Return the error for a body of the wrong shape: of an unknown field or type, else of the innermost value."""
+    """Return the error for a body of the wrong shape. Unknown fields come first, then unknown types, then the innermost
+    value."""
     telling = {"unsupported_parameter": 2, "unknown_parameter": 2, "literal_error": 1}
-    first = max(errors, key=lambda each: (telling.get(each["type"], 0), len(each["loc"])))
+    first = max(errors, key=lambda error: (telling.get(error["type"], 0), len(error["loc"])))
     code, why, place = first["type"], first["msg"].partition(" or instance of")[0], first["loc"]
     if telling.get(code) == 2:
         place = (*place, first["ctx"]["name"])
@@ -109,6 +110,6 @@ def _path(location: Sequence[str | int]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in _TAGS and "[" not in part:  # pydantic inserts the type that it tried
+        elif part not in _TAGS and "[" not in part:  # pydantic inserts the type that it has tried
             path += f".{part}" if path else part
     return path

@@ -1,4 +1,4 @@
-"""Log records of the server's process, as text or as JSON. uvicorn, Ray and Ray Serve configure theirs."""
+"""Log records of the server's process, as text or as JSON. uvicorn, Ray and Ray Serve configure their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in ("request_id", "x_request_id", "code"):  # of a record about a request: its `extra`
+        for name in ("request_id", "x_request_id", "code"):  # set by `extra` in records about a request
             if (value := getattr(record, name, None)) is not None:
                 fields[name] = value
         if record.exc_info:
@@ -30,7 +30,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: str, style: LogFormat) -> None:
-    """Send our own log records to stderr."""
+    """Send the log records of this project to stderr."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if style == "json" else text)

@@ -1,7 +1,7 @@
 """GET /metrics, for Prometheus. Request metrics are observed here. Engine metrics are read at each scrape.
 
-Names follow vLLM's (`time_to_first_token_seconds`, `num_requests_running`, ...) with the prefix `guided_`. They are
-listed in `docs/http-reference.md`.
+The names are those of vLLM (`time_to_first_token_seconds`, `num_requests_running`, ...) with the prefix `guided_`.
+docs/http-reference.md lists them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def metrics(request: Request) -> Response:
 
 
 class Metrics(Collector):
-    """The metrics of one application. Each has its own registry, so that a process can hold several."""
+    """The metrics of one application. Each application has its own registry, so that a process can hold several."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -76,7 +76,7 @@ class Metrics(Collector):
         )
         self.aborts = counter("request_aborts", "Requests aborted because of their client.", "reason")
         self.connection_ends = counter("connections_ended", "Connections that the server ended.", "reason")
-        for code in errors_by_code(InternalError):  # Prometheus sees no increase in a counter that is new
+        for code in errors_by_code(InternalError):  # Prometheus sees no increase when a counter first appears
             self._failures.labels(code, "server")
         self.registry.register(self)
 
@@ -88,9 +88,9 @@ class Metrics(Collector):
     async def observed(
         self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Pass the outputs of requests on and measure them: every snapshot of a stream, or only the last one."""
+        """Pass the outputs of requests on and measure them: every snapshot of a stream, or only the last output."""
         seen: dict[str, tuple[int, float]] = {}
-        """By request that was admitted: its number of tokens, and when the last of them came."""
+        """Admitted request -> its number of tokens, and the time of the last one."""
         async with aclosing(outputs):
             async for output in outputs:
                 times, now = output.metrics, time.monotonic()
@@ -103,7 +103,7 @@ class Metrics(Collector):
                         continue
                     self._observe_admission(output, times, params)
                 tokens, latest = seen.setdefault(output.request_id, (0, 0.0))
-                count = sum(len(each.token_ids) for each in output.outputs)
+                count = sum(len(completion.token_ids) for completion in output.outputs)
                 if count > tokens:
                     self._generation_tokens.inc(count - tokens)
                     if tokens == 0 and times.first_token_time is not None:
@@ -128,12 +128,12 @@ class Metrics(Collector):
     def _observe_end(self, output: RequestOutput, times: RequestMetrics) -> None:
         ended = times.finished_time or time.monotonic()
         self._end_to_end.observe(ended - times.arrival_time)
-        longest = max(len(each.token_ids) for each in output.outputs)
+        longest = max(len(completion.token_ids) for completion in output.outputs)
         if times.first_token_time is not None and longest > 1:
             self._per_token.observe((ended - times.first_token_time) / (longest - 1))
-        for each in output.outputs:
-            if each.error is None and each.finish_reason is not None:
-                self._successes.labels(each.finish_reason).inc()
+        for completion in output.outputs:
+            if completion.error is None and completion.finish_reason is not None:
+                self._successes.labels(completion.finish_reason).inc()
 
     def collect(self) -> Iterator[Metric]:
         """Read the counters of the engine and the pool, at each scrape."""

@@ -1,4 +1,4 @@
-"""RequestChecks: gives every request an id; checks the header Host, the API key and the size of the body."""
+"""RequestChecks: gives every request an id, and checks the header Host, the API key and the size of the body."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from guided.errors import GuidedError, InvalidRequest, bounded
 from guided.pools.protocol import CLIENT
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
-"""Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic. Nor
-does the page at `/`."""
+"""Paths that need no key, besides `/`: probes and scrapers have no key, and the documentation reveals nothing about the
+traffic."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 
@@ -44,7 +44,7 @@ class RequestChecks:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 answered = MutableHeaders(scope=message)
-                for name in ("x-request-id", "request-id"):  # of OpenAI's clients, and of Anthropic's
+                for name in ("x-request-id", "request-id"):  # the names that OpenAI's and Anthropic's clients read
                     answered.setdefault(name, request_id)
             await send(message)
 
@@ -58,9 +58,9 @@ class RequestChecks:
         await self.app(scope, self._limited(receive), send_with_id)
 
     def _check_host(self, given: str) -> None:
-        """Refuse other hosts than the allowed ones.
+        """Refuse hosts that are not allowed, against DNS rebinding.
 
-        A page in a browser can give its own name the address of this server (DNS rebinding).
+        With it, a page in a browser reaches this server under the name of the page's own host.
         """
         if self._host.fullmatch(given):
             return
@@ -70,14 +70,13 @@ class RequestChecks:
         raise InvalidRequest(message, code="host_not_allowed")
 
     def _check_key(self, scope: Scope, headers: Headers) -> str:
-        """Return the key of the client; "" where none is needed."""
+        """Return the key of the client, or "" for a path that needs no key."""
         if not self._keys or scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS):
             return ""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         text = (bearer if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip()
-        same = [
-            secrets.compare_digest(text.encode(), key) for key in self._keys
-        ]  # all of them: the time reveals nothing
+        # All keys are compared, so that the time reveals nothing.
+        same = [secrets.compare_digest(text.encode(), key) for key in self._keys]
         if True not in same:
             message = "Incorrect API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise InvalidRequest(message, code="invalid_api_key", status=401)

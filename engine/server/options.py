@@ -1,8 +1,8 @@
-"""ServeOptions: the configuration of a server, typed.
+"""ServeOptions: the typed configuration of a server.
 
 `OPTIONS` lists the leaves of `ServeOptions` that operators set, by the flat names that they write on the command line,
 in a file (`--config`), and as arguments of the Ray Serve application. Types and default values come from the
-dataclasses, and `LLM` takes the same ones. This module imports nothing slow, because `guided --help` needs it.
+dataclasses, which `LLM` uses too. This module imports nothing slow, because `guided --help` needs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from guided.pools.options import RayPoolOptions
 from guided.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 
 DEFAULT_MODEL = "guided-default"
-"""Name that the embedded model is served under."""
+"""The name under which the embedded model is served."""
 
 _MIB = 1 << 20
 
@@ -32,7 +32,7 @@ _MIB = 1 << 20
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings of the HTTP application. `OPTIONS` describes all but three: the name of the model, the
-    `SamplingParams` for what a request leaves out, and the seconds in which a body must arrive."""
+    `SamplingParams` that a request leaves out, and the seconds within which a body must arrive."""
 
     model_name: str = DEFAULT_MODEL
     api_key: str | None = field(default=None, repr=False)
@@ -63,7 +63,7 @@ class ServerSettings:
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """The keys. Empty: no key is needed."""
+        """The API keys. Empty: requests need no key."""
         return tuple(stripped for key in (self.api_key or "").split(",") if (stripped := key.strip()))
 
 
@@ -92,7 +92,7 @@ class ServeOptions:
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> ServeOptions:
-        """Build the options from values by the flat names of `OPTIONS`. What is missing keeps its default."""
+        """Build the options from values by the flat names of `OPTIONS`. Missing options keep their defaults."""
         options = {option.name: option for option in OPTIONS}
         changed = cls()
         for name, value in values.items():
@@ -111,7 +111,7 @@ class ServeOptions:
 
 
 def take_api_key(options: ServeOptions) -> ServeOptions:
-    """Use the API key of the file or of the environment if the options have none, and remove it from the environment.
+    """Take the API key from the file or the environment if the options have none. Remove it from the environment.
 
     Call it before the first child process is started: children inherit the environment.
     """
@@ -142,17 +142,17 @@ def _with(base: Any, path: Sequence[str], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """One leaf of `ServeOptions` as users write it: `--flat-name` on the command line, `flat_name` for Ray Serve."""
+    """A leaf of `ServeOptions` as users write it: `--flat-name` on the command line, `flat_name` for Ray Serve."""
 
     field: str
-    """The path of the leaf, with dots."""
+    """The path of the leaf in `ServeOptions`, with dots."""
     help: str
     name: str = ""
-    """Flat name. By default the last part of the path. A name that ends in `_mib` stands for a field in bytes."""
+    """Flat name, by default the last part of the path. A name that ends in `_mib` stands for a field in bytes."""
     process_only: bool = False
-    """An option of `guided serve` only. Ray Serve has its own setting."""
+    """Whether only `guided serve` has the option. Ray Serve has its own setting."""
     panel: str | None = None
-    """Heading that the command line lists it under."""
+    """Heading under which the command line lists the option."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.path[-1])
@@ -165,9 +165,9 @@ class Option:
     def type(self) -> Any:
         """The type of the value that users write."""
         if self.field == "engine.logits_processors":
-            return tuple[str, ...]  # classes can be given from Python only
+            return tuple[str, ...]  # only Python code can pass classes
         *owners, name = self.path
-        owner: Any = reduce(lambda owner, each: get_type_hints(owner)[each], owners, ServeOptions)
+        owner: Any = reduce(lambda owner, part: get_type_hints(owner)[part], owners, ServeOptions)
         return get_type_hints(owner)[name]
 
     @property
@@ -197,7 +197,9 @@ OPTIONS = (
         Option("host", "Address to listen on.", process_only=True),
         Option("port", "Port to listen on. 0 picks a free one.", process_only=True),
         Option(
-            "server.api_key", "Keys that requests must carry, with commas. Default: $GUIDED_API_KEY.", process_only=True
+            "server.api_key",
+            "Keys that requests must carry, separated by commas. Default: $GUIDED_API_KEY.",
+            process_only=True,
         ),
         Option("server.api_key_file", "File with the keys, one a line."),
         Option(
@@ -207,8 +209,8 @@ OPTIONS = (
         ),
         Option("server.allowed_origins", "Origin of a web page that may use the server (CORS), or *. Can be repeated."),
         Option("server.strict_fields", "Reject unknown fields of a request."),
-        Option("grace_seconds", "Seconds that generations have to end when the server stops."),
-        Option("log_level", "How much to log."),
+        Option("grace_seconds", "Seconds in which running generations may end when the server stops."),
+        Option("log_level", "The least severe level to log."),
         Option("log_format", "Log records as text, or as one line of JSON each."),
     ),
     *_panel(
@@ -220,7 +222,9 @@ OPTIONS = (
         Option("load.revision", "Branch, tag or commit of the model on the hub."),
         Option("load.chat_template", "File with a Jinja template for chats. Default: the tokenizer's."),
         Option("server.tool_format", f"How the model writes calls: auto, none, {', '.join(TOOL_FORMATS)}."),
-        Option("server.reasoning_format", f"How it writes thoughts: auto, none, {', '.join(REASONING_FORMATS)}."),
+        Option(
+            "server.reasoning_format", f"How the model writes thoughts: auto, none, {', '.join(REASONING_FORMATS)}."
+        ),
         Option("server.tool_strict", "off: the arguments of functions with strict: false are any object, as in vLLM."),
     ),
     *_panel(
@@ -251,7 +255,7 @@ OPTIONS = (
         Option("ray.actor_cpus", "CPUs that Ray reserves per mask actor. Default: 1 on a cluster."),
         Option("ray.actor_memory_bytes", "MiB that a mask actor may take. Default: 2048.", "actor_memory_mib"),
         Option("ray.mask_limit", "Seconds that one mask may take before its request fails."),
-        Option("ray.max_replays", "0: requests on a mask actor that dies fail. N: they move, N times at most."),
+        Option("ray.max_replays", "How often a request moves to another mask actor when its actor dies. 0: it fails."),
         Option("ray.max_cache_bytes", "MiB for compiled grammars.", "grammar_cache_mib"),
         Option("ray.compile_limits.seconds", "Seconds that compiling a constraint may take.", "compile_seconds"),
     ),

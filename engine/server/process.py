@@ -1,4 +1,4 @@
-"""One server process: model, pool and application on a socket, until a signal ends it."""
+"""The server process: runs model, pool and application on a socket until a signal ends it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ from guided.backends import AUTO
 from guided.process_resources import watch_free_memory
 
 _EXIT_SECONDS = 8.0
-"""After the grace period: time until the process ends, whatever still runs in it."""
+"""Time after the grace period until the process ends, even if something still runs in it."""
 
 _OPEN_FILES = 65536
-"""Limit of open files, if the system allows it: a connection takes one."""
+"""Limit of open files, if the system allows it. Each connection is an open file."""
 
 _SWITCH_SECONDS = 0.0001
-"""Time for which a thread keeps the interpreter lock while another one wants it. The engine's thread wants it at each
-torch operation: a step of 5 ms beside a thread that checks a large body took 2.2 s with Python's 5 ms, now 0.06 s."""
+"""Time for which a thread keeps the interpreter lock while another thread waits for it. The engine's thread takes the
+lock at each torch operation: beside a thread that checks a large body, a step of 5 ms took 2.2 s with Python's default
+of 5 ms, and takes 0.06 s with this value."""
 
 
 def start_engine(options: ServeOptions) -> AsyncLLM:
@@ -63,7 +64,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         processor=options.post_processor,
         **dataclasses.asdict(options.load),
     )
-    # These objects stay. A garbage collection that visited them would hold all threads for tenths of a second.
+    # These objects stay alive. A garbage collection that visited them would stop all threads for tenths of a second.
     gc.collect()
     gc.freeze()
     watch_free_memory()
@@ -72,7 +73,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
 
 
 def settings_of(options: ServeOptions) -> ServerSettings:
-    """Complete the settings of the HTTP application with what the model determines."""
+    """Complete the settings of the HTTP application with the model's name and sampling defaults."""
     return dataclasses.replace(
         options.server,
         model_name=options.model_name,
@@ -99,7 +100,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _OPEN_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
-    # Unwinds the stack while uvicorn has not installed its own handler, and again when it has removed it.
+    # This handler unwinds the stack before uvicorn installs its own handler and after uvicorn removes it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     _say(options, "loading the model and starting the mask pool …")
     engine = start_engine(options)
@@ -108,7 +109,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
         if not settings.allowed_hosts and _is_loopback(options.host):
             settings = dataclasses.replace(settings, allowed_hosts=("localhost", "127.0.0.1", "[::1]", options.host))
         app = create_app(engine, settings)
-        app.openapi()  # FastAPI caches it: on the event loop, building it would block for half a second
+        app.openapi()  # FastAPI caches it. Building it on the event loop would block for half a second
         config = uvicorn_config(app, options)
         _Server(config, app.state.context, options).run(sockets=[listener])
     finally:
@@ -128,20 +129,20 @@ def uvicorn_config(
         "log_level": options.log_level,
         "log_config": LOGGING_CONFIG if options.log_format == "text" else {**LOGGING_CONFIG, "formatters": as_json},
         "timeout_graceful_shutdown": 3,  # to send the last events of streams
-        "timeout_keep_alive": math.ceil(limits.idle_seconds) + 1,  # our own timeout comes first
+        "timeout_keep_alive": math.ceil(limits.idle_seconds) + 1,  # the timeout of LimitedProtocol comes first
         "proxy_headers": False,
     }
     return uvicorn.Config(app, **{**given, **others})
 
 
 def drop_stalled_connections(listener: socket.socket, seconds: float = 60.0) -> None:
-    """Let the kernel drop connections to clients that read nothing for this time. They inherit it from the listener."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux. It covers closed TCP windows too.
+    """Let the kernel drop connections to clients that read nothing for `seconds`. Connections inherit the setting."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only; it covers closed TCP windows too
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
 class _Server(uvicorn.Server):
-    """Prints examples when it is up. At a signal, it lets running generations end, then aborts the rest."""
+    """Prints examples once it listens. After a signal, it waits for running generations, then aborts the rest."""
 
     def __init__(self, config: uvicorn.Config, context: ServerContext, options: ServeOptions) -> None:
         super().__init__(config)
@@ -170,9 +171,9 @@ class _Server(uvicorn.Server):
 
 @cache  # only the first signal starts the time
 def _exit_in(seconds: float) -> None:
-    """End the process after this time if it has not ended by itself, and print the stacks of all threads.
+    """End the process after `seconds` if it has not ended by itself, and print the stacks of all threads.
 
-    This works even if threads hang or keep the GIL. The pool's cleanup process removes what the process leaves.
+    This works even if threads hang or keep the GIL. The pool's cleanup process ends the processes that are left.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=os.dup(2))  # see `cli.main`
 

@@ -1,4 +1,4 @@
-"""Every error of the application, counted, logged and answered in the shape that the clients of its path read."""
+"""The handlers of errors: count and log each error, and answer in the shape that clients of the path expect."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidReq
 logger = logging.getLogger("guided.server")
 
 _BODIES = {MESSAGES_PATH: message_error, OLLAMA_PATH: ollama_error}
-"""What makes the bodies of errors, by the beginning of the path. Elsewhere it is `error_body`."""
+"""Beginning of a path -> the function that makes the bodies of errors. Other paths use `error_body`."""
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Answer every error of the application in this shape."""
+    """Install the handlers of all errors in an application."""
     app.add_exception_handler(GuidedError, _on_guided_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)
 
 
 def refuse(metrics: Metrics, scope: Scope, error: GuidedError, **headers: str) -> JSONResponse:
-    """Count and log an error, and return the answer. `headers` are further ones of the answer."""
+    """Count and log an error, and return the answer. `headers` are added to the headers of the answer."""
     respell(error, scope)
     metrics.failed(error.code, error.status)
-    if error.status < 500 and not isinstance(error, CompileTimeout):  # those are logged where they happen
+    if error.status < 500 and not isinstance(error, CompileTimeout):  # other errors are logged where they happen
         _log(scope, error)
-    body_of = next((made for begin, made in _BODIES.items() if scope["path"].startswith(begin)), error_body)
+    body_of = next((make for begin, make in _BODIES.items() if scope["path"].startswith(begin)), error_body)
     return JSONResponse(body_of(error), error.status, error_headers(error) | headers)
 
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
-    headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}  # the rest of its body is not read
+    headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}  # the rest of the body is not read
     return refuse(request.app.state.context.metrics, request.scope, error, **headers)
 
 
@@ -62,7 +62,7 @@ def _log(scope: Scope, error: GuidedError) -> None:
 
 def _hint(request: Request) -> str:
     """Return what to do about an unknown path."""
-    path = request.scope["path"]  # a URL is built from the header Host, which may be anything
+    path = request.scope["path"]  # request.url would contain the header Host, which may be anything
     if path.startswith(f"/v1{MESSAGES_PATH}"):
         return f"there is no {bounded(path, 100)!r}: the base URL of Anthropic's clients ends without /v1"
     wanted = {**request.scope, "path": f"/v1{path}"}

@@ -1,7 +1,7 @@
-"""Answer: what a generation endpoint sends back, as a whole or as events. Each endpoint has a subclass.
+"""Answer: writes the answer of a generation endpoint, as a whole or as events. Each endpoint has a subclass.
 
-`ChoicesAnswer` is what chat and text completions have in common: choices, and chunks of them. `PartsAnswer` is what
-responses and messages have in common: parts of one output, and events about them.
+`ChoicesAnswer` is the base of chat and text completions, which have choices and stream chunks of choices. `PartsAnswer`
+is the base of responses, messages and Ollama's answers, which divide one output into parts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from guided.tools.parser import Piece
 class Answer(ABC):
     """Writes the body of one request's answer, or the events of its stream.
 
-    `guided` describes how the output is constrained. It is a part of a whole answer, and of a stream's first events.
+    `guided` describes how the output is constrained. Whole answers and the first events of a stream contain it.
     """
 
     stream_type: ClassVar[str] = "text/event-stream"
     """The media type of a stream."""
     end: ClassVar[bytes] = b"data: [DONE]\n\n"
-    """What is sent after the last event of a stream."""
+    """The bytes after the last event of a stream."""
 
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         self.context = context
@@ -51,7 +51,7 @@ class Answer(ABC):
 
     @abstractmethod
     def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Build the events for what is new in `output` since the last call."""
+        """Build the events for the text and tokens of `output` that are new since the last call."""
 
     @abstractmethod
     def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
@@ -76,56 +76,56 @@ class Answer(ABC):
         return described
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        """Describe a token. Its `bytes` may be only a part of a character."""
+        """Describe a token. The field `bytes` may contain only a part of a character."""
         code = list(self.context.texts.bytes_of(token))
         return {"token": self.written(token), "logprob": finite(logprob), "bytes": code}
 
     def written(self, token: int) -> str:
-        """Return a token as log-probabilities have it."""
+        """Return the text of a token for log-probabilities."""
         return f"token_id:{token}" if self.job.reported.tokens_as_ids else self.context.texts.of(token)
 
     def guided_info(
         self, requests: Sequence[RequestOutput] = (), outputs: Sequence[CompletionOutput] = ()
     ) -> dict[str, Any] | None:
-        """Build `guided`, with what is known at the end of `outputs`, which belong to `requests`."""
+        """Build the field `guided`, with the figures that `outputs` of `requests` have at their end."""
         if self.guided is None:
             return None
         known: dict[str, Any] = {}
         if self.job.params.complete and outputs:
-            known["completed_early"] = any(each.completed_early for each in outputs)
-        if sizes := [each.effective_samples for each in requests if each.effective_samples is not None]:
+            known["completed_early"] = any(output.completed_early for output in outputs)
+        if sizes := [request.effective_samples for request in requests if request.effective_samples is not None]:
             known["effective_samples"] = min(sizes)
-        if vetoes := Counter[str](keyword for each in outputs for keyword in Counter(each.vetoes).elements()):
+        if vetoes := Counter[str](keyword for output in outputs for keyword in Counter(output.vetoes).elements()):
             known["vetoes"] = vetoes
-        details = [each.mask_details for each in outputs if each.mask_details is not None]
+        details = [output.mask_details for output in outputs if output.mask_details is not None]
         if details and self.guided.backend is not None:
-            times = [each.metrics for each in requests if each.metrics is not None]
-            total = sum((each.finished_time or time.monotonic()) - (each.compiled_time or 0.0) for each in times)
+            times = [request.metrics for request in requests if request.metrics is not None]
+            total = sum((span.finished_time or time.monotonic()) - (span.compiled_time or 0.0) for span in times)
             known["masks"] = MaskTimes(
-                compile=sum(each.compile_seconds for each in requests),
-                computed=sum(each.mask_seconds for each in details),
-                exposed=sum(each.exposed_seconds for each in details),
+                compile=sum(request.compile_seconds for request in requests),
+                computed=sum(detail.mask_seconds for detail in details),
+                exposed=sum(detail.exposed_seconds for detail in details),
                 total=total,
             )
-            if kept := [mass for each in details for mass in each.kept_mass if mass is not None]:
+            if kept := [mass for detail in details for mass in detail.kept_mass if mass is not None]:
                 known["kept_mass"] = fmean(kept)
         return self.guided.model_copy(update=known).model_dump(exclude_none=True)
 
 
 class ChoicesAnswer(Answer):
-    """An answer with choices. `index` is the index of a choice, over all prompts."""
+    """An answer with choices. The argument `index` numbers the choices of all prompts."""
 
     whole_object: ClassVar[str]
     """The `object` of a whole answer."""
     chunk_object: ClassVar[str]
     """The `object` of a chunk."""
     prompts_in_choices: ClassVar[bool] = False
-    """What is reported of a prompt is in its choices, and not beside them."""
+    """Whether reports on a prompt stand in its choices, and not beside them."""
 
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self._sent = [(0, 0, False)] * job.num_choices
-        """By choice of a stream: number of characters and tokens that were sent, and whether the choice has ended."""
+        """Choice of a stream -> number of characters and of tokens that were sent, and whether the choice has ended."""
 
     @abstractmethod
     def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
@@ -141,19 +141,19 @@ class ChoicesAnswer(Answer):
         return [self.content(text)] if text else []
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
-        """Return why the choice ended. Called after its text was built."""
+        """Return why the choice ended. Called after the text of the choice was built."""
         return output.finish_reason
 
     @abstractmethod
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
-        """Build the log-probabilities of some tokens; None if the request asked for none. Called in token order."""
+        """Build the log-probabilities of the tokens `which`, or None if not requested. Called in token order."""
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Build the part of a chunk before a choice's first token, if there is one."""
+        """Build the part of the chunk before a choice's first token, or None for no such chunk."""
 
     def _of_tokens(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any]:
-        """Build what is reported of some tokens: `logprobs`, and `masks` if the request asks for them."""
+        """Build the fields that report on the tokens `which`: `logprobs`, `token_ids`, `masks`."""
         in_text = which.indices(len(output.token_ids) - output.ends_with_stop_token)  # as OpenAI: without the end token
         fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, slice(*in_text))}
         if self.job.reported.token_ids:
@@ -165,34 +165,34 @@ class ChoicesAnswer(Answer):
         return fields
 
     def _of_prompt(self, prompt: int, output: RequestOutput | None = None) -> dict[str, Any]:
-        """Build what is reported of a prompt. `output` has its log-probabilities."""
+        """Build the fields that report on a prompt. `output` has its log-probabilities."""
         fields: dict[str, Any] = {}
         if self.job.reported.token_ids:
             fields["prompt_token_ids"] = self.job.prompts[prompt]
         if output is not None and output.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = [found and self._alternatives(found) for found in output.prompt_logprobs]
+            fields["prompt_logprobs"] = [token and self._alternatives(token) for token in output.prompt_logprobs]
         return fields
 
-    def _alternatives(self, found: TokenLogprobs) -> dict[int, dict[str, Any]]:
+    def _alternatives(self, alternatives: TokenLogprobs) -> dict[int, dict[str, Any]]:
         """Describe a token of a prompt and its alternatives, as vLLM does."""
         return {
             token: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.written(token)}
-            for token, logprob, rank in found.rows()
+            for token, logprob, rank in alternatives.rows()
         }
 
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
         of_prompts = [self._of_prompt(*numbered) for numbered in enumerate(finished)]
         choices = [
             {
-                "index": (index := prompt * self.job.params.n + each.index),
-                **self.message(index, each),
-                "finish_reason": self.finish_reason(index, each),
-                "stop_reason": each.stop_reason,
-                **self._of_tokens(index, each, slice(None)),
+                "index": (index := prompt * self.job.params.n + completion.index),
+                **self.message(index, completion),
+                "finish_reason": self.finish_reason(index, completion),
+                "stop_reason": completion.stop_reason,
+                **self._of_tokens(index, completion, slice(None)),
                 **(of_prompts[prompt] if self.prompts_in_choices else {}),
             }
             for prompt, output in enumerate(finished)
-            for each in output.outputs
+            for completion in output.outputs
         ]
         answer = {
             **self._head(self.whole_object),
@@ -200,29 +200,34 @@ class ChoicesAnswer(Answer):
             "usage": usage_of(finished),
             "system_fingerprint": None,
             **({} if self.prompts_in_choices else of_prompts[0]),
-            "guided": self.guided_info(finished, [each for output in finished for each in output.outputs]),
+            "guided": self.guided_info(finished, [completion for output in finished for completion in output.outputs]),
         }
         return to_json(answer)
 
     def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        for each in output.outputs:
-            index = prompt * self.job.params.n + each.index
+        for completion in output.outputs:
+            index = prompt * self.job.params.n + completion.index
             characters, tokens, ended = self._sent[index]
             if ended:
                 continue
-            by_token = each.logprobs is not None or each.mask_details is not None or self.job.reported.token_ids
-            count = len(each.token_ids) if by_token else tokens
-            contents = self.contents(index, each, characters) or ([self.content("")] if tokens < count else [])
-            for content in contents:  # the first chunk has what is reported of the tokens
-                fields = {**content, **self._of_tokens(index, each, slice(tokens, count))}
-                yield self._chunk(index, fields, len(each.token_ids))
+            by_token = (
+                completion.logprobs is not None or completion.mask_details is not None or self.job.reported.token_ids
+            )
+            count = len(completion.token_ids) if by_token else tokens
+            contents = self.contents(index, completion, characters) or ([self.content("")] if tokens < count else [])
+            for content in contents:  # the first chunk has the reports on the tokens
+                fields = {**content, **self._of_tokens(index, completion, slice(tokens, count))}
+                yield self._chunk(index, fields, len(completion.token_ids))
                 tokens = count
-            self._sent[index] = len(each.text), count, each.finish_reason is not None
-            if each.finish_reason is not None:
-                reasons = {"finish_reason": self.finish_reason(index, each), "stop_reason": each.stop_reason}
-                chunk = self._chunk(index, {**self.content(None), **reasons}, len(each.token_ids))
-                if self.job.params.complete or (each.mask_details is not None and self.guided is not None):
-                    chunk["guided"] = self.guided_info([output], [each])
+            self._sent[index] = len(completion.text), count, completion.finish_reason is not None
+            if completion.finish_reason is not None:
+                reasons = {
+                    "finish_reason": self.finish_reason(index, completion),
+                    "stop_reason": completion.stop_reason,
+                }
+                chunk = self._chunk(index, {**self.content(None), **reasons}, len(completion.token_ids))
+                if self.job.params.complete or (completion.mask_details is not None and self.guided is not None):
+                    chunk["guided"] = self.guided_info([output], [completion])
                 yield chunk
 
     def first_events(self) -> Iterator[dict[str, Any]]:
@@ -239,7 +244,7 @@ class ChoicesAnswer(Answer):
             yield {**self._head(self.chunk_object), "choices": [], "usage": usage_of(finished)}
 
     def _chunk(self, index: int, fields: dict[str, Any], num_tokens: int = 0) -> dict[str, Any]:
-        """Build a chunk. `num_tokens`: number of tokens that the choice has so far."""
+        """Build a chunk. `num_tokens`: number of output tokens of the choice so far."""
         choice = {"index": index, "logprobs": None, "finish_reason": None, **fields}
         chunk = {**self._head(self.chunk_object), "choices": [choice]}
         if not self.job.reported.usage:
@@ -257,7 +262,7 @@ class ChoicesAnswer(Answer):
 
 
 class PartsAnswer(Answer):
-    """An answer with one output as a list of parts: texts, thoughts and calls. The last part may be open: it grows."""
+    """An answer with one output as a list of parts: texts, thoughts and calls. Only the last part may still grow."""
 
     end = b""
 
@@ -266,19 +271,19 @@ class PartsAnswer(Answer):
         self.parser = job.form.parser()
         self.parts: list[dict[str, Any]] = []
         self.open: str | None = None
-        """Kind of the piece that began the open part."""
+        """Kind of the piece that began the part that still grows. None: no part is open."""
         self.text = ""
-        """Of the open part."""
+        """The text of the open part."""
         self._text_tokens = _TextTokens(context.texts.pieces(job.params.skip_special_tokens))
 
     @abstractmethod
     def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Append the part that `piece` begins, and yield the events. The text of a call's piece is its name."""
+        """Append the part that `piece` begins, and yield the events. The text of a call's piece is the called name."""
 
     @abstractmethod
     def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events about new text of the open part. `logprobs`: of its tokens, if it is text and the request
-        asks for them."""
+        """Yield the events about new text of the open part. `logprobs` has the log-probabilities of its tokens, if the
+        part is text and the request asks for them."""
 
     @abstractmethod
     def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
@@ -286,7 +291,7 @@ class PartsAnswer(Answer):
 
     @abstractmethod
     def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Build the body of a whole answer, when the last part is complete."""
+        """Build the body of a whole answer. Called when the last part is complete."""
 
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
         for _ in self.new_events(0, finished[0]):
@@ -329,7 +334,7 @@ class PartsAnswer(Answer):
 
 
 class _TextTokens:
-    """Finds the tokens that spell a part of an output. The parts are asked for in order.
+    """Finds the tokens that spell a part of an output. Callers ask for the parts in order.
 
     Args:
         pieces: the bytes that each token id adds to the output.
@@ -339,44 +344,44 @@ class _TextTokens:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._next = 0
-        """Index of the first token that was not read."""
+        """Index of the first token that was not read yet."""
         self._characters = 0
         """Number of characters before this token."""
 
     def between(self, begin: int, end: int, token_ids: Sequence[int]) -> Iterator[int]:
-        """Yield the places of the tokens that spell the characters from `begin` to `end`, and were not in an earlier
-        part."""
+        """Yield the places of the tokens that spell the characters from `begin` to `end`, without the tokens of earlier
+        parts."""
         while self._next < len(token_ids) and self._characters < end:
             before, piece = self._characters, self._pieces[token_ids[self._next]]
             self._characters += len(self._decoder.decode(piece))
-            # A token may have the first bytes of a character only, and a special one may have none.
+            # A token may have only the first bytes of a character, and a special token may have no bytes.
             if piece and (before >= begin or self._characters > begin):
                 yield self._next
             self._next += 1
 
 
 def finite(logprob: float) -> float:
-    """Replace -inf, which JSON does not have, by -9999.0."""
+    """Replace -inf, which JSON cannot express, by -9999.0."""
     return max(logprob, -9999.0)
 
 
 def ranked(alternatives: TokenLogprobs) -> list[tuple[int, float]]:
-    """Return the token ids and log-probabilities of a token's alternatives, the most likely first."""
+    """Return the token ids and log-probabilities of the alternatives to a token, the most likely first."""
     rows = sorted(alternatives.rows(), key=lambda row: row[2])
     return [(token, finite(logprob)) for token, logprob, _ in rows]
 
 
 def to_json(data: Any) -> bytes:
-    """Write compact JSON in UTF-8. Lone surrogates, which UTF-8 cannot hold, become JSON's escapes."""
+    """Write compact JSON in UTF-8. Lone surrogates, which UTF-8 cannot encode, become JSON escapes."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
 def usage_of(finished: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Count tokens. A prompt counts once, whatever n is."""
+    """Count the tokens of an answer. A prompt counts once, for any n."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
-    completion = sum(len(each.token_ids) for output in finished for each in output.outputs)
+    generated = sum(len(completion.token_ids) for output in finished for completion in output.outputs)
     cached = sum(output.num_cached_tokens or 0 for output in finished)
-    return {**usage(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+    return {**usage(prompt, generated), "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:

@@ -23,19 +23,20 @@ from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidReque
 from guided.tools.parser import Piece
 
 MAX_TRIES = 16
-"""Number of times that a job is built again without a part of a schema. After that, no such schema is enforced."""
+"""Number of times that a job is built again with a part of a schema left out. After that, the schemas of functions that
+are not strict are not enforced at all."""
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", responses=RESPONSES)
 def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> JobResponse:
-    """Answer a chat, constrained or not. With `stream`, the status is sent once the constraint is compiled."""
+    """Answer a chat, constrained or not. A stream begins once the constraint is compiled."""
     kind = _FunctionsAnswer if body.functions else _ChatAnswer
     return JobResponse(kind, _chat_job(body, request, context), request, context)
 
 
 class CheckedRequest(BaseModel):
-    """A request that is accepted: its constraint is compiled."""
+    """The report on a request that is accepted, which means that its constraint is compiled."""
 
     guided: GuidedInfo | None = None
     compile_seconds: float = Field(description="The time that compiling the grammar took; 0 if it was compiled before.")
@@ -44,7 +45,7 @@ class CheckedRequest(BaseModel):
 
 @router.post("/v1/check", response_model=CheckedRequest)
 def check_request(body: ChatRequest, request: Request, context: Context) -> JobResponse:
-    """Take a chat request through admission and compilation only. A request that is refused gets its error."""
+    """Take a chat request through admission and compilation only. A refused request gets its error."""
     body.stream = False
     return JobResponse(_CheckAnswer, _chat_job(body, request, context, at_admission=True), request, context)
 
@@ -63,7 +64,7 @@ def _chat_job(body: ChatRequest, request: Request, context: ServerContext, at_ad
 
 
 def build_job_that_fits(body: ChatRequest, context: ServerContext, request_id: str, http_id: str) -> Job:
-    """Build the work of a chat, where `max_tokens` may be more than what remains of the context."""
+    """Build the job of a chat in which `max_tokens` may be more than the rest of the context."""
     build = partial(build_job, body, context, request_id, http_id)
     try:
         return build()
@@ -75,7 +76,7 @@ def build_job_that_fits(body: ChatRequest, context: ServerContext, request_id: s
 def build_job(
     body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool = False
 ) -> Job:
-    """Build the work of a chat. Arguments but the first two are those of `Job`."""
+    """Build the job of a chat. The arguments after the first two are fields of `Job`."""
     wanted = requested_constraint(body, context.settings)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
@@ -87,7 +88,7 @@ def build_job(
     refused: dict[str, list[str]] = {}
 
     def build(error: InvalidConstraint | None = None) -> Job:
-        """Build the job, without what `error` is about and what earlier errors were about."""
+        """Build the job, without the parts of schemas that `error` and earlier errors name."""
         if error is not None:
             tries = sum(map(len, refused.values()))
             if error.param not in refused or tries > MAX_TRIES:
@@ -176,9 +177,10 @@ class _ChatAnswer(ChoicesAnswer):
 
 
 _CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
-"""Kind of the piece that begins a call -> type of the call, and the field of its text, which is the kind of the pieces
-that follow."""
+"""Kind of the piece that begins a call -> type of the call, and the field of its text. The pieces that follow have the
+name of this field as their kind."""
 _OWNERS = {field: kind for kind, field in _CALLS.values()}
+"""Field of the text of a call -> type of the call."""
 
 
 class _FunctionsAnswer(_ChatAnswer):
@@ -200,7 +202,7 @@ class _FunctionsAnswer(_ChatAnswer):
 
 
 class _CheckAnswer(_ChatAnswer):
-    """What is known at the admission, instead of the answer."""
+    """A report on the admission, instead of the answer."""
 
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
         [first] = finished

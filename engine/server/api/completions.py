@@ -59,7 +59,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         ignored=ignored_fields(body, wanted, form),
     ).admitted(context)
     if body.echo:
-        job = replace(job, echoed=[each if isinstance(each, str) else context.decode(each) for each in given])
+        job = replace(job, echoed=[prompt if isinstance(prompt, str) else context.decode(prompt) for prompt in given])
     return job
 
 
@@ -72,7 +72,7 @@ class _TextAnswer(ChoicesAnswer):
         super().__init__(context, job, guided)
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(job.num_choices)]
         self._lengths = [0] * job.num_choices
-        """By choice: number of characters of the tokens that have their log-probabilities."""
+        """Number of characters of the tokens that have their log-probabilities, by choice."""
 
     def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         return {"text": self._echoed(index) + output.text}
@@ -85,14 +85,15 @@ class _TextAnswer(ChoicesAnswer):
         return {"text": text or ""}
 
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
-        """Build OpenAI's older shape. `text_offset` is where a token begins in the text, in characters.
+        """Build OpenAI's older shape. `text_offset` is the place of a token in the text, in characters.
 
-        A token that begins inside a character has the offset of that character, one without text that of the next text.
+        A token that begins inside a character has the offset of that character. A token without text has the offset of
+        the text after it.
         """
         if output.logprobs is None:
             return None
-        texts, found = self.context.texts, [each for each in output.logprobs[which] if each is not None]
-        pieces = texts.pieces(self.job.params.skip_special_tokens)
+        rows = [row for row in output.logprobs[which] if row is not None]
+        pieces = self.context.texts.pieces(self.job.params.skip_special_tokens)
         offsets: list[int] = []
         for token in output.token_ids[which]:
             # Stop strings and incomplete characters are not in the text.
@@ -101,8 +102,8 @@ class _TextAnswer(ChoicesAnswer):
             self._lengths[index] += len(self._decoders[index].decode(pieces[token]))
         return {
             "tokens": [self.written(token) for token in output.token_ids[which]],
-            "token_logprobs": [finite(each.own) for each in found],
-            "top_logprobs": [{self.written(token): logprob for token, logprob in ranked(each)} for each in found],
+            "token_logprobs": [finite(row.own) for row in rows],
+            "top_logprobs": [{self.written(token): logprob for token, logprob in ranked(row)} for row in rows],
             "text_offset": offsets,
         }
 

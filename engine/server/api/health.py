@@ -16,10 +16,10 @@ router = APIRouter(tags=["operation"])
 class PoolHealth(BaseModel):
     name: str
     trouble: str | None
-    """Why actors that have ended are not replaced; null if they are."""
+    """Why dead actors are not replaced; null if they are replaced."""
     compiling: int
     quarantined: list[str]
-    """Hashes of the constraints that are refused, because they have ended several actors."""
+    """Hashes of the constraints that are refused because they have ended several actors."""
     backends: list[BackendStatus]
     actors: list[WorkerStatus] = Field(validation_alias="workers")
 
@@ -52,14 +52,14 @@ async def health(response: Response, context: Context) -> Health:
 
 @router.get("/health/live", responses={503: {"model": Liveness}})
 async def live(response: Response, context: Context) -> Liveness:
-    """Report whether the engine runs. If not, only a new process helps."""
+    """Report whether the engine runs. If it does not, the process must be restarted."""
     health = context.llm.health()
     reason = None if health.alive else f"the engine has died: {health.error}"
     return Liveness(status=_status(reason, response), reason=reason)
 
 
 def _status(reason: str | None, response: Response) -> Literal["ok", "degraded", "unavailable"]:
-    """Return the body's status, and set that of the response."""
+    """Return the status of the body, and set the status of the response."""
     if reason is None:
         return "ok"
     response.status_code = 503

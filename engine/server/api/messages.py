@@ -52,7 +52,7 @@ EXAMPLE = {
 
 
 class Block(TypedBody):
-    """A part of a message. The blocks of an answer can be sent back as they are."""
+    """A content block. Clients can send the blocks of an answer back unchanged."""
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "text": ("text",),
@@ -64,12 +64,12 @@ class Block(TypedBody):
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
-    data: str | None = Field(default=None, description="Of thoughts that are not shown. Without effect.")
+    data: str | None = Field(default=None, description="Thoughts that are not shown. Without effect.")
     id: str | None = Field(default=None, min_length=1)
     name: str | None = Field(default=None, min_length=1)
     input: dict[str, Any] | None = None
     tool_use_id: str | None = Field(default=None, min_length=1)
-    content: str | Many[TextPart] | None = Field(default=None, description="Of a tool's result.")
+    content: str | Many[TextPart] | None = Field(default=None, description="The result of a tool.")
 
 
 class InputMessage(Body):
@@ -78,11 +78,11 @@ class InputMessage(Body):
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[Block])
     @classmethod
-    def _as_blocks(cls, given: Any) -> Any:
-        return [{"type": "text", "text": given}] if isinstance(given, str) else given
+    def _as_blocks(cls, content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     def for_chat(self) -> Iterator[Message]:
-        """Yield the messages of a chat. There, each result of a tool is a message of its own."""
+        """Yield the messages of a chat, in which each result of a tool is a separate message."""
         for is_result, group in groupby(self.content, lambda block: block.type == "tool_result"):
             blocks = list(group)
             if is_result:
@@ -104,7 +104,7 @@ class InputMessage(Body):
 
 
 class InputTool(OfferedTool):
-    """A tool that the client runs, or a hosted one."""
+    """A tool that the client runs, or a hosted tool."""
 
     parameters: dict[str, Any] | None = Field(default=None, alias="input_schema")
 
@@ -130,11 +130,11 @@ class ToolChoice(Body):
 
 class ThinkingConfig(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
+    budget_tokens: int | None = Field(default=None, ge=0, description="Number of tokens after which thinking ends.")
 
 
 class OutputFormat(ResponseFormat):
-    """Anthropic's `output_config.format`: the schema has no name."""
+    """Anthropic's `output_config.format`, in which the schema has no name."""
 
     path: ClassVar[str] = "output_config.format"
     schema_path: ClassVar[str] = "output_config.format.schema"
@@ -161,7 +161,7 @@ class CountTokensRequest(GenerationRequest):
     output_format: OutputFormat | None = Field(default=None, description="The former place of `output_config.format`.")
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     thread: dict[str, Any] | None = Field(default=None, description="Refused: send all messages of the conversation.")
-    # One output: a chat can have more.
+    # A message has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
 
@@ -182,7 +182,7 @@ class CountTokensRequest(GenerationRequest):
         continued = self.messages[-1].role == "assistant" and self.messages[-1].content[-1].type == "text"
         return ChatRequest.model_construct(
             **fields,
-            messages=[*system, *(each for message in self.messages for each in message.for_chat())],
+            messages=[*system, *(turn for message in self.messages for turn in message.for_chat())],
             add_generation_prompt=not continued,
             continue_final_message=continued,
             max_tokens=self.max_tokens,
@@ -199,7 +199,7 @@ class MessagesRequest(CountTokensRequest):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
-    max_tokens: int = Field(description="At most what remains of the context.")
+    max_tokens: int = Field(description="Limit of output tokens, or the rest of the context if that is less.")
 
 
 class InputTokens(BaseModel):
@@ -238,7 +238,7 @@ def count_tokens(body: CountTokensRequest, request: Request, context: Context) -
 def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> Job:
     if body.thread is not None:
         message = "the server stores no conversations: send all messages, without thread"
-        raise InvalidRequest(message, param="thread", code="thread_unsupported_request")  # the client then does so
+        raise InvalidRequest(message, param="thread", code="thread_unsupported_request")  # clients then send all
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
     for index, place in enumerate(offered(body.tools)):
@@ -256,17 +256,17 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
     "call": {"type": "tool_use", "input": {}},
 }
-"""Kinds of pieces, and the blocks that they begin."""
+"""Kind of a piece -> the block that it begins."""
 _DELTAS = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""Kinds of blocks -> the type of the delta that adds text, and its field."""
+"""Kind of a block -> the type of the delta that adds text to it, and the field of this text."""
 
 
 class _MessageAnswer(PartsAnswer):
-    """Its parts are content blocks."""
+    """An answer of Anthropic's API. The parts are content blocks."""
 
     def first_events(self) -> Iterator[dict[str, Any]]:
         usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
@@ -297,7 +297,7 @@ class _MessageAnswer(PartsAnswer):
                 with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off has no input
                     block["input"] = json.loads(self.text)
             case "reasoning":
-                # Clients drop thoughts without a signature. It is not read when they come back.
+                # Clients drop thoughts without a signature. The server does not read the signature when they come back.
                 block |= {"thinking": self.text, "signature": self.job.request_id}
                 yield self._event("delta", delta={"type": "signature_delta", "signature": self.job.request_id})
             case _:
@@ -312,7 +312,7 @@ class _MessageAnswer(PartsAnswer):
             stop_reason=reason,
             stop_sequence=completion.stop_reason if reason == "stop_sequence" else None,
             usage={
-                "input_tokens": counted["prompt_tokens"] - cached,  # as Anthropic's: without what was cached
+                "input_tokens": counted["prompt_tokens"] - cached,  # Anthropic counts cached tokens separately
                 "cache_read_input_tokens": cached,
                 "cache_creation_input_tokens": 0,
                 "output_tokens": counted["completion_tokens"],

@@ -1,6 +1,6 @@
 """POST /api/chat, /api/generate and /api/show, GET /api/tags and /api/version: Ollama's API.
 
-A request is one of a chat, with other names. Its output becomes lines of JSON, or their fields joined in one object.
+A request is translated to a chat. The output of the chat becomes lines of JSON, or one object with their fields joined.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from guided.tools.parser import Piece
 
 _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
 _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-"""Options that have other names in a chat."""
+"""Option -> name of the same field in a chat."""
 
 
 class OllamaRequest(ChatRequest):
     """Body of `POST /api/chat`. Without messages, the answer says that the model is loaded."""
 
     place: ClassVar[str] = "messages"
-    """The field of the prompt."""
+    """The name of the field that holds the prompt."""
     unused: ClassVar[Collection[str]] = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
     messages: Many[Message] = Field(default=[])
     stream: bool = Field(default=True, description="Answer in lines of JSON.")
     format: Schema = Field(default=None, description='A schema, or "json": the output is a JSON object.')
-    options: dict[str, Any] | None = Field(default=None, description="Sampling; num_predict is max_tokens.")
+    options: dict[str, Any] | None = Field(default=None, description="Sampling parameters; num_predict is max_tokens.")
     think: bool | str | None = Field(default=None, description="Whether to think, or an effort.")
-    keep_alive: str | float | None = Field(default=None, description="Without effect: the model stays loaded.")
-    # One output: a chat can have more.
+    keep_alive: str | float | None = Field(default=None, description="Has no effect: the model stays loaded.")
+    # An answer has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
 
     @classmethod
     def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
-        """Put the options beside the other fields, which have priority. Write `format` "json" as a chat does."""
+        """Move `options` into the body, whose own fields have priority. Replace `format` "json" by `json_object`."""
         data = super().gathered(data, names)
         options = data.get("options")
         for name, value in (options if isinstance(options, dict) else {}).items():
-            own = _OPTIONS.get(name) or name
-            is_unlimited = own == "max_tokens" and value in (0, -1, -2)
-            if data.get(own) is None and not is_unlimited:
-                data[own] = value
-                names[own] = f"options.{name}"
+            known = _OPTIONS.get(name) or name
+            is_unlimited = known == "max_tokens" and value in (0, -1, -2)
+            if data.get(known) is None and not is_unlimited:
+                data[known] = value
+                names[known] = f"options.{name}"
         if data.get("format") in ("json", ""):
             data["json_object"] = data.pop("format") == "json" or data.get("json_object")
             names["json_object"] = names.get("format", "format")
@@ -79,7 +79,7 @@ class OllamaRequest(ChatRequest):
                 self.reasoning_effort = self.think
             if thinks and not on:
                 self.max_reasoning_tokens = 0
-        # Ollama's clients send no ids of calls. Their results have the same order.
+        # Ollama's clients send no ids of calls. The results are in the order of the calls.
         calls, results = count(), count()
         for message in self.messages:
             for call in message.tool_calls or ():
@@ -95,7 +95,7 @@ class GenerateRequest(OllamaRequest):
     unused = (*OllamaRequest.unused, "messages")
     prompt: str = ""
     system: str | None = None
-    # Refused. /v1/completions takes prompts without a template, and /api/chat conversations.
+    # These fields are refused. Use /v1/completions for prompts without a template, and /api/chat for conversations.
     raw: Literal[False] = False
     template: None = None
     context: None = None
@@ -153,7 +153,7 @@ def get_version() -> dict[str, str]:
 def list_models(context: Context) -> dict[str, Any]:
     """List the served model, as Ollama does."""
     name = context.settings.model_name
-    digest = hashlib.sha256(name.encode()).hexdigest()  # clients show its beginning
+    digest = hashlib.sha256(name.encode()).hexdigest()  # clients show its first characters
     return {"models": [{"name": name, "model": name, "digest": digest, **_described(context)}]}
 
 
@@ -177,7 +177,7 @@ def _described(context: ServerContext) -> dict[str, Any]:
 
 
 class _OllamaAnswer(PartsAnswer):
-    """Its parts are what the lines have of the output: `content`, `thinking`, `tool_calls` and `logprobs`."""
+    """An answer of Ollama's API. The parts are fields of its lines: `content`, `thinking`, `tool_calls`, `logprobs`."""
 
     stream_type = "application/x-ndjson"
 
@@ -185,7 +185,7 @@ class _OllamaAnswer(PartsAnswer):
         super().__init__(context, job, guided)
         self._place = place
         self._called = ""
-        """Name of the function in the open part."""
+        """The name of the function that the open part calls."""
 
     def first_events(self) -> Iterator[dict[str, Any]]:
         if self.guided is not None:
@@ -238,11 +238,11 @@ class _OllamaAnswer(PartsAnswer):
 
 
 _FIELDS = {"text": "content", "reasoning": "thinking"}
-"""Kinds of pieces -> fields of a message."""
+"""Kind of a piece -> field of a message."""
 
 
 def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) -> dict[str, Any]:
-    """Return a part of the output as the answer to messages or to a prompt has it."""
+    """Return a part of the output in the shape for messages, or for a prompt."""
     reported = {} if logprobs is None else {"logprobs": logprobs}
     if place == "prompt":
         return {"response": content, **others, **reported}
@@ -270,5 +270,5 @@ def _durations(times: RequestMetrics | None) -> dict[str, int]:
 
 
 def _written(seconds: float) -> str:
-    """Write a time, in seconds since 1970, as RFC 3339 says."""
+    """Write a time, given in seconds since 1970, in the format of RFC 3339."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -49,7 +49,7 @@ EXAMPLE = {
 
 
 class InputPart(Body):
-    """A part of a text: of a message, of a function's output or of thoughts."""
+    """A part of the text of a message, a function's output or thoughts."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
@@ -58,7 +58,7 @@ class InputPart(Body):
 
 
 class InputItem(TypedBody):
-    """A message, a call, its output, or thoughts. Items of an answer can be sent back as they are."""
+    """A message, a call, the output of a call, or thoughts. Clients can send the items of an answer back unchanged."""
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "message": ("role", "content"),
@@ -79,20 +79,20 @@ class InputItem(TypedBody):
     input: str | None = None
     call_id: str | None = None
     output: str | Many[InputPart] | None = None
-    # Accepted, without effect.
+    # These fields have no effect.
     id: str | None = None
     status: str | None = None
 
     @property
     def is_of_model(self) -> bool:
-        """The model wrote it."""
+        """Whether the model wrote this item."""
         if self.type == "message":
             return self.role == "assistant"
         return self.type in ("function_call", "custom_tool_call", "reasoning")
 
 
 class TextFormat(ResponseFormat):
-    """OpenAI's `text.format`: the schema stands beside its name."""
+    """OpenAI's `text.format`, in which the schema stands beside its name."""
 
     path: ClassVar[str] = "text.format"
     schema_path: ClassVar[str] = "text.format.schema"
@@ -127,17 +127,19 @@ class ResponsesRequest(TurnRequest):
     text: TextConfig | None = None
     tools: Many[FunctionTool] | None = None
     reasoning: ReasoningConfig | None = None
-    include: Many[str] | None = Field(default=None, description="Log-probabilities; others are without effect.")
-    top_logprobs: int | None = Field(default=None, description="Log-probabilities too of the most likely tokens.")
-    # One output: a chat can have more.
+    include: Many[str] | None = Field(
+        default=None, description="message.output_text.logprobs; other values have no effect."
+    )
+    top_logprobs: int | None = Field(default=None, description="Number of alternatives with log-probabilities.")
+    # A response has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
     resample: Literal[False] | None = None
 
     @field_validator("input", mode="before", json_schema_input_type=str | list[InputItem])
     @classmethod
-    def _as_items(cls, given: Any) -> Any:
-        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    def _as_items(cls, content: Any) -> Any:
+        return [{"role": "user", "content": content}] if isinstance(content, str) else content
 
     def as_chat(self) -> ChatRequest:
         """Return the chat with the same meaning."""
@@ -155,7 +157,7 @@ class ResponsesRequest(TurnRequest):
         )
 
     def _messages(self) -> Iterator[Message]:
-        """Yield the messages of the chat. Thoughts, text and calls of one turn are one message."""
+        """Yield the messages of the chat. The thoughts, texts and calls of one turn form one message."""
         if self.instructions is not None:
             yield Message(role="system", content=self.instructions)
         for of_model, items in groupby(self.input, lambda item: item.is_of_model):
@@ -166,14 +168,14 @@ class ResponsesRequest(TurnRequest):
 
 
 def _message(item: InputItem) -> Message:
-    """Return the message of an item that is not the model's."""
+    """Return the message of an item that the model did not write."""
     if item.type == "message":
         return Message.model_construct(role=item.role, content=joined(item.content))
     return Message(role="tool", tool_call_id=item.call_id, content=joined(item.output))
 
 
 def _turn(items: Sequence[InputItem]) -> Message:
-    """Return the assistant's message that has all these items."""
+    """Return the assistant's message that consists of `items`."""
     texts = [joined(item.content) for item in items if item.type == "message"]
     thoughts = [joined(item.content or item.summary) for item in items if item.type == "reasoning"]
     calls = [_call(item) for item in items if item.type in ("function_call", "custom_tool_call")]
@@ -222,6 +224,9 @@ def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Jo
 
 def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
     """Return the settings of the request that the answer repeats."""
+    text: dict[str, Any] = {"format": {"type": "text"}}
+    if body.text is not None and body.text.format is not None:
+        text = body.text.model_dump(by_alias=True, exclude_unset=True)
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -229,9 +234,7 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "store": False,
         "temperature": job.params.temperature,
-        "text": {"format": {"type": "text"}}
-        if body.text is None or body.text.format is None
-        else body.text.model_dump(by_alias=True, exclude_unset=True),
+        "text": text,
         "tool_choice": body.tool_choice or "auto",
         "tools": [tool.model_dump() for tool in offered(body.tools).values()],
         "top_logprobs": body.top_logprobs or 0,
@@ -245,13 +248,13 @@ class _Kind(NamedTuple):
     item: dict[str, Any]
     """Constant fields of the item."""
     prefix: str
-    """Prefix of its id."""
+    """Prefix of the item's id."""
     events: str
-    """First part of the names of the events about its text."""
+    """First part of the names of the events about the item's text."""
     part: dict[str, Any] | None = None
-    """Constant fields of its only content part. None: the item is a call, and the text is a field of it."""
+    """Constant fields of the item's only content part. None: the item is a call, which has the text in a field."""
     field: str = "text"
-    """Field of the text, in the item or its part, and in the event that ends it."""
+    """Field of the text in the item or its content part, and in the event that ends the text."""
 
 
 _TEXT, _THOUGHT = {"type": "output_text", "annotations": []}, {"type": "reasoning_text"}
@@ -261,17 +264,17 @@ _KINDS = {
     "call": _Kind({"type": "function_call"}, "fc", "response.function_call_arguments", field="arguments"),
     "custom": _Kind({"type": "custom_tool_call"}, "ctc", "response.custom_tool_call_input", field="input"),
 }
-"""By the kind of the piece that begins the item."""
+"""Kind of the piece that begins an item -> kind of the item."""
 
 
 class _ResponseAnswer(PartsAnswer):
-    """Its parts are items. `settings` are those of the request, which the answer repeats."""
+    """An answer of the Responses API. The parts are items. It repeats `settings`, the settings of the request."""
 
     def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self._settings = settings
         self._logprobs: list[dict[str, Any]] = []
-        """Of the open part."""
+        """Log-probabilities of the tokens of the open part."""
         self._numbers = count()
 
     def first_events(self) -> Iterator[dict[str, Any]]:

@@ -1,11 +1,11 @@
-"""BodyRoute reads the body of a request, in stages from cheap to expensive. A JobResponse then runs a job.
+"""BodyRoute: reads the body of a request, in stages from cheap to expensive. JobResponse: runs the job of the request.
 
 1. Size: the middleware counts the bytes (`middleware.py`).
 2. JSON within limits: number of values, nesting, length of numbers, duplicate keys (`guided.json_text`).
 3. Shape (`request/bodies.py`).
 4. Meaning: the constraint, the number of outputs, the sampling parameters, the prompt's tokens.
 
-Stages 2 to 4 run in a worker thread, because they take time. Compilation runs in processes that can be killed.
+Stages 2 to 4 run in a worker thread, because they may be slow. Compilation runs in processes that can be killed.
 A stream that fails after its first event ends with `Answer.failure` and without `[DONE]`.
 """
 
@@ -35,19 +35,20 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 
 logger = logging.getLogger("guided.server")
 
-# Limits of a body. Its nesting is limited to less than Python's stack, and to more than a schema's, which has an error
-# of its own. Parsing members (keys, objects and arrays) holds the GIL: the limit takes a tenth of a second.
 _BODY_LIMITS = {"max_values": 200_000, "max_nesting": 256, "max_members": 25_000}
+"""Limits of a body. The nesting is below the depth of Python's stack, and above the limit of a schema, whose error is
+more specific. Parsing 25,000 members (keys, objects, arrays) holds the GIL for a tenth of a second."""
 _SMALL_BODY = 64 << 10
-"""Bytes. Larger bodies, and chunked ones, are read a limited number at a time (`ServerContext.large_bodies`)."""
+"""Size in bytes above which `ServerContext.large_bodies` limits how many bodies are read at the same time. Chunked
+bodies count as large."""
 
 
 class BodyRoute(APIRoute):
     """A route for endpoints that are functions of `(body, request, context)` and run in a worker thread.
 
-    The body has passed the stages 2 and 3. The endpoint returns the answer, or a response. The API documentation lists
-    it like any other endpoint. `request.state.field_names` has fields in errors -> their names in the request.
-    Endpoints add to it.
+    The body has passed stages 2 and 3. The endpoint returns a model or a response. The API documentation lists it like
+    any other endpoint. `request.state.field_names`: fields in errors -> their names in the request. Endpoints add
+    entries.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -87,11 +88,11 @@ async def _raw_body(request: Request, seconds: float) -> bytes:
 
 
 def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: ServerContext) -> Any:
-    """Take a body through the stages 2 and 3. `state.ignored` takes the names of fields that have no effect."""
-    # The examples of Ollama have no header. Browsers, which ask before they send JSON to another site, tell the origin.
+    """Take a body through stages 2 and 3. `request.state.ignored` receives the names of fields that have no effect."""
+    # Examples in Ollama's docs send no content type. Browsers send an origin, and must not skip the preflight request.
     is_plain = request.url.path.startswith(OLLAMA_PATH) and "origin" not in request.headers
-    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if given != "application/json" and not is_plain:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not is_plain:
         raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
     try:
         data = loads(raw, **_BODY_LIMITS, constants=True)
@@ -108,7 +109,7 @@ def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: Ser
 
 _ANSWER = "An answer as the API's own documentation says, or its events (`stream`), plus `guided`: how it was made."
 RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
-"""The routes' `responses`, for the documentation page."""
+"""The argument `responses` of the routes, for the documentation page."""
 
 
 class JobResponse(Response):
@@ -128,7 +129,7 @@ class JobResponse(Response):
         request.state.ignored += [names.get(name, name) for name in job.ignored]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises the error of a job that was refused, or failed before the first byte of the answer."""
+        """Run the job and send the answer. Raises the error of a job that fails before the first byte of its answer."""
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -147,7 +148,7 @@ class JobResponse(Response):
             await asyncio.gather(work, watching, return_exceptions=True)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the job. If its constraint is refused, run it with less that is enforced, where that is allowed."""
+        """Run the job. If its constraint is refused, run `Job.relax` and try again."""
         context, state = self._context, self._request.state
         while True:
             job = self._job
@@ -213,5 +214,5 @@ class JobResponse(Response):
 
 async def _chained(first: tuple[int, RequestOutput], others: Outputs) -> Outputs:
     yield first
-    async for each in others:
-        yield each
+    async for output in others:
+        yield output

@@ -1,1 +1,1 @@
-"""The commands of `guided`, one module each. They import what is slow in their functions, so that help is quick."""
+"""The commands of `guided`, one module each. Slow imports are in their functions, so that `--help` is quick."""

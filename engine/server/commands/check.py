@@ -36,12 +36,14 @@ def check(
     ] = None,
     backend: Annotated[str, typer.Option(help="The grammar backend, or auto.")] = AUTO,
     close_objects: Annotated[
-        bool, typer.Option("--close-objects", help="No properties that a schema does not name, as in a server.")
+        bool, typer.Option("--close-objects", help="Exclude properties that a schema does not name, as a server does.")
     ] = False,
     samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
     seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
-    strict: Annotated[bool, typer.Option("--strict", help="What is not enforced is an error.")] = False,
+    seed: Annotated[int, typer.Option(help="Random seed of the samples.")] = 0,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Treat parts of a schema that are not enforced as errors.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each file.")] = False,
 ) -> None:
     """Check JSON schemas, regexes and grammars without a model: accepted or refused, by which backend, and why.
@@ -80,13 +82,13 @@ def check(
 
 
 def _text_of(file: Path) -> str:
-    """Read a file. YAML becomes JSON."""
+    """Read a file. Convert YAML to JSON."""
     text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     if file.suffix.lower() not in (".yaml", ".yml"):
         return text
     try:
         return json.dumps(yaml.safe_load(text))
-    except (yaml.YAMLError, TypeError) as error:  # a TypeError: a date, for example
+    except (yaml.YAMLError, TypeError) as error:  # a date raises a TypeError
         raise ValueError(f"it is not JSON as YAML: {error}") from None
 
 
@@ -101,7 +103,7 @@ def _lines(report: Report) -> str:
         lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
     if report.checked:
         lines.append(f"  checked: {', '.join(report.checked)}")
-    lines += [f"  WARNING: not enforced: {each.strip()}" for each in report.not_enforced]
+    lines += [f"  WARNING: not enforced: {part.strip()}" for part in report.not_enforced]
     if report.least_tokens is not None:
         lines.append(f"  shortest output: {report.least_tokens} tokens")
     return "\n".join([*lines, *(f"  sample: {sample}" for sample in report.samples)])

@@ -21,7 +21,7 @@ from guided.backends import BACKENDS
 from guided.process_resources import available_cpus
 
 _SECONDS = 120.0
-"""Time limit of a check in a process of its own."""
+"""Time limit of a check in a separate process."""
 
 _TRY_BACKEND = """
 import sys
@@ -67,7 +67,7 @@ assert torch.isinf(logits).all()
 
 
 class Finding(NamedTuple):
-    """The result of a check. If it is not ok, `text` says what to do too."""
+    """The result of a check. If the result is not ok, `text` also says what to do."""
 
     level: Literal["ok", "warning", "error"]
     subject: str
@@ -87,7 +87,7 @@ doctor.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
 
 
 def examine(options: ServeOptions) -> Iterator[Finding]:
-    """Run all checks. Findings come as they are made; importing libraries takes seconds each."""
+    """Run all checks and yield each finding at once, because importing a library takes seconds."""
     cpus = available_cpus()
     here = f"Python {platform.python_version()}, {platform.system()} {platform.release()}, {cpus} CPUs"
     if not hasattr(os, "pidfd_open"):
@@ -130,7 +130,7 @@ def _listening(options: ServeOptions) -> Finding:
 
 
 def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> Finding:
-    """Run code in a process of its own, because a broken library may crash. `advice`: what to do if it fails."""
+    """Run code in a separate process, because a broken library may crash. `advice`: what to do if the code fails."""
     command = [sys.executable, "-c", code, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -1,4 +1,4 @@
-"""What several commands share: the options of a server (also from a file), and how errors are reported."""
+"""The options of a server as parameters of commands, from the command line or a file, and the report of errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _described(option: Option) -> inspect.Parameter:
 
 
 def _take_config(context: typer.Context, file: Path | None) -> None:
-    """Use the options in a file where the command line and the environment have none."""
+    """Take options from a file unless the command line or the environment sets them."""
     if file is None:
         return
     try:
@@ -50,10 +50,10 @@ def _take_config(context: typer.Context, file: Path | None) -> None:
         raise typer.BadParameter(f"{file} can't be read: {' '.join(str(error).split())}") from None
     if not isinstance(given, dict):
         raise typer.BadParameter(f"{file} must have one 'option: value' a line")
-    found = {str(name).replace("-", "_"): value for name, value in given.items()}
-    if unknown := found.keys() - {option.name for option in OPTIONS}:
+    values = {str(name).replace("-", "_"): value for name, value in given.items()}
+    if unknown := values.keys() - {option.name for option in OPTIONS}:
         raise typer.BadParameter(f"{file}: there is no option {min(unknown)}")
-    context.default_map = {name: value for name, value in found.items() if value is not None}
+    context.default_map = {name: value for name, value in values.items() if value is not None}
 
 
 _CONFIG = typer.Option(
@@ -78,6 +78,6 @@ def reported(command: str, status: int) -> Iterator[None]:
 
 
 def install_advice(error: str) -> str:
-    """Return the command that installs what a `ModuleNotFoundError` is about."""
+    """Return the command that installs the missing package of a `ModuleNotFoundError`."""
     extras = "server,ray" if "'ray" in error else "server"
     return f"pip install '.[{extras}]' in a checkout of guided"  # on package indexes, `guided` is another project

@@ -17,7 +17,7 @@ from rich.text import Text
 from engine.server.commands.parameters import reported
 
 _SECONDS = 5.0
-"""Time limit of a reading."""
+"""Time limit of a request to the server."""
 
 
 def top(
@@ -48,26 +48,26 @@ class Snapshot:
 
     at: float
     health: Mapping[str, Any]
-    """Empty if the server did not answer."""
+    """The body of `/health`. Empty if the server did not answer."""
     samples: Mapping[tuple[str, str], float]
-    """Values by name without prefix, and code of the error if there is one; summed over the other labels."""
+    """Name without prefix, and error code or "" -> value, summed over all other labels."""
     problem: str | None = None
 
     @classmethod
     def of(cls, url: str) -> Snapshot:
-        """Ask the server."""
-        import httpx  # these two come with the extra `server`
+        """Read `/health` and `/metrics` of the server."""
+        import httpx  # httpx and prometheus_client come with the extra `server`
         from prometheus_client.parser import text_string_to_metric_families
 
         now = time.monotonic()
         samples: dict[tuple[str, str], float] = {}
         try:
-            health = httpx.get(f"{url.rstrip('/')}/health", timeout=_SECONDS).json()  # with 503, it is not healthy
+            health = httpx.get(f"{url.rstrip('/')}/health", timeout=_SECONDS).json()  # a status of 503 also has a body
             metrics = httpx.get(f"{url.rstrip('/')}/metrics", timeout=_SECONDS).raise_for_status().text
             for family in text_string_to_metric_families(metrics):
-                for each in family.samples:
-                    key = each.name.removeprefix("guided_"), each.labels.get("code", "")
-                    samples[key] = samples.get(key, 0.0) + each.value
+                for sample in family.samples:
+                    key = sample.name.removeprefix("guided_"), sample.labels.get("code", "")
+                    samples[key] = samples.get(key, 0.0) + sample.value
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return cls(now, {}, {}, str(error))
         return cls(now, health, samples)
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 def view(url: str, before: Snapshot, now: Snapshot) -> RenderableType:
-    """Render a reading, with rates since the one before."""
+    """Render a reading, with rates since the reading `before`."""
     if now.problem is not None:
         return Text(f"{url} does not answer: {now.problem}", style="bold red")
     reason = f": {now.health['reason']}" if now.health["reason"] else ""

@@ -1,4 +1,4 @@
-"""Request and response bodies of the HTTP API: OpenAI's, with vLLM's sampling fields and all spellings of a constraint.
+"""Request and response bodies of OpenAI's API, with vLLM's sampling fields and all spellings of a constraint.
 
 A known field that would change the answer, and is not supported, is rejected with 400. An unknown field is ignored, and
 the answer says so; with `--strict-fields` it is rejected.
@@ -35,7 +35,7 @@ class TypedBody(Body):
     """An object of one of several types."""
 
     required: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Types -> the fields that each must have."""
+    """Type -> the fields that an object of this type must have."""
     type: str
 
     @model_validator(mode="after")
@@ -52,7 +52,7 @@ class StreamOptions(Body):
 
 
 TokenLimit = Annotated[int | None, AfterValidator(lambda limit: None if limit == -1 else limit)]
-"""A number of tokens. -1 is as if absent."""
+"""A number of tokens. -1 means that the field is absent."""
 
 
 class GenerationRequest(ConstraintFields):
@@ -61,16 +61,20 @@ class GenerationRequest(ConstraintFields):
     model: str | None = Field(default=None, description="Name of the served model; see /v1/models.")
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Beside the constraint, which is one of `ConstraintFields`.
+    # Options of the constraint. The constraint itself is one of `ConstraintFields`.
     backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
     guided_decoding_backend: str | None = Field(default=None, description="vLLM's older name of `backend`.")
     open_objects: bool | None = Field(
-        default=None, description="Whether objects with named properties may have others where the schema does not say."
+        default=None, description="Whether objects may have properties that their schema neither names nor excludes."
     )
     strict_schema: bool | None = Field(default=None, description="Reject formats that are not in the specification.")
     complete: bool | None = Field(default=None, description="Complete the constraint within max_tokens.")
-    nvext: NvextFields | None = Field(default=None, description="Fields beside which clients of NVIDIA's servers send.")
-    sampling_params: SglangFields | None = Field(default=None, description="The same, of SGLang's clients.")
+    nvext: NvextFields | None = Field(
+        default=None, description="Further fields, where clients of NVIDIA's servers send them."
+    )
+    sampling_params: SglangFields | None = Field(
+        default=None, description="Further fields, where SGLang's clients send them."
+    )
 
     # Sampling.
     n: int | None = None
@@ -82,7 +86,9 @@ class GenerationRequest(ConstraintFields):
     min_tokens: int | None = None
     stop: str | Many[str] | None = None
     stop_token_ids: Many[int] | None = None
-    allowed_token_ids: Many[int] | None = Field(default=None, description="The only tokens, besides the end.")
+    allowed_token_ids: Many[int] | None = Field(
+        default=None, description="The only tokens that the output may have, besides those that end it."
+    )
     bad_words: str | Many[str] | None = Field(default=None, description="Texts that no token may complete.")
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -94,19 +100,21 @@ class GenerationRequest(ConstraintFields):
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
     resample: bool | None = Field(default=None, description="Draw n of best_of outputs, weighted by their kept mass.")
-    use_beam_search: bool | None = Field(default=None, description="With temperature 0, and best_of beams.")
+    use_beam_search: bool | None = Field(default=None, description="Beam search with best_of beams and temperature 0.")
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    logprobs_mode: Literal["raw", "masked"] | None = Field(default=None, description="Of the model, or after the mask.")
+    logprobs_mode: Literal["raw", "masked"] | None = Field(
+        default=None, description="Log-probabilities of the model (raw), or after the mask."
+    )
     mask_details: bool | None = Field(default=None, description="Report what each mask allowed, and its time.")
     vllm_xargs: dict[str, Any] | None = Field(
-        default=None, description="For the server's custom logits processors: their `extra_args`."
+        default=None, description="The `extra_args` of the server's custom logits processors."
     )
 
     @classmethod
     def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
-        """Move what is known in `nvext` and `sampling_params` beside the other fields, which have priority. A
-        constraint stays in its place, and so does what is named in `ignored`."""
+        """Move known fields of `nvext` and `sampling_params` into the body, whose own fields have priority. Constraints
+        stay in their place, and so do fields that will be named in `ignored`."""
         data = {**data}
         for place in ("nvext", "sampling_params"):
             inner = data.get(place)
@@ -114,12 +122,12 @@ class GenerationRequest(ConstraintFields):
                 continue
             left: dict[str, Any] = {}
             for name, value in inner.items():
-                own = name_here(name, cls)
-                if own is None or own in ConstraintFields.model_fields or data.get(own) is not None:
+                known = name_here(name, cls)
+                if known is None or known in ConstraintFields.model_fields or data.get(known) is not None:
                     left[name] = value
                 else:
-                    data[own] = value
-                    names[own] = f"{place}.{name}"
+                    data[known] = value
+                    names[known] = f"{place}.{name}"
             data[place] = left
         return data
 
@@ -131,23 +139,25 @@ class GenerationRequest(ConstraintFields):
 
 
 class Reported(NamedTuple):
-    """What an answer reports beside the text."""
+    """Options of what an answer reports beside the text."""
 
     usage: bool = False
-    """A stream ends with a chunk that has the usage."""
+    """Whether a stream ends with a chunk that has the usage."""
     usage_in_chunks: bool = False
-    """With `usage`: each chunk has the usage of its choice so far."""
+    """Whether, with `usage`, each chunk has the usage of its choice so far."""
     token_ids: bool = False
     tokens_as_ids: bool = False
-    """Tokens of log-probabilities are written as `token_id:123`."""
+    """Whether tokens of log-probabilities are written as `token_id:123`."""
 
 
 class ChunkOptions(StreamOptions):
-    continuous_usage_stats: bool = Field(default=False, description="Usage in each chunk, with include_usage.")
+    continuous_usage_stats: bool = Field(
+        default=False, description="Whether each chunk has the usage, with include_usage."
+    )
 
 
 class ChoicesRequest(GenerationRequest):
-    """What chat and text completions can report beside the text."""
+    """Fields of chat and text completions that ask for a report beside the text."""
 
     stream_options: ChunkOptions | None = None
     prompt_logprobs: int | None = Field(default=None, description="Alternatives for each token of the prompt.")
@@ -180,7 +190,7 @@ def joined(content: str | list[Any] | None) -> str:
 class CalledFunction(Body):
     name: str
     arguments: str | dict[str, Any] = ""
-    input: str | None = Field(default=None, description="Of a custom tool, instead of arguments.")
+    input: str | None = Field(default=None, description="The input of a custom tool, instead of arguments.")
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates: the arguments are an object there."""
@@ -192,7 +202,7 @@ class CalledFunction(Body):
 
 
 _BY_TYPE = AliasChoices("function", "custom")
-"""The field with what a tool or a call is has the name of its type."""
+"""The type of a tool or a call is also the name of the field that describes it."""
 
 
 class ToolCall(Body):
@@ -217,7 +227,7 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
-        former one for `tool`."""
+        former name for `tool`."""
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message |= {"content": joined(self.content), "role": role}
@@ -230,7 +240,7 @@ class Message(Body):
 
 
 class InputFormat(Body):
-    """What a custom tool takes: any text, or that of a grammar."""
+    """The input of a custom tool: any text, or text in a grammar."""
 
     tolerant = False
     type: Literal["text", "grammar"]
@@ -240,13 +250,13 @@ class InputFormat(Body):
     @model_validator(mode="before")
     @classmethod
     def _take_grammar(cls, data: Any) -> Any:
-        """Chats have the fields of the grammar in `grammar`, responses beside `type`."""
+        """Move the fields of the object `grammar`, which chats have, beside `type`, where responses have them."""
         if isinstance(data, dict) and isinstance(grammar := data.get("grammar"), dict):
             return {**{name: value for name, value in data.items() if name != "grammar"}, **grammar}
         return data
 
     def input_schema(self) -> dict[str, Any]:
-        """Return the schema of the text, as the model is told of it."""
+        """Return the schema of the text for the chat template."""
         if self.type == "text":
             return {"type": "string"}
         if self.syntax == "regex":
@@ -258,8 +268,10 @@ class FunctionDefinition(Body):
     name: str = Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(default=None, description="true: refuse a schema that can't be enforced.")
-    format: InputFormat | None = Field(default=None, description="Of a custom tool's input. Default: any text.")
+    strict: bool | None = Field(default=None, description="Whether a schema that can't be enforced is refused.")
+    format: InputFormat | None = Field(
+        default=None, description="The format of a custom tool's input. Default: any text."
+    )
 
 
 _HOSTED = re.compile(
@@ -269,7 +281,7 @@ _HOSTED = re.compile(
 
 
 def is_hosted(kind: Any) -> bool:
-    """Whether tools of this type are run by OpenAI's or Anthropic's servers, not by the client."""
+    """Return whether OpenAI's or Anthropic's servers, and not clients, run tools of this type."""
     return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
 
 
@@ -278,7 +290,7 @@ _NESTED = "functions stand side by side in the request's own tools, not within s
 
 
 class OfferedTool(FunctionDefinition):
-    """A tool in a list that may have hosted ones too. These are only named in the answer."""
+    """A tool in a list that may contain hosted tools. Hosted tools are only named in the answer, as ignored."""
 
     refused: ClassVar[Mapping[str, str]] = {
         **REFUSED,
@@ -306,8 +318,8 @@ _RUNS_NONE = "this server runs no tools itself: offer functions, which the clien
 
 
 def offered(tools: Sequence[OfferedTool] | None) -> dict[int, Any]:
-    """Return the tools that the client runs, by their places in the list. Raises `InvalidRequest` if there are only
-    hosted ones."""
+    """Return the tools that the client runs, by their places in the list. Raises `InvalidRequest` if all tools are
+    hosted."""
     functions = {place: tool for place, tool in enumerate(tools or ()) if not is_hosted(tool.type)}
     if tools and not functions:
         raise InvalidRequest(f"there is no function beside {tools[0].type}: {_RUNS_NONE}", param="tools")
@@ -358,12 +370,14 @@ class TurnFields(Body):
 class TurnRequest(GenerationRequest, TurnFields):
     """Fields of both chats and responses."""
 
-    max_reasoning_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
-    include_reasoning: bool | None = Field(default=None, description="false: the answer has no thoughts.")
+    max_reasoning_tokens: int | None = Field(
+        default=None, ge=0, description="Number of tokens after which thinking ends."
+    )
+    include_reasoning: bool | None = Field(default=None, description="Whether the answer has the thoughts.")
 
 
 class PromptFields(TurnFields):
-    """What the prompt of a chat is made of, beside the messages."""
+    """Fields that determine the prompt of a chat, beside the messages."""
 
     add_generation_prompt: bool | None = Field(default=None, description="Default: unless continue_final_message.")
     continue_final_message: bool = False
@@ -372,20 +386,21 @@ class PromptFields(TurnFields):
     function_call: str | dict[str, Any] | None = Field(default=None, description="The former name of `tool_choice`.")
     reasoning: Literal["free", "constrained"] | ReasoningConfig | None = Field(
         default=None,
-        description="Where the constraint starts: after the thinking phase (free) or at the first token. Or an effort.",
+        description="Where the constraint starts: after the thinking phase (free) or at the first token (constrained). "
+        "Or an object with the effort.",
     )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
 
     @model_validator(mode="after")
     def _take_functions(self) -> Self:
-        """Read the former fields as tools and a choice among them. Their answer has one call."""
+        """Read the former fields `functions` and `function_call` as tools. Their answer has one call."""
         functions, choice = self.functions or [], self.function_call
         if not functions and choice is None:
             return self
         if self.tools:
             name, now = ("functions", "tools") if functions else ("function_call", "tool_choice")
             raise InvalidRequest(f"tools do not go with {name}, a former field: use {now}", param=name)
-        self.tools = [Tool(type="function", function=each) for each in functions]
+        self.tools = [Tool(type="function", function=function) for function in functions]
         self.tool_choice = {"type": "function", **choice} if isinstance(choice, dict) else choice
         self.parallel_tool_calls = False
         return self
@@ -423,7 +438,9 @@ class TokenizeRequest(PromptFields):
     model: str | None = None
     prompt: str | None = None
     messages: Many[Message] | None = None
-    add_special_tokens: bool = Field(default=True, description="Of a prompt. Those of messages are the template's.")
+    add_special_tokens: bool = Field(
+        default=True, description="Whether a prompt gets special tokens. The template adds those of messages."
+    )
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -455,17 +472,17 @@ class ErrorAnswer(BaseModel):
 
 
 class MaskTimes(BaseModel):
-    """Seconds. `exposed` is the time by which masks have lengthened the steps of this request's sequences. `total` is
-    the time from the end of the compilation to the end of the request."""
+    """Times in seconds. `exposed` is the time by which masks have lengthened the steps of this request's sequences.
+    `total` is the time from the end of the compilation to the end of the request."""
 
-    compile: float = Field(description="The time that compiling the grammar took, now or before.")
+    compile: float = Field(description="The time that compiling the grammar took, for this request or an earlier one.")
     computed: float = Field(description="The time that the workers took for this request's masks.")
     exposed: float
     total: float
 
 
 class GuidedInfo(BaseModel):
-    """How the output was constrained, and what of the request had no effect. Null if neither applies."""
+    """How the output was constrained, and which fields had no effect. Null if neither applies."""
 
     kind: str | None = None
     backend: str | None = None
@@ -476,17 +493,17 @@ class GuidedInfo(BaseModel):
     checked: list[str] | None = None
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     closed: list[str] | None = None
-    """JSON pointers of objects without other properties than those that the schema names (`open_objects`)."""
+    """JSON pointers of objects that have only the properties that the schema names (`open_objects`)."""
     masks: MaskTimes | None = None
-    """With `mask_details`, in a stream in the last chunk of a choice."""
+    """Times of the masks, with `mask_details`. A stream has them in the last chunk of a choice."""
     kept_mass: float | None = None
-    """With `mask_details`: the mean over the tokens of the probability that the model gave to the allowed ones."""
+    """Mean over the tokens of the probability that the model gave to the allowed tokens, with `mask_details`."""
     effective_samples: float | None = None
-    """With `resample`: the effective number of the `best_of` outputs; of several prompts the smallest."""
+    """Effective number of the `best_of` outputs, the smallest of several prompts, with `resample`."""
     completed_early: bool | None = None
-    """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
+    """Whether tokens were forbidden because the rest would not have fit in `max_tokens`, with `complete`."""
     vetoes: dict[str, int] | None = None
-    """Number of times that tokens were taken back because they violated a keyword in `checked`, by keyword."""
+    """Keyword in `checked` -> number of times that tokens were taken back because they violated it."""
     ignored: list[str] | None = None
     """Fields of the request that are unknown or have no effect."""
 
@@ -510,7 +527,7 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-    guided: dict[str, Any] | None = Field(default=None, description="`ignored`: fields that have no effect.")
+    guided: dict[str, Any] | None = Field(default=None, description="The fields without effect, in `ignored`.")
 
 
 class DetokenizeResponse(BaseModel):

@@ -1,5 +1,7 @@
-"""Read a request's constraint and its backend, as the table in `fields.py` says. Errors name the field as the request
-spells it."""
+"""Read the constraint and the backend of a request, following the table in `fields.py`.
+
+Errors name a field as the request spells it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ _FORMAT_KINDS: dict[str, ConstraintKind] = {
     "json": "json_schema",
     "structural_tag": "structural_tag",
 }
-"""Types of `response_format`, and the kind of the constraint that their fields hold."""
+"""Type of a `response_format` -> the kind of the constraint that its fields hold."""
 _NO_WHITESPACE, _CLOSED = "disable-any-whitespace", "no-additional-properties"
 _BACKEND_OPTIONS = ("no-fallback", _NO_WHITESPACE, _CLOSED)
-"""What may follow a backend's name in vLLM: `xgrammar:no-fallback,...`. A backend that is named never is replaced."""
+"""vLLM's options after the name of a backend (`xgrammar:no-fallback,...`). A named backend is never replaced."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,12 @@ class RequestedConstraint:
 
 
 def opens_objects(request: GenerationRequest, settings: ServerSettings) -> bool:
-    """Return whether objects that name their properties may have others where the schema does not say."""
+    """Return whether objects may have properties that their schema neither names nor excludes."""
     return settings.open_objects if request.open_objects is None else request.open_objects
 
 
 def requested_constraint(request: GenerationRequest, settings: ServerSettings) -> RequestedConstraint:
-    """Read the request's constraint, and its backend. `param` of an error is the field."""
+    """Read the constraint and the backend of a request. `param` of an error is the field at fault."""
     backend, backend_field, options = _backend(request, settings)
     given: list[GivenConstraint] = []
     spaces: list[GivenWhitespace] = []
@@ -59,20 +61,20 @@ def requested_constraint(request: GenerationRequest, settings: ServerSettings) -
                 closing.append(f"{prefix}disable_additional_properties")
     if _NO_WHITESPACE in options:
         spaces.append(GivenWhitespace(backend_field, ""))
-    one = take_one(given)
-    whitespace = take_whitespace(one, spaces)
-    if one is None:
+    chosen = take_one(given)
+    whitespace = take_whitespace(chosen, spaces)
+    if chosen is None:
         return RequestedConstraint(backend=backend)
-    if closing and one.kind != "json_schema":
-        raise InvalidRequest(f"{closing[0]} requires a JSON schema, not {one.field}", param=closing[0])
+    if closing and chosen.kind != "json_schema":
+        raise InvalidRequest(f"{closing[0]} requires a JSON schema, not {chosen.field}", param=closing[0])
     is_open = opens_objects(request, settings) and not closing
-    constraint = build(one, whitespace, open_objects=is_open, strict_schema=request.strict_schema is True)
-    candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
-    return RequestedConstraint(constraint, backend, one.field)
+    constraint = build(chosen, whitespace, open_objects=is_open, strict_schema=request.strict_schema is True)
+    candidates(chosen.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
+    return RequestedConstraint(constraint, backend, chosen.field)
 
 
 def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str, str, Sequence[str]]:
-    """Return the backend, the field that names it, and vLLM's options of it."""
+    """Return the backend, the field that names it, and the options after its name."""
     older, given = request.guided_decoding_backend, request.backend
     field = "backend" if older is None else "guided_decoding_backend"
     if None not in (older, given):

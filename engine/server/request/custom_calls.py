@@ -1,7 +1,8 @@
-"""Calls of custom tools: OpenAI's tools whose input is a text, not JSON.
+"""Calls of custom tools: OpenAI's tools that take a text instead of JSON arguments.
 
-The model is told of a function with the input as its only argument. If the input is any text, or matches a regex, the
-model writes the JSON of this argument. Text in a Lark grammar is written as it is: its lexemes know no JSON.
+The chat template describes a custom tool as a function with the input as its only argument. If the input is any text,
+or matches a regex, the model writes this argument as JSON. If a Lark grammar describes the input, the model writes the
+plain text, because the terminals of the grammar do not match JSON escapes.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from guided.tools.parser import OutputParser, Piece
 
 
 class CustomCallParser(OutputParser):
-    """Reads calls of custom tools too. Their pieces have other kinds: `custom` (a call begins: `text` is the tool's
-    name) and `input`.
+    """Reads calls of custom tools besides those of functions. Their pieces have the kinds `custom` (a call begins;
+    `text` is the name of the tool) and `input`.
 
     Args:
-        custom: name of a custom tool -> whether its input is written as it is.
-        arguments: those of `OutputParser`.
+        custom: name of a custom tool -> whether its input is plain text instead of JSON.
+        arguments: arguments of `OutputParser`.
     """
 
     def __init__(self, custom: Mapping[str, bool], **arguments: Any) -> None:
         super().__init__(**arguments)
         self._custom = custom
         self._is_raw: bool | None = None
-        """Of the tool of the last call. None: it is a function."""
+        """Whether the last call has plain text as its input. None: it is the call of a function."""
         self._arguments = self._input = ""
 
     def feed(self, text: str, finished: bool) -> list[Piece]:
         """Return the pieces that are new in `text`, the whole output so far."""
-        return [piece for each in super().feed(text, finished) if (piece := self._as_custom(each)) is not None]
+        return [new for piece in super().feed(text, finished) if (new := self._as_custom(piece)) is not None]
 
     def _as_custom(self, piece: Piece) -> Piece | None:
         if piece.kind == "call":

@@ -1,9 +1,9 @@
 """The fields of requests: how objects are read, and the table of the fields that hold a constraint.
 
 The table consists of three classes. `ConstraintFields` has the fields of a body, of `nvext` and of `sampling_params`;
-`StructuredOutputs` and `ResponseFormat` are objects among them. A field whose type has a `Kind` is a row:
-the type says the kind of its constraint, the class its place. `constraints.py` reads the rows, `Body.hint` compares
-unknown fields with them, and `benchmarks/fields.py` writes docs/http-reference.md.
+`StructuredOutputs` and `ResponseFormat` are objects among these fields. A field is a row if its type has a `Kind`:
+the type tells the kind of the constraint, and the class tells where the field stands. `constraints.py` reads the rows,
+`Body.hint` compares unknown fields with them, and `benchmarks/fields.py` writes docs/http-reference.md.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ REFUSED = {
     "background": "the server stores no responses: ask for a stream",
     "mcp_servers": "the server calls no MCP servers: list their tools, and run the calls",
 }
-"""Known fields that would change the answer, and why they are rejected."""
+"""Known fields that would change the answer -> why they are rejected."""
 
 _NEUTRAL: tuple[Any, ...] = (None, [], "", False, "none", "auto", ["text"])
-"""Values with which such a field, and an unknown one, has no effect."""
+"""Values that leave a rejected or unknown field without effect, so that the field is dropped."""
 
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "truncation", "cache_salt"),
     *("prompt_cache_retention", "prediction", "verbosity", "cache_control", "inference_geo", "speed"),
-    "max_tool_calls",  # of tools that a server runs
-    "disable_fallback",  # of `structured_outputs`: a backend that is named never is replaced by another one
-    *("caller", "citations", "is_error", "signature"),  # of blocks in Anthropic's API, and of its tools:
+    "max_tool_calls",  # limits the tools that a server runs
+    "disable_fallback",  # in `structured_outputs`: a named backend is never replaced by another
+    *("caller", "citations", "is_error", "signature"),  # fields of blocks and tools in Anthropic's API
     *("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"),
 )
 """Known fields that can't change the answer. They are accepted with `--strict-fields` too."""
@@ -65,7 +65,7 @@ MAX_IGNORED = 20
 
 @dataclass(frozen=True)
 class Kind:
-    """Marks the type of a field that holds a constraint. None: the field is an object with fields of several kinds."""
+    """Marks the type of a field that holds a constraint. `name` is None for an object with fields of several kinds."""
 
     name: ConstraintKind | None
 
@@ -80,18 +80,18 @@ TagPart = Annotated[Any, Kind("structural_tag")]
 
 
 class Body(BaseModel):
-    """A body with strict types: no "3" for 3. Fields are dropped if their value has no effect.
+    """A body with strict types: "3" is not accepted for 3. Fields are dropped if their value has no effect.
 
-    Unknown fields are dropped, and noted in the list `ignored` of the validation context. Without this list they are
-    rejected, as they are where `tolerant` is False, or where they could be meant as another field (`hint`).
+    Unknown fields are dropped, and noted in the list `ignored` of the validation context. They are rejected if there is
+    no such list, if `tolerant` is False, or if they could be meant as another field (`hint`).
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
     tolerant: ClassVar[bool] = True
     prefix: ClassVar[str] = ""
-    """Prefix of the names of its unknown fields in `ignored`."""
+    """Prefix of the names of unknown fields of this object in `ignored`."""
     unused: ClassVar[Collection[str]] = ()
-    """Names of inherited fields that it does not have in requests."""
+    """Names of inherited fields that requests with this body cannot set."""
     refused: ClassVar[Mapping[str, str]] = REFUSED
 
     @model_validator(mode="before")
@@ -115,7 +115,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe that null is as if the field were absent."""
+        """Describe that an optional field may be null, which means that it is absent."""
         described = handler(core)
         fields = handler.resolve_ref_schema(described)
         for name, value in fields.get("properties", {}).items():
@@ -125,7 +125,7 @@ class Body(BaseModel):
 
     @classmethod
     def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
-        """Return all fields of a body. `names` takes fields that were elsewhere -> their names in the request."""
+        """Return all fields of a body. `names` receives fields that stood elsewhere -> their names in the request."""
         return data
 
     @classmethod
@@ -143,7 +143,7 @@ class Body(BaseModel):
 
     @classmethod
     def _within(cls, place: str, value: Any, depth: int = 4) -> Iterator[tuple[str, str]]:
-        """Yield the places in an unknown field that could be meant as constraints, and the fields that they mean."""
+        """Yield the places in an unknown field that could be meant as constraints, and the fields they stand for."""
         if isinstance(value, list) and depth:
             for item in value:
                 yield from cls._within(place, item, depth - 1)
@@ -160,8 +160,8 @@ class Body(BaseModel):
 
     @classmethod
     def hint(cls, name: str, thorough: bool = True) -> str | None:
-        """Return the field that an unknown one is probably meant as. `thorough`: if it is another API's, or misspelt,
-        too."""
+        """Return the field that an unknown field probably stands for. `thorough`: recognize misspelt names and names of
+        other APIs too."""
         if name in MISNAMED and "response_format" in names_of(cls):
             return MISNAMED[name]
         similar = get_close_matches(name, [row.name for row in rows(cls)], 1, 0.8) if thorough else []
@@ -170,13 +170,13 @@ class Body(BaseModel):
 
 
 def plain(name: str) -> str:
-    """Return a name without what its spellings differ in."""
+    """Return a name in lower case, without underscores and hyphens."""
     return name[:100].lower().replace("_", "").replace("-", "")
 
 
 @cache
 def names_of(body: type[Body]) -> frozenset[Any]:
-    """Return the names that the fields of a kind of object have in requests."""
+    """Return the names that the fields of a body have in requests."""
     names: set[Any] = set()
     for name, field in body.model_fields.items():
         alias = field.validation_alias or name
@@ -195,7 +195,7 @@ class Row(NamedTuple):
 
 @cache
 def rows(body: type[Body]) -> tuple[Row, ...]:
-    """Return the part of the table that describes the fields of a kind of object."""
+    """Return the rows of the table for the fields of a body."""
     return tuple(
         Row(field.alias or attribute, attribute, mark.name)
         for attribute, field in body.model_fields.items()
@@ -217,9 +217,9 @@ MISNAMED = {
     "extra_body": "its fields, beside the others",
     "stop_regex": "stop",
 }
-"""Names that mean a constraint, and are not like those of its fields."""
+"""Names that mean a constraint but do not resemble the names of its fields."""
 _COMMON = ("format", "text", "enum", "type", "properties")
-"""Names that mean something else within an object that is unknown."""
+"""Names that mean something else within an unknown object."""
 _TYPES = ("json_schema", "json_object", "structural_tag", "regex", "grammar")
 """Types of objects that are constraints."""
 MARKS: Mapping[str, ConstraintKind | None] = {
@@ -239,11 +239,11 @@ MARKS: Mapping[str, ConstraintKind | None] = {
     "structured": None,
     "constrain": None,
 }
-"""Parts of names that mean a constraint, and its kind, if they tell it."""
+"""Parts of names that mean a constraint -> the kind of the constraint, if the part tells it."""
 
 
 def _field_of(name: str, body: type[Body]) -> str | None:
-    """Return the field of a constraint that `name` means, because it is the field's name or because of a part of it."""
+    """Return the constraint field that has this name, or that a part of the name points to."""
     kinds = [kind for mark, kind in MARKS.items() if mark in plain(name)]
     exact = [row.name for row in rows(body) if row.name == name]
     of_kind = [row.name for row in rows(body) if row.kind in kinds[:1]]
@@ -254,34 +254,36 @@ class JsonSchemaFormat(Body):
     """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
 
     tolerant = False
-    schema_: Schema = Field(default=None, alias="schema", description="In Responses and llama.cpp beside the type.")
-    # Without effect.
+    schema_: Schema = Field(
+        default=None, alias="schema", description="The schema, in Responses and llama.cpp beside the type."
+    )
+    # These fields have no effect.
     name: str | None = None
     description: str | None = None
     strict: bool | str | None = None
 
     @classmethod
     def hint(cls, name: str, thorough: bool = True) -> str | None:
-        own = super().hint("schema" if name == "type" else name, thorough)
-        return own or _field_of(name, ConstraintFields)
+        meant = super().hint("schema" if name == "type" else name, thorough)
+        return meant or _field_of(name, ConstraintFields)
 
 
 class ResponseFormat(JsonSchemaFormat):
     """OpenAI's `response_format`, and the forms of other servers."""
 
     path: ClassVar[str] = "response_format"
-    """What errors call this field. `schema_path` is that of its schema."""
+    """The path of this field in errors. `schema_path` is the path of its schema."""
     schema_path: ClassVar[str] = "response_format.json_schema.schema"
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
-    value: Schema = Field(default=None, description="TGI's place.")
+    value: Schema = Field(default=None, description="The schema in requests of TGI's clients.")
     format: TagPart = Field(default=None, description="The format of a structural tag.")
-    structures: TagPart = Field(default=None, description="vLLM's older form of it.")
+    structures: TagPart = Field(default=None, description="The structures of a tag in vLLM's older form.")
     triggers: TagPart = None
 
 
 class FormatHolder(Body):
-    """An object with a `format`, in Responses and Messages. What belongs into the format is refused beside it."""
+    """An object with a `format`, in Responses and Messages. Fields of the format are refused beside `format`."""
 
     path: ClassVar[str]
     """The field's name."""
@@ -313,9 +315,9 @@ class ConstraintFields(Body):
     # Our own names, some of them SGLang's, ...
     json_schema: Schema = Field(default=None, description="A schema, or its JSON text.")
     json_object: AnyObject = Field(default=None, description="The output is a JSON object.")
-    regex: Regex = Field(default=None, description="The whole output matches.")
-    choice: Choice = Field(default=None, description="The output is one of these.")
-    grammar: Grammar = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
+    regex: Regex = Field(default=None, description="A regex that the whole output matches.")
+    choice: Choice = Field(default=None, description="The output is one of these texts.")
+    grammar: Grammar = Field(default=None, description="A grammar in Lark, or in GBNF/EBNF with a root rule.")
     structural_tag: Tag = Field(default=None, description="Free text with constrained parts.")
     whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
     # ... vLLM's, OpenAI's ...
@@ -352,12 +354,12 @@ SAME_MEANING = (
     ("stop", "stop_sequences"),
     ("parameters", "input_schema"),
 )
-"""Names of the same field in different APIs."""
+"""Groups of names that different APIs give to the same field."""
 _GROUPS = {plain(name): group for group in reversed(SAME_MEANING) for name in group}
 
 
 def name_here(name: str, body: type[Body]) -> str | None:
-    """Return what a kind of body calls a field that is written differently, or of another API; None if it has none."""
-    names = {plain(own): own for own in names_of(body)}
+    """Return the name in `body` of a field that is spelled differently or comes from another API; None without one."""
+    names = {plain(known): known for known in names_of(body)}
     group = map(plain, (name, *_GROUPS.get(plain(name), ())))
-    return next((names[own] for own in group if own in names), None)
+    return next((names[spelling] for spelling in group if spelling in names), None)

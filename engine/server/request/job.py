@@ -1,4 +1,4 @@
-"""The generations of one HTTP request: their parameters; admitted together, in one stream, ended together."""
+"""Job: the generations of one HTTP request, which are admitted together, merged into one stream, and ended together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_OUTPUTS = 256
 _MAX_LOGPROBS = 200_000
 """Maximum number of log-probabilities that an answer with several choices can have."""
 _CONVERTED = {*KINDS, "backend", "whitespace_pattern", "open_objects", "strict_schema", "max_tokens", "logprobs"}
-_SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & ChoicesRequest.model_fields.keys() - _CONVERTED)
+_SAME_NAME = sorted({param.name for param in fields(SamplingParams)} & ChoicesRequest.model_fields.keys() - _CONVERTED)
 """Fields that mean the same in a request and in `SamplingParams`."""
 
 
@@ -68,7 +68,7 @@ def sampling_params(
     logprobs: int | None,
     context: ServerContext,
 ) -> SamplingParams:
-    """Build and check the parameters. A null field takes the model's default, else OpenAI's."""
+    """Build and check the sampling parameters. An absent field takes the default of the model, else that of OpenAI."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
     if form.shows_special_tokens:
@@ -110,18 +110,18 @@ def _has_free_text(wanted: RequestedConstraint) -> bool:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """What an output consists of, and how it is read."""
+    """The constraint on a whole output, and the parser that reads the output."""
 
     constraint: Constraint | None = None
-    """On the whole output."""
+    """The constraint on the whole output."""
     kind: str | None = None
-    """What the answer calls the constraint, if the request's own is only a part of it."""
+    """The kind of constraint that the answer names. None: the kind of `constraint`."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
     parser: Callable[[], OutputParser] = OutputParser
     """Makes the parser of a choice's output."""
     shows_special_tokens: bool = False
-    """The parser reads special tokens."""
+    """Whether the parser reads special tokens."""
     id_length: int = 29
     """Number of characters of a call's id."""
 
@@ -130,13 +130,13 @@ class OutputForm:
 class Job:
     """The work of one HTTP request: one engine request per prompt, all with the same parameters.
 
-    It holds what the answer needs of the body, but not the body, which may be large.
+    The job keeps the parts of the body that the answer needs, but not the body, which may be large.
     """
 
     request_id: str
-    """Id of the engine's request, and `id` of the answer."""
+    """The id of the engine's request, and the `id` of the answer."""
     http_id: str
-    """`x-request-id` of the answer."""
+    """The header `x-request-id` of the answer."""
     prompts: Sequence[list[int]]
     params: SamplingParams
     constraint_field: str | None
@@ -146,19 +146,19 @@ class Job:
     echoed: Sequence[str] = ()
     """The text of each prompt, if the answer repeats it."""
     groups: Sequence[SequenceGroup] = ()
-    """One per prompt. `admitted` sets them."""
+    """The engine's requests, one per prompt. `admitted` sets them."""
     form: OutputForm = field(default_factory=OutputForm)
     ignored: Sequence[str] = ()
     """Fields that have no effect: see `ignored_fields`."""
     at_admission: bool = False
-    """The answer is about the admission. Then the job is aborted."""
+    """Whether the answer only reports on the admission. The job is aborted after it."""
     relax: Callable[[InvalidConstraint], Job] | None = None
-    """Builds the job again with any value where the error is, if it is in the arguments of a function that is not
-    strict. Raises the error otherwise."""
+    """Builds the job again, with any value allowed at the place of the error. This place must be in the arguments of a
+    function that is not strict; otherwise the error is raised."""
 
     @property
     def log_ids(self) -> dict[str, str]:
-        """Fields of its log records."""
+        """Fields of log records about this job."""
         return {"request_id": self.request_id, "x_request_id": self.http_id}
 
     @property
@@ -189,7 +189,7 @@ class Job:
         """Return an error that names the field of the constraint as the request spells it, and the prompt if there are
         several."""
         if isinstance(error, InvalidConstraint):
-            error = copy(error)  # the one of a compilation is kept for other requests
+            error = copy(error)  # the error of a compilation is kept for other requests
         if isinstance(error, InvalidConstraint | ConstraintNotMet) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
             locate(error, self.form.places)
@@ -215,13 +215,13 @@ def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str,
 
 
 def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) -> GuidedInfo | None:
-    """Describe how a job is constrained. `field_names` has fields of the job -> their names in the request."""
+    """Describe how a job is constrained. `field_names`: fields of the job -> their names in the request."""
     constraint, backend = job.params.constraint, first.backend
     if constraint is None or backend is None:
         return None
 
     def place(pointer: str) -> str:
-        """Translate a pointer into the constraint to one into the field, after the field's name if it is a tool."""
+        """Translate a pointer into the constraint to one into the field, with the field's name before it for a tool."""
         name, inner = _field_at(pointer, job.form.places) or ("", pointer)
         return (field_names.get(name, name) if "[" in name else "") + inner
 
@@ -235,7 +235,7 @@ def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) 
 
 
 def report(job: Job, error: GuidedError) -> None:
-    """Log an error that an operator can act on. What is wrong with a request itself is not logged."""
+    """Log an error that an operator can act on. Errors in the request itself are not logged."""
     if isinstance(error, ShuttingDown | QueueFull) or (error.status < 500 and not isinstance(error, CompileTimeout)):
         return
     constraint = job.params.constraint
@@ -253,10 +253,10 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 async def outputs_of(context: ServerContext, job: Job) -> Outputs:
-    """Run a job: yield (index of the prompt, its output so far), and raise the error that ends one. The first one comes
-    when the constraint is compiled.
+    """Run a job: yield (index of the prompt, its output so far), and raise the error that ends an output. The first
+    output comes when the constraint is compiled.
 
-    The server's shutdown becomes a 503: a retry elsewhere, or later, would succeed.
+    The server's shutdown becomes a 503, because a retry elsewhere or later would succeed.
     """
     numbers = {group.request_id: number for number, group in enumerate(job.groups)}
     number = 0

@@ -20,7 +20,7 @@ _SAMPLE = "How many?"
 
 
 def encode_body(context: ServerContext, body: PromptFields, messages: Sequence[Message]) -> list[int]:
-    """Tokenize the messages of a request with what it says of their prompt."""
+    """Tokenize the messages of a request, with the options of its body."""
     continues, begins_answer = body.continue_final_message, body.add_generation_prompt
     if continues and begins_answer:
         message = "continue_final_message and add_generation_prompt exclude each other: leave one of the two out"
@@ -81,8 +81,8 @@ def encode_chat(
 
 @lru_cache(maxsize=8)
 def _takes_parts(tokenizer: Any) -> bool:
-    """Return whether the chat template reads the content of messages as parts only, as those of some models with images
-    do. From a string such a template would take nothing, without an error."""
+    """Return whether the chat template reads the content of messages only as a list of parts, as the templates of some
+    models with images do. Such a template drops a string without an error."""
     return not _renders(tokenizer, _SAMPLE) and _renders(tokenizer, [{"type": "text", "text": _SAMPLE}])
 
 
@@ -114,7 +114,7 @@ def _marked(value: Any, begins: re.Pattern[str], mark: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _special_begins(tokenizer: Any) -> re.Pattern[str]:
-    """Compile a pattern for the first character of a special token. (One of a single character can't be split.)"""
+    """Compile a pattern for the first character of a special token. (A token of a single character can't be split.)"""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     ends: dict[str, list[str]] = {}
     for text in sorted({str(token) for token in added.values() if token.special and len(str(token)) > 1}):
@@ -123,7 +123,7 @@ def _special_begins(tokenizer: Any) -> re.Pattern[str]:
 
 
 def encode(context: ServerContext, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Tokenize a text, unless it is far too long, or has lone surrogates, which JSON can spell."""
+    """Tokenize a text. Raises if it is far too long, or has lone surrogates, which JSON escapes can spell."""
     _check_length(text, context.max_characters, param)
     try:
         text.encode("utf-8")
@@ -134,7 +134,7 @@ def encode(context: ServerContext, text: str, *, add_special_tokens: bool, param
 
 
 def _check_length(text: str, max_characters: int, param: str) -> None:
-    """Refuse a text that is too long whatever its tokens are."""
+    """Refuse a text that cannot fit into the context with any tokenization."""
     if len(text) > max_characters:
         raise ContextLengthExceeded(
             f"This model's maximum context length is exceeded: '{param}' has {len(text)} characters, and at most"

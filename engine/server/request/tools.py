@@ -1,5 +1,5 @@
-"""Calls and thinking of a chat: which calls its answer may have, what is enforced on the whole output, and the parser
-that reads it."""
+"""Calls and thinking of a chat: the calls that its answer may have, the constraint on the whole output, and the parser
+of the output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from guided.tools.parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
 _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
-"""Spellings of the type of arguments where a schema need not be enforced."""
+"""Spellings of the type `object` in schemas that need not be enforced."""
 
 
 def requested_calls(
@@ -32,9 +32,9 @@ def requested_calls(
     """Return the calls that the answer may have, or None.
 
     Args:
-        constraint: on an answer without calls.
-        refused: by field of a schema that need not be enforced, JSON pointers of what a library refused. Fields are
-            added to it.
+        constraint: the constraint on an answer without calls.
+        refused: field of a schema that need not be enforced -> JSON pointers of the parts that a library refused. This
+            function adds the fields.
     """
     tools = body.tools or []
     _check_names(tools)
@@ -58,7 +58,7 @@ def requested_calls(
         faults = None if body.strict_schema or strict else refused.setdefault(field, [])
         parameters = _parameters(tool, field, [""] if is_off and strict is False else faults)
         if (pattern := tool.input_grammar("regex")) is not None:
-            parse(pattern, param=field, lookaheads=False)  # one that can't be enforced is an error
+            parse(pattern, param=field, lookaheads=False)  # raises if the regex can't be enforced
         lark = tool.input_grammar("lark")
         text = None if lark is None else _text_format(lark, field, tool_format)
         functions.append(Function(tool.function.name, parameters, text))
@@ -122,7 +122,7 @@ def _parameters(tool: Tool, field: str, refused: Collection[str] | None) -> dict
     """Return the schema of a function's arguments, which are an object.
 
     Args:
-        refused: JSON pointers of what can't be enforced. None: all must be.
+        refused: JSON pointers of parts that are not enforced. None: the whole schema must be enforced.
     """
     schema = tool.function.parameters
     if schema is None:
@@ -165,11 +165,11 @@ def output_form(
     if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
     is_open = opens_objects(body, context.settings) if wanted.constraint is None else wanted.constraint.open_objects
-    whole, found = _combined(body, wanted, calls, reasoning, thinking, is_open)
+    whole, places = _combined(body, wanted, calls, reasoning, thinking, is_open)
     if calls is not None:
-        return OutputForm(whole, "tools", found, parser, special, calls.format.id_length)
+        return OutputForm(whole, "tools", places, parser, special, calls.format.id_length)
     kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
-    return OutputForm(whole, kind, found, parser, special)
+    return OutputForm(whole, kind, places, parser, special)
 
 
 def _combined(
@@ -180,7 +180,7 @@ def _combined(
     thinking: Thinking,
     open_objects: bool | None,
 ) -> tuple[Constraint, dict[str, tuple[str, str]]]:
-    """Return the constraint on the whole output, and the request's fields that its parts come from (`Job.places`)."""
+    """Return the constraint on the whole output, and the request's fields of its parts (`OutputForm.places`)."""
     given = wanted.constraint
     answer = calls.answer if calls is not None else None if given is None else as_format(given)
     limit = body.max_reasoning_tokens
@@ -195,7 +195,7 @@ def _combined(
             wanted.param or given.kind,
             "/format" if given.kind == "structural_tag" else "",
         )
-    found = dict(_places(document, owners))
+    places = dict(_places(document, owners))
     candidates("structural_tag", wanted.backend)
     try:
         whole = Constraint.structural_tag(
@@ -204,17 +204,17 @@ def _combined(
             open_objects=open_objects,
             strict_schema=body.strict_schema is True,
         )
-        return whole, found
+        return whole, places
     except InvalidConstraint as error:
-        locate(error, found)
+        locate(error, places)
         raise
 
 
 def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: ServerContext) -> Thinking:
-    """Return whether the prompt ends within a thinking phase, or after one, or before one."""
+    """Return whether a thinking phase is open at the end of the prompt, may begin there, or may not."""
     if reasoning is None:
         return "no"
-    # A thinking phase shows in the last tokens of a prompt.
+    # The last tokens of the prompt show whether it ends with the begin or the end of a thinking phase.
     tail = context.decode(prompt[-32:]).rstrip()
     if tail.endswith(reasoning.begin.rstrip()):
         return "open"
@@ -222,9 +222,9 @@ def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: Ser
 
 
 def _places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the JSON pointers at which `document` has objects of `owners`, and what `owners` says of each.
+    """Yield the JSON pointer of each object of `owners` in `document`, with the entry of `owners`.
 
-    `owners` has, by `id` of an object, the field of the request that describes it, and the pointer in this field.
+    `owners`: `id` of an object -> the field of the request that describes the object, and the pointer in this field.
     """
     if id(document) in owners:
         yield at, owners[id(document)]
