@@ -25,6 +25,40 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32."""
 
 
+_RANGES: dict[str, tuple[type, Range]] = {
+    "n": (int, Range(1)),
+    "best_of": (int, Range(1)),
+    "length_penalty": (float, Range(-10, 10)),
+    "temperature": (float, Range(0, 100)),
+    "top_p": (float, Range(0, 1)),
+    "top_k": (int, Range(-1)),
+    "min_p": (float, Range(0, 1)),
+    "min_tokens": (int, Range(0)),
+    "presence_penalty": (float, Range(-2, 2)),
+    "frequency_penalty": (float, Range(-2, 2)),
+    "repetition_penalty": (float, Range(0.01, 100)),
+    "seed": (int, Range(-(2**63), 2**64 - 1)),
+    "logprobs": (int, Range(0, MAX_LOGPROBS)),
+    "prompt_logprobs": (int, Range(0, MAX_LOGPROBS)),
+    "max_tokens": (int, Range(1)),
+}
+"""Parameter -> its type and range."""
+_TRUNCATING = ("top_p", "top_k", "min_p")
+"""Parameters that truncate the distribution. Their default values do not."""
+_DISTORTING = (
+    *(*_TRUNCATING, "temperature", "min_tokens", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Parameters that change the distribution of samples. Their default values do not."""
+_MOST = {
+    "stop": (64, "strings"),
+    "bad_words": (256, "strings"),
+    "stop_token_ids": (1024, "tokens"),
+    "logit_bias": (1024, "entries"),
+}
+"""Parameter -> maximum number of its entries, because each stop string is searched in every step."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
@@ -269,40 +303,6 @@ class SamplingParams:
         if self.stop and self.parser is None and (kind != "structural_tag" or self.use_beam_search):
             logger.warning("stop is ignored: it is not searched in the output of a %s constraint", kind)
             object.__setattr__(self, "stop", ())
-
-
-_RANGES: dict[str, tuple[type, Range]] = {
-    "n": (int, Range(1)),
-    "best_of": (int, Range(1)),
-    "length_penalty": (float, Range(-10, 10)),
-    "temperature": (float, Range(0, 100)),
-    "top_p": (float, Range(0, 1)),
-    "top_k": (int, Range(-1)),
-    "min_p": (float, Range(0, 1)),
-    "min_tokens": (int, Range(0)),
-    "presence_penalty": (float, Range(-2, 2)),
-    "frequency_penalty": (float, Range(-2, 2)),
-    "repetition_penalty": (float, Range(0.01, 100)),
-    "seed": (int, Range(-(2**63), 2**64 - 1)),
-    "logprobs": (int, Range(0, MAX_LOGPROBS)),
-    "prompt_logprobs": (int, Range(0, MAX_LOGPROBS)),
-    "max_tokens": (int, Range(1)),
-}
-
-
-_TRUNCATING = ("top_p", "top_k", "min_p")
-_DISTORTING = (
-    *(*_TRUNCATING, "temperature", "min_tokens", "logit_bias"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-"""Parameters that change the distribution of samples. With their default values they do not."""
-_MOST = {
-    "stop": (64, "strings"),
-    "bad_words": (256, "strings"),
-    "stop_token_ids": (1024, "tokens"),
-    "logit_bias": (1024, "entries"),
-}
-"""Maximum number of entries. Each stop string is searched for in every step."""
 
 
 def _check_text(name: str, text: object) -> None:

@@ -11,9 +11,12 @@ from guided import regex
 from guided.errors import UnsupportedConstraint
 from guided.regex import EMPTY, Chars, Choice, Concatenation, Node, Repeat
 
+_LARGE_CLASS = 30_000
+"""Number of code points above which a class is too large to enumerate its members."""
+
 
 def of(node: Node) -> Any:
-    """Return the finite automaton of `interegular` for the texts that match a regex.
+    """Return `interegular`'s finite automaton of the texts that match a regex.
 
     Raises:
         UnsupportedConstraint: a class has so many characters that the automaton would take seconds.
@@ -24,11 +27,10 @@ def of(node: Node) -> Any:
 
 
 def _has_large_class(node: Node) -> bool:
-    """Whether a class of `node` is neither small nor nearly everything, as `\\w` is."""
+    """Return whether `node` has a class that, like `\\w`, is neither small nor nearly complete."""
     match node:
         case Chars(ranges):
-            # Number of code points above which a class is too large to enumerate its members.
-            return min(regex.count(ranges), regex.count(regex.complement(ranges))) > 30_000
+            return min(regex.count(ranges), regex.count(regex.complement(ranges))) > _LARGE_CLASS
         case Concatenation(inner) | Choice(inner):
             return any(map(_has_large_class, inner))
         case Repeat(item):
@@ -36,7 +38,7 @@ def _has_large_class(node: Node) -> bool:
 
 
 def texts(machine: Any) -> Node:
-    """Return the texts that an automaton accepts. Raises `UnsupportedConstraint` if it is too large."""
+    """Return the regex of the texts that an automaton accepts. Raises `UnsupportedConstraint` if it is too large."""
     machine = machine.reduce()
     if len(machine.states) > 150:
         raise UnsupportedConstraint("the pattern has too many states")
@@ -54,14 +56,14 @@ def texts(machine: Any) -> Node:
         pairs: dict[Any, list[tuple[int, int]]] = {}
         for key, target in machine.map.get(state, {}).items():
             pairs.setdefault(target, []).extend(ranges[key])
-        edges[state] = {target: Chars(regex.ranges_of(found)) for target, found in pairs.items() if found}
+        edges[state] = {target: Chars(regex.ranges_of(codes)) for target, codes in pairs.items() if codes}
     for state in machine.finals:
         edges[state]["end"] = EMPTY
     return _without_states(edges, machine.initial)
 
 
 def _without_states(edges: dict[Any, dict[Any, Node]], start: Any) -> Node:
-    """Return the texts from `start` to "end", by eliminating the states in between, the furthest first."""
+    """Return the regex of the texts from `start` to "end". Eliminate the states in between, the furthest first."""
     edges["start"] = {start: EMPTY}
     order = ["start"]
     for state in order:

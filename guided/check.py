@@ -1,7 +1,6 @@
-"""Check constraints without a model: is one accepted, by which backend, and what do valid outputs look like?
+"""Check constraints without a model: report whether and by which backend a constraint is accepted, with samples.
 
-`guided check` prints these reports. A constraint is compiled as a server would compile it, for the vocabulary of a
-tokenizer.
+`guided check` prints these reports. A constraint is compiled as in a server, for the vocabulary of a tokenizer.
 """
 
 from __future__ import annotations
@@ -37,11 +36,12 @@ _KINDS: dict[str, ConstraintKind] = {
     ".ebnf": "grammar",
     ".regex": "regex",
 }
+_FILES = ("tokenizer.json", "tekken.json")
 _RULE = re.compile(r"^\s*[?!]?[\w-]+(\.\d+)?\s*(::=|:)", re.MULTILINE)
 _SAMPLE_TOKENS = 60
-"""Tokens of a sample beyond those of the shortest output."""
+"""Maximum number of tokens of a sample beyond the length of the shortest output."""
 _END_CHANCE = 0.3
-"""Probability with which a sample ends where it may."""
+"""Probability with which a sample ends where it may end."""
 
 
 @dataclass
@@ -53,32 +53,32 @@ class Report:
     """`JSON schema`, `regex`, `Lark grammar` or `GBNF grammar`."""
     accepted: bool = False
     backend: str = ""
-    """The backend that enforces it."""
+    """The backend that enforces the constraint."""
     understood: str = ""
     """What the constraint allows, in a few words."""
     error: str = ""
     pointer: str | None = None
-    """Where in the schema the error is."""
+    """JSON pointer to the place of the error in the schema."""
     refusals: dict[str, str] = field(default_factory=dict)
-    """The reasons of the backends that refused the constraint, by name."""
+    """Name of a backend that refused the constraint -> its reason."""
     checked: list[str] = field(default_factory=list)
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     not_enforced: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
-    """Includes the first mask."""
+    """Time of the compilation and of the first mask."""
     least_tokens: int | None = None
-    """Tokens of a short output, with the stop token. None: no short output was found."""
+    """Number of tokens of a short output, with the stop token. None: no short output was found."""
     samples: list[str] = field(default_factory=list)
     """Random valid outputs."""
 
 
 def vocabulary_of(path: Path) -> Vocabulary:
-    """Read a `tokenizer.json`, a `tekken.json`, or the folder of a model that has one.
+    """Read a `tokenizer.json`, a `tekken.json`, or the folder of a model with one of these files.
 
     Raises:
-        InvalidRequest: the file is not there, or is none of these, or names no stop token.
+        InvalidRequest: the file is missing, is not a tokenizer, or names no stop token.
     """
-    file = path if path.is_file() else next((path / n for n in _FILES if (path / n).is_file()), None)
+    file = path if path.is_file() else next(filter(Path.is_file, map(path.joinpath, _FILES)), None)
     if file is None:
         raise InvalidRequest(f"{path} is neither a tokenizer file nor a folder with one of {', '.join(_FILES)}")
     try:
@@ -92,9 +92,6 @@ def vocabulary_of(path: Path) -> Vocabulary:
     return Vocabulary.from_tokenizer(tokenizer, stop_token_ids=_stop_tokens(file, tokenizer))
 
 
-_FILES = ("tokenizer.json", "tekken.json")
-
-
 def _stop_tokens(file: Path, tokenizer: Tokenizer) -> list[int]:
     settings = file.with_name("tokenizer_config.json")
     eos: Any = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
@@ -104,7 +101,7 @@ def _stop_tokens(file: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def kind_of(name: str, text: str) -> ConstraintKind:
-    """Return the kind of a constraint: by the file's name, else by its text."""
+    """Return the kind of a constraint, which the name of the file or else the text determines."""
     kind = _KINDS.get(Path(name).suffix.lower())
     if kind is not None:
         return kind
@@ -127,12 +124,12 @@ def check(
     """Compile a constraint and report on it.
 
     Args:
-        name: of the file, for the report and to find the kind.
-        kind: `json_schema`, `regex` or `grammar`. None: found by name and text.
-        backend: as in a request.
-        open_objects: as in `Constraint.json_schema`.
+        name: name of the file, for the report and to find the kind.
+        kind: `json_schema`, `regex` or `grammar`. None: `kind_of` finds it.
+        backend: the backend, or `auto`, as in a request.
+        open_objects: see `Constraint.json_schema`.
         samples: number of random outputs.
-        seed: of the samples.
+        seed: random seed of the samples.
     """
     kind = kind or kind_of(name, text)
     report = Report(name, {"json_schema": "JSON schema"}.get(kind, kind))
@@ -170,7 +167,7 @@ def check_all(
 
     Args:
         texts: `(name, text)` of each constraint.
-        options: see `check`.
+        options: further arguments of `check`.
     """
     process = BackendProcess(vocabulary)
     try:
@@ -198,7 +195,7 @@ def _values_of(root: Any) -> str:
 
 
 def _sample(budget: int, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:
-    """Generate a random output, of printable characters if possible. It may end early, with `_END_CHANCE`."""
+    """Generate a random output, of printable ASCII if possible."""
     worker = MaskWorker(vocabulary)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
     worker.open(0, compiled.grammar, budget=budget)

@@ -1,10 +1,10 @@
-"""A constraint on the output of a request, checked before any grammar library gets it.
+"""Constraint: a constraint on the output of a request, checked before any grammar library gets it.
 
 The checks here are cheap: sizes, nesting, NUL bytes, counts, and for JSON Schema the meta-schema. The syntax of a regex
-or a grammar is checked where it is compiled, in a process that may be killed.
+or a grammar is checked by its compilation, in a process that may be killed.
 
-What reads schemas and regexes is imported when it is first used: a mask worker, which gets compiled grammars, starts
-without it.
+The modules that read schemas and regexes are imported at their first use, because mask workers, which get compiled
+grammars, do not need them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ MAX_INDENT = 32
 LINE_BREAK = rf"\n {{0,{MAX_INDENT}}}"
 """A regex for a line break between JSON tokens.
 
-The default whitespace is what `json.dumps` and JavaScript's `JSON.stringify` write, compact or indented: nothing or one
-blank after a colon or a comma; nothing or a line break after a comma, after the bracket that opens a container, and
-before the one that closes it; none elsewhere. With unbounded whitespace, a model may generate blanks until its token
-limit.
+The default whitespace is that of `json.dumps` and JavaScript's `JSON.stringify`, compact or indented: at most one blank
+after a colon or a comma; at most one line break after a comma, after an opening bracket, and before a closing bracket;
+none elsewhere. With unbounded whitespace, a model may generate blanks until its token limit.
 """
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 _OPTIONS: Mapping[str, Collection[str]] = {
@@ -41,37 +40,36 @@ _OPTIONS: Mapping[str, Collection[str]] = {
     "json_object": ("whitespace",),
     "structural_tag": ("whitespace", "open_objects", "strict_schema"),
 }
-"""Kind -> the options of its class method, besides `param`."""
+"""Kind -> the options of the class method with this name, besides `param`."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """One validated constraint in canonical form. Frozen and hashable; create it with the class methods.
+    """A validated constraint in canonical form. Frozen and hashable. Create it with the class methods.
 
     Args:
         kind: one of `KINDS`.
-        source: canonical text. JSON text for `json_schema` (key order kept: it is the order of generation), a JSON
-            array for `choice`, the pattern for `regex`, the grammar's text for `grammar`, empty for `json_object`, JSON
-            text for `structural_tag`.
-        whitespace: JSON kinds and structural tags only. Whitespace between JSON tokens: None means the default (see
-            "" means none, any other value is a regex.
+        source: the canonical text: JSON text for `json_schema` (in the order of generation) and `structural_tag`, a
+            JSON array for `choice`, the pattern for `regex`, the grammar's text for `grammar`, empty for `json_object`.
+        whitespace: the whitespace between JSON tokens, for JSON kinds and structural tags: None is the default (see
+            `LINE_BREAK`), "" is none, any other value is a regex.
     """
 
     kind: ConstraintKind
     source: str
     whitespace: str | None = None
     strict: bool = False
-    """Refuse what the mask does not enforce of a schema, instead of validating the output at its end."""
+    """Whether keywords that the mask does not enforce are refused, instead of checked when the output ends."""
     open_objects: bool | None = None
-    """Whether objects with named properties may have others where the schema does not say. None: as the schema is
-    written; with True and False, no other key is nearly a declared name (`string_pattern.other_names`)."""
+    """Whether objects with named properties may have further properties where the schema does not say. None: as the
+    schema is written. True and False exclude keys that are nearly a declared name (`string_pattern.other_names`)."""
     leave_out: tuple[str, ...] = field(default=(), compare=False)
-    """Keywords that the mask leaves out everywhere in a schema. Set for a library that refuses the schema otherwise."""
+    """Keywords that are left out everywhere in the schema, for a library that otherwise refuses it."""
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
-    """JSON pointers to parts of a schema that are not enforced: unknown formats (annotations in JSON Schema), and
-    probably misspelt keywords, with a remark in parentheses."""
+    """JSON pointers to parts of a schema that are not enforced: unknown formats (annotations in JSON Schema) and
+    keywords that are probably misspelt, with a remark in parentheses."""
     closed: tuple[str, ...] = field(default=(), compare=False)
-    """JSON pointers to the objects that have no other properties because of `open_objects=False`."""
+    """JSON pointers to the objects that have only their named properties because of `open_objects=False`."""
 
     @cached_property
     def key(self) -> str:
@@ -83,7 +81,7 @@ class Constraint:
 
     @classmethod
     def of_kind(cls, kind: ConstraintKind, value: Any, *, param: str, **options: Any) -> Constraint:
-        """Create a constraint with the class method for its kind. Options that the kind does not have are ignored."""
+        """Create a constraint with the class method of its kind. Options that this method does not have are ignored."""
         create: Callable[..., Constraint] = getattr(cls, kind)
         taken = {name: option for name, option in options.items() if name in _OPTIONS.get(kind, ())}
         return create(*(() if kind == "json_object" else (value,)), param=param, **taken)
@@ -101,16 +99,16 @@ class Constraint:
         """The output is JSON text that validates against `schema` (an object, a boolean, or either as JSON text).
 
         Args:
-            open_objects: whether an object that names properties may have others where the schema does not say. False:
-                it has none, as in OpenAI's strict mode, and `closed` lists these objects. None: as the schema is
-                written, while requests exclude other keys that are nearly a declared name.
-            strict_schema: refuse what the mask does not enforce: keywords that are only checked when the output ends,
-                and a `format` that is not in the specification, which by default is listed in `not_enforced`.
+            open_objects: whether objects with named properties may have further properties where the schema does not
+                say. False: they may not, as in OpenAI's strict mode, and `closed` lists these objects. True: they may,
+                except for keys that are nearly a declared name. None: as the schema is written.
+            strict_schema: refuse keywords that are only checked when the output ends, and formats that are not in the
+                specification, which are otherwise listed in `not_enforced`.
 
         Raises:
-            InvalidConstraint: not JSON, not a schema (with a JSON pointer), or a remote `$ref`.
-            UnsupportedConstraint: an unknown format with `strict_schema`.
-            ConstraintTooLarge: over one of the limits.
+            InvalidConstraint: `schema` is not JSON, is not a schema (with a JSON pointer), or has a remote `$ref`.
+            UnsupportedConstraint: `schema` has an unknown format, with `strict_schema`.
+            ConstraintTooLarge: `schema` exceeds a limit.
         """
         from guided.schema import document as schema_checks
 
@@ -218,7 +216,7 @@ class Constraint:
 
     @property
     def outline(self) -> Node:
-        """The nodes of a `structural_tag` constraint, with arguments in any style as contents. This is quick."""
+        """The nodes of a `structural_tag` constraint. Arguments in any style stay contents, which is quick."""
         return parse(json.loads(self.source), "structural_tag")
 
     @property
@@ -238,14 +236,14 @@ class Constraint:
         return options
 
 
-@lru_cache(maxsize=2)  # a compilation asks for them several times
+@lru_cache(maxsize=2)  # a compilation asks for the nodes several times
 def _nodes(source: str, open_objects: bool | None) -> Node:
     from guided.element_arguments import expand
 
     return parse(json.loads(source), "structural_tag", partial(expand, open_objects=open_objects))
 
 
-@lru_cache(maxsize=64)  # a compilation asks for those of a structural tag several times
+@lru_cache(maxsize=64)  # a compilation asks several times for the texts in a structural tag
 def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
     from guided import regex as regexes
     from guided import regex_parser

@@ -1,8 +1,8 @@
-"""Arguments of function calls that are written as elements instead of JSON: how they are enforced and read.
+"""Enforce and read arguments of function calls that are written as elements instead of JSON.
 
-`expand` writes such a content of a structural tag as nodes, which every library enforces: one element for each named
-property, in the schema's order. Strings are free text up to the end of their element, other values are JSON. In styles
-with `item`, objects and arrays consist of elements too.
+`expand` converts the schema of such arguments to nodes of a structural tag, which every library enforces: one element
+for each named property, in the schema's order. Strings are free text up to the end of their element, other values are
+JSON. In styles with `item`, objects and arrays consist of elements too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,25 @@ from guided.structural_tag import Content, Either, FreeText, Node, Series, Text,
 
 _MAX_NESTING = 20
 _MAX_FREE_NESTING = 4
-"""Length of the pointer of a place in a schema up to which any value may be an object or array."""
+"""Number of levels in a schema's pointer up to which an unrestricted value may be an object or array."""
 _CLOSING = {"{": "}", "[": "]"}
 
 
+_Path = tuple[str, ...]
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
+"""Python's names, which models sometimes write."""
+_STRING = r"""<\|"\|>(?P<raw>.*?)<\|"\|>|(?P<json>"(?:\\.|[^"\\])*")|(?P<python>'(?:\\.|[^'\\])*')"""
+_LIST = re.compile(rf"""(?:{_STRING}|[^<>"')}}]|}}(?!<))*""", re.DOTALL)
+"""Elements of a list, up to the bracket after them."""
+_LIST_PART = re.compile(rf"{_STRING}|(?P<name>{LIST_NAME})\s*[:=]|True|False|None|,(?=\s*[\]}}])", re.DOTALL)
+"""The parts of a list that JSON writes differently."""
+
+
 def expand(content: Content, *, open_objects: bool | None) -> Node:
-    """Return the nodes of arguments in a style.
+    """Return the nodes of arguments in a style other than JSON.
 
     Raises:
-        UnsupportedConstraint: a keyword of the schema can't be enforced in this style; with its pointer.
+        UnsupportedConstraint: a keyword of the schema can't be enforced in this style. The error has its pointer.
     """
     with located(content, "structural_tag"):
         form = canonical(content.value, open_objects=open_objects)
@@ -40,7 +50,7 @@ def expand(content: Content, *, open_objects: bool | None) -> Node:
 
 
 class _Writer:
-    """Writes one content as nodes. `place` is a JSON pointer into its schema."""
+    """Converts one content to nodes. The argument `place` is a JSON pointer into the schema of the content."""
 
     def __init__(self, content: Content) -> None:
         self._content = content
@@ -48,7 +58,7 @@ class _Writer:
         self._gap = (Text(self._style.separator),) if self._style.separator else ()
 
     def of_object(self, schema: Schema, place: str) -> Node:
-        """Return the elements of an object: of the properties that the schema names, or of any if it names none."""
+        """Return the elements of an object: one for each named property, or any elements without named properties."""
         form, root = self._only(schema, "object", place, "properties", "required", "additionalProperties")
         rest, parts = root.get("additionalProperties", True), root.get("properties", {})
         if not parts and rest is not False:
@@ -68,7 +78,7 @@ class _Writer:
                 items.append(Series(parted) if is_needed else Times(Series(parted), 0, 1))
                 is_begun = is_begun or is_needed
         if self._gap and elements and not is_begun:
-            # In any order: one alternative for each first element would be too large a grammar.
+            # Any order is allowed, because a grammar with an alternative for each first element would be too large.
             return self._repeated(Either(tuple(elements)), 0, len(elements))
         return Series(tuple(items))
 
@@ -86,7 +96,7 @@ class _Writer:
         return Series(()) if most == 0 else self._repeated(item, least, most)
 
     def _only(self, schema: Schema, kind: str, place: str, *keywords: str) -> tuple[CanonicalForm, dict[str, Any]]:
-        """Return the values of the type `kind`, which have no other keywords than `keywords`."""
+        """Return the schema restricted to the type `kind`. Raises if it then has other keywords than `keywords`."""
         if place.count("/") > 2 * _MAX_NESTING:
             raise self._refusal(f"a schema that is nested deeper than {_MAX_NESTING} levels", place)
         form = _restricted(schema, (kind,)) or canonical({"const": None})
@@ -100,16 +110,15 @@ class _Writer:
         return form, root
 
     def _element(self, name: str | None, schema: Schema, place: str, begin: str = "") -> Node:
-        """Return an element with a value of `schema`. Without `name`: with any name."""
+        """Return an element with a value of `schema`. The element may have any name if `name` is None."""
         options = []
         before, _, after = (begin or self._style.begin).partition(KIND)
         for kind, types in self._style.kinds.items():
             end = self._style.mark(self._style.end, name or NAME, _CLOSING.get(kind, kind))
             mark = end.rstrip("\n")
-            last = [
-                *self._named(mark, place),
-                *([] if mark == end else [Text("\n")]),
-            ]  # a text may contain more than the mark
+            last = self._named(mark, place)
+            if mark != end:  # the text of a value ends at the mark, without the line break
+                last.append(Text("\n"))
             values = self._values(schema, types, place, mark.partition(NAME)[0])
             options += [Series((Text(kind + after), value, *last)) for value in values]
         if not options:
@@ -118,14 +127,14 @@ class _Writer:
         return Series((*first, Either(tuple(dict.fromkeys(options)))))
 
     def _named(self, text: str, place: str) -> list[Node]:
-        """Return a text, with any name in the place of `{name}`."""
+        """Return the nodes of a text in which `{name}` stands for any name."""
         before, any_name, after = text.partition(NAME)
         if not any_name:
             return [Text(before)]
         return [Text(before), Content("regex", self._style.new_names, f"{self._content.pointer}{place}"), Text(after)]
 
     def _values(self, schema: Schema, types: tuple[str, ...], place: str, end: str) -> Iterator[Node]:
-        """Yield the nodes of the values of `schema` with one of `types`. A text ends with `end`."""
+        """Yield the nodes of the values of `schema` that have one of `types`. A string ends with `end`."""
         has_texts = "string" in types and not self._style.has_json_strings
         texts = _restricted(schema, ("string",)) if has_texts else None
         if texts is not None:
@@ -138,14 +147,14 @@ class _Writer:
             elif strings == {"type": "string"}:
                 yield FreeText(self._content.excludes)
                 if types == TYPES:
-                    return  # any other value is such a text too
+                    return  # values of other types are free text too
             else:
                 text = Content("regex", "", f"{self._content.pointer}{place}/pattern")
                 with located(text, "structural_tag"):
                     yield Content("regex", string_pattern.pattern_of(strings), text.pointer)
         rest = [kind for kind in types if kind != "string" or not has_texts]
         if self._style.item:
-            # Narrowed: where any value is allowed, no objects and arrays. A list may have some.
+            # An unrestricted value may not be an object or array, except at the first levels of a list.
             is_narrow = schema in (True, {}) and (not self._gap or place.count("/") > _MAX_FREE_NESTING)
             for kind, nodes_of in (("object", self.of_object), ("array", self._of_array)):
                 if kind in rest and not is_narrow and _restricted(schema, (kind,)) is not None:
@@ -161,12 +170,12 @@ class _Writer:
 
 
 def _alone(schema: Schema, form: CanonicalForm) -> Schema:
-    """Return a part of a form as a schema of its own."""
+    """Return a part of a form as an independent schema."""
     return {**schema, "$defs": form.definitions} if isinstance(schema, dict) and form.definitions else schema
 
 
 def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
-    """Return the values of `types` that satisfy a schema; None if there are none."""
+    """Return the canonical form of a schema restricted to `types`; None if no value satisfies it."""
     document = {"$defs": {}, **(schema if isinstance(schema, dict) else {} if schema else {"not": {}})}
     definitions = document.pop("$defs")
     try:
@@ -187,7 +196,7 @@ class ArgumentReader:
 
     Args:
         style: one of `STYLES`.
-        schema: the schema of the arguments, which decides between a text and the value that it spells.
+        schema: the schema of the arguments. It decides whether a text is a string or the JSON value that it spells.
     """
 
     def __init__(self, style: str, schema: Schema) -> None:
@@ -197,7 +206,7 @@ class ArgumentReader:
     def read(self, text: str, position: int, path: _Path = ()) -> tuple[Any, int]:
         """Return the values of the complete elements at `position`, and the position after them.
 
-        `path` is where in the arguments the elements are. If all are items, their values are a list.
+        `path` is the place of the elements within the arguments. If all elements are items, their values form a list.
         """
         if self._style.separator:
             return _read_list(text, position)
@@ -217,9 +226,9 @@ class ArgumentReader:
         return dict(zip(names, values, strict=True)), position
 
     def _value(self, text: str, start: int, close: str, kind: str, path: _Path) -> tuple[Any, int]:
-        """Return the value at `start` and the position after its element; -1 if it is not there.
+        """Return the value at `start` and the position after its element; -1 if the element is not complete.
 
-        The value ends with the first `close` up to which it satisfies the schema.
+        The value ends at the first `close` for which the value satisfies the schema.
         """
         if self._style.item:
             parts, after = self.read(text, start, path)
@@ -237,7 +246,7 @@ class ArgumentReader:
         return None, -1
 
     def _options(self, text: str, kind: str) -> Iterator[Any]:
-        """Yield the values that a text can be."""
+        """Yield the possible values of a text."""
         types = self._style.kinds.get(kind, TYPES)
         if types != ("string",):
             try:
@@ -250,25 +259,15 @@ class ArgumentReader:
             yield text
 
     def _fits(self, value: Any, path: _Path) -> bool:
-        """Whether a value satisfies the schema at its place: alone there, because the others are not known yet."""
+        """Return whether a value satisfies the schema at `path`. Other values of the arguments are not considered."""
         document = value
         for name in reversed(path):
             document = [document] if name == ITEM and self._style.item and len(path) > 1 else {name: document}
         return not any(len(error.instance_path) >= len(path) for error in self._validator.errors(document))
 
 
-_Path = tuple[str, ...]
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
-"""Python's names, which models sometimes write."""
-_STRING = r"""<\|"\|>(?P<raw>.*?)<\|"\|>|(?P<json>"(?:\\.|[^"\\])*")|(?P<python>'(?:\\.|[^'\\])*')"""
-_LIST = re.compile(rf"""(?:{_STRING}|[^<>"')}}]|}}(?!<))*""", re.DOTALL)
-"""Elements of a list, up to the bracket after them."""
-_LIST_PART = re.compile(rf"{_STRING}|(?P<name>{LIST_NAME})\s*[:=]|True|False|None|,(?=\s*[\]}}])", re.DOTALL)
-"""What is written in another way than in JSON."""
-
-
 def _read_list(text: str, position: int) -> tuple[Any, int]:
-    """Return the values of a list, and the position after it; the end of the text if the list is not complete."""
+    """Return the values of a list and the position after it. For an incomplete list, this is the end of the text."""
     written = _LIST.match(text, position)
     assert written is not None
     try:

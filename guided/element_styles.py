@@ -1,6 +1,6 @@
-"""How families of models write the arguments of function calls if not as JSON: as elements, one for each argument.
+"""The styles in which families of models write the arguments of function calls as elements instead of JSON.
 
-The elements are like those of XML, or a list: `name:value,name:value`.
+Each argument is an element, which looks like an XML element or like an entry of the list `name:value,name:value`.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ TYPES = ("string", *SCALARS, "object", "array")
 """The types of JSON values."""
 NAME = "{name}"
 FREE_NAME = r'[^<>"\n/][^<>"\n]*'
-"""Regex of the names that an element can have."""
+"""Regex of the name of an element."""
 LIST_NAME = r"[^\s<>{}()\[\],:='\"]+(?: [^\s<>{}()\[\],:='\"]+)*"
-"""Regex of the names that an element of a list can have."""
+"""Regex of the name of an element in a list."""
 ITEM = "item"
-"""What stands for the name of an array's item."""
+"""The name of an element that is an item of an array."""
 KIND = "{kind}"
 
 
 @dataclass(frozen=True)
 class ElementStyle:
-    """The text of an element: `begin`, the value, `end`. They contain the property's name as `{name}`."""
+    """The text of an element: `begin`, the value, `end`. In both texts, `{name}` stands for the property's name."""
 
     begin: str
-    """`{kind}` in it is one of `kinds`. A line break at its end stands at both ends of the value."""
+    """Text before the value. `{kind}` stands for one of `kinds`. If `begin` ends with a line break, the value is also
+    followed by one."""
     end: str
-    """`{kind}` in it is that of `begin`; for an opening bracket, the closing one."""
+    """Text after the value. `{kind}` stands for the kind in `begin`, or for the bracket that closes it."""
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"": TYPES})
-    """An attribute of the element -> the types of its value."""
+    """Text of `{kind}` -> the types of the value."""
     item: str = ""
-    """`begin` of an array's item. Empty: objects and arrays are JSON."""
+    """The text before an item of an array. Empty: objects and arrays are written as JSON."""
     names: str = FREE_NAME
-    """Regex of the names that an element can have."""
+    """Regex of the name of an element."""
     separator: str = ""
-    """Text between the elements of a list. Empty: the elements are like those of XML."""
+    """Text between the elements of a list. Empty: the elements look like XML."""
     has_json_strings: bool = False
-    """Strings are written as in JSON. False: as they are, up to the end of their element."""
+    """Whether strings are written as in JSON, or as plain text up to the end of the element."""
 
     @property
     def new_names(self) -> str:
-        """Regex of the names that a model makes up. Parsers decode `&amp;`: names are written in one way only."""
+        """Regex of names that the schema does not list. They contain no `&`, because parsers would decode `&amp;`."""
         return self.names.replace('"', '"&')
 
     @cached_property
     def begin_pattern(self) -> Any:
         """The compiled regex of `begin`, or `item`, with any whitespace before it."""
-        import regex  # the process of a mask worker does without it
+        import regex  # the process of a mask worker does not need it
 
         return regex.compile(r"\s*(?:" + "|".join(map(_pattern, filter(None, (self.begin, self.item)))) + ")")
 
@@ -106,5 +107,5 @@ STYLES = {
     ),
     "python": ElementStyle("{name}=", "", names=LIST_NAME, separator=", ", has_json_strings=True),
 }
-"""Name -> style: xgrammar's; `mimo_xml`, which is `qwen_xml` without line breaks; Gemma's; and that of calls in Python,
-with values in JSON."""
+"""Name -> style. The styles are those of xgrammar, `mimo_xml` (`qwen_xml` without line breaks), `gemma`, and `python`
+(calls in Python's syntax with values in JSON)."""

@@ -1,4 +1,4 @@
-"""Every exception that `guided` raises, in one tree.
+"""The tree of all exceptions that `guided` raises.
 
 GuidedError
 ├── InvalidRequest              the request is wrong: HTTP 400; names `param` and, if there is one, a JSON pointer
@@ -37,26 +37,26 @@ def bounded(text: object, limit: int = MAX_ECHO) -> str:
 
 
 class GuidedError(Exception):
-    """Root of the tree. `str(error)` is the text for the user: what is wrong, where, and what would work."""
+    """The root of the tree. `str(error)` tells the user what is wrong, where, and what would work."""
 
     code = "guided_error"
     status = 500
     retryable = False
-    """Whether the same request would probably succeed if it was sent again."""
+    """Whether the same request would probably succeed if it were sent again."""
     retry_after: float = 1.0
-    """Seconds after which to send it again, for the statuses 429 and 503."""
+    """Seconds after which a client should send the request again, for the statuses 429 and 503."""
 
     def __init__(
         self, message: str, *, param: str | None = None, pointer: str | None = None, code: str = "", status: int = 0
     ) -> None:
         super().__init__(message)
-        self.code, self.status = code or self.code, status or self.status
-        """Those of the class, unless others are given."""
+        self.code = code or self.code
+        self.status = status or self.status
         self.message = message
         self.param = param
         """The request field at fault, as the user wrote it."""
         self.pointer = pointer
-        """RFC 6901 JSON pointer into the constraint; empty for the whole of it."""
+        """RFC 6901 JSON pointer into the constraint; empty for the whole constraint."""
 
     def __str__(self) -> str:
         if self.pointer is None:
@@ -88,7 +88,7 @@ class ConstraintTooLarge(InvalidConstraint):
 class UnsupportedConstraint(InvalidConstraint):
     code = "unsupported_constraint"
     keyword = ""
-    """The keyword of a schema that a library does not enforce, if leaving it out would help."""
+    """The keyword that a library does not enforce, if the library would accept the schema without it."""
 
 
 class CompileTimeout(GuidedError):
@@ -128,7 +128,7 @@ class ConstraintNotMet(InternalError):
     code = "constraint_not_met"
     retryable = True
     keyword = ""
-    """The keyword of the schema that is violated."""
+    """The keyword of the schema that the output violates."""
 
 
 class MaskTimeout(InternalError):
@@ -155,18 +155,19 @@ class PoolUnavailable(InternalError):
 
 
 Wire = tuple[str, str, str | None, str | None]
+"""An error for a message between processes: code, message, param, pointer."""
 
 
 def errors_by_code(root: type[GuidedError]) -> dict[str, type[GuidedError]]:
-    """Return a class of errors and all below it, by their codes."""
-    found = {root.code: root}
+    """Return a class of errors and all its subclasses, by code."""
+    classes = {root.code: root}
     for child in root.__subclasses__():
-        found.update(errors_by_code(child))
-    return found
+        classes.update(errors_by_code(child))
+    return classes
 
 
 def to_wire(error: BaseException) -> Wire:
-    """Pack an error as four strings, for messages between processes (no pickle)."""
+    """Pack an error for a message between processes, without pickle."""
     if isinstance(error, GuidedError):
         return error.code, error.message, error.param, error.pointer
     return BackendError.code, bounded(f"{type(error).__name__}: {error}"), None, None
@@ -179,7 +180,7 @@ def from_wire(wire: Wire) -> GuidedError:
 
 
 def error_body(error: GuidedError) -> dict[str, Any]:
-    """Return an error as OpenAI's API does, with a `pointer`: the body of a response, or an event of a stream."""
+    """Return an error in OpenAI's shape, with a `pointer`, for the body of a response or an event of a stream."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     kind = "rate_limit_error" if error.status == 429 else kind
     fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code, "pointer": error.pointer}
@@ -187,7 +188,7 @@ def error_body(error: GuidedError) -> dict[str, Any]:
 
 
 def error_headers(error: GuidedError) -> dict[str, str]:
-    """Return the headers that say whether and when to try again, and the challenge of a 401."""
+    """Return the headers that say whether and when to try again, and for a 401 the authentication scheme."""
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if error.status in (429, 503):
         headers["retry-after"] = str(math.ceil(error.retry_after))

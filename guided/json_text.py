@@ -1,7 +1,7 @@
 """Read JSON text within limits.
 
-A text that could exceed one is measured first, in linear time and without building objects: `json.loads` recurses once
-per level of nesting, and a list of a million empty lists takes a hundred megabytes.
+A text that could exceed a limit is measured first, in linear time and without building objects: `json.loads` recurses
+once per level of nesting, and a list of a million empty lists takes a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from guided.errors import bounded
 
 MAX_NUMBER_LENGTH = 100
-"""Maximum number of characters of a number. JSON's common numbers (64 bits, double precision) have at most 25."""
+"""Maximum number of characters of a number. Common numbers (64 bits, double precision) have at most 25."""
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _LONG_NUMBER = re.compile(rb"[-+.eE0-9]{%d}" % (MAX_NUMBER_LENGTH + 1))
@@ -24,7 +24,7 @@ _NO_BRACKETS = bytes(set(range(256)).difference(b"[]{}"))
 
 
 class JsonError(ValueError):
-    """The text is not JSON, or it has a key twice in one object."""
+    """The text is not JSON, or an object in it has a key twice."""
 
 
 class JsonTooLarge(JsonError):
@@ -41,8 +41,8 @@ def loads(
         constants: accept NaN and Infinity, as `json.loads` does.
 
     Raises:
-        JsonTooLarge: over a limit.
-        JsonError: not JSON, or a key occurs twice in one object.
+        JsonTooLarge: `text` exceeds a limit.
+        JsonError: `text` is not JSON, or an object in it has a key twice.
     """
     try:
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -58,7 +58,7 @@ def loads(
 
 
 def _check_size(data: bytes, max_values: int, max_nesting: int, max_members: int) -> None:
-    """Raise `JsonTooLarge` if `data` is over a limit. Exact up to the first character that is not JSON."""
+    """Raise `JsonTooLarge` if `data` exceeds a limit. The check is exact up to the first character that is not JSON."""
     too_many = JsonTooLarge(f"there are more than {max_values} values")
     if data.count(b'"') - data.count(b'\\"') > 4 * max_values:  # a value is at most two strings: itself and its key
         raise too_many

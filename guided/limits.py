@@ -1,9 +1,9 @@
 """Limits on the size of a constraint and on the resources of its compilation.
 
-The size of a constraint is checked before any grammar library gets it, in time linear in its length. At the sizes that
-are refused here, some grammar library hangs, crashes or takes gigabytes (advisories CVE-2025-48942, -48943, -48944,
+The size of a constraint is checked before any grammar library gets it, in time linear in its length. At sizes above
+these limits, some grammar libraries hang, crash or take gigabytes (advisories CVE-2025-48942, -48943, -48944,
 -57809, -58446, CVE-2026-25048); ordinary constraints are orders of magnitude smaller. Syntax is not checked here:
-malformed text is measured as far as possible.
+malformed text is measured as well as possible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from guided.errors import ConstraintTooLarge, bounded
 
-# The scanners are possessive, and the end of the text closes everything: no backtracking.
+# The scanners do not backtrack: repetitions are possessive, and the end of the text closes all open constructs.
 _IN_REGEX = (
     r"\\(?:[xuUpPN]\{[^{}]*+\}|.)"  # an escape
     r"|\[\^?\]?(?:[^\]\\]++|\\.)*+\]?"  # a character class: brackets, braces and parentheses are characters in it
@@ -29,12 +29,12 @@ _IN_GRAMMAR = (
 ) + _IN_REGEX
 _REGEX_TOKEN, _GRAMMAR_TOKEN = (re.compile(pattern, re.DOTALL) for pattern in (_IN_REGEX, _IN_GRAMMAR))
 _RULE = re.compile(r"^[ \t]*+[?!]?[\w.-]++[^\n:\"/]*+:", re.MULTILINE)
-"""A rule at the start of a line, of Lark or GBNF."""
+"""The beginning of a rule in Lark or GBNF, at the start of a line."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers from `least` to `most`."""
+    """The range of finite numbers from `least` to `most`."""
 
     least: float
     most: float = math.inf
@@ -49,7 +49,7 @@ class Range:
 
 
 def check_ranges(options: Any) -> None:
-    """Check the fields of a dataclass that has `RANGES`, ranges by field name. A field may always be None.
+    """Check the fields of a dataclass with the attribute `RANGES` (field name -> range). A field may always be None.
 
     Raises:
         ValueError: a value is out of range.
@@ -62,27 +62,27 @@ def check_ranges(options: Any) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on constraints; every refusal names the limit."""
+    """Limits on constraints. Every refusal names the limit."""
 
     max_constraint_bytes: int = 512 * 1024
     max_values: int = 25_000
-    """Values in a JSON schema: each object, array, string, number, boolean and null."""
+    """Number of values in a JSON schema: objects, arrays, strings, numbers, booleans and nulls."""
     max_nesting: int = 64
-    """Levels of JSON nesting in a schema, or of brackets in a regex or a grammar."""
+    """Number of levels of JSON in a schema, or of brackets in a regex or a grammar."""
     max_choices: int = 10_000
     max_enum: int = 10_000
     max_repetition: int = 10_000
-    """Largest bound in `{m,n}` of a regex or grammar (nested bounds multiplied), and of minLength, minItems etc.
+    """Largest bound in `{m,n}` of a regex or grammar (nested bounds are multiplied), and of minLength, minItems etc.
 
     Upper bounds in a schema (maxLength, maxItems) are not limited: real schemas use 65,535 or a million for "large".
     """
     max_grammar_rules: int = 5_000
     max_regex_alternatives: int = 10_000
-    """Total number in all alternations of a regex. As for choices: they are texts."""
+    """Total number of alternatives in a regex. As many as choices, because these alternatives are texts."""
     max_alternatives: int = 2_000
     """Total number of alternatives in all `anyOf` and `oneOf` of a schema, or all alternations of a grammar.
 
-    Lower than for choices: an alternative may be any subschema, and each has its own states.
+    Fewer than choices, because an alternative may be any subschema, with its own states.
     """
 
     def check_regex(self, pattern: str, param: str) -> None:
@@ -105,11 +105,11 @@ class Limits:
 
     def _measure(self, tokens: Iterable[re.Match[str]], param: str, most: int) -> None:
         repeated = [1]
-        """For each open bracket, the largest product of repetitions inside it so far."""
+        """The largest product of repetitions inside each open bracket so far."""
         closed = 1
-        """The same for the group that was closed last."""
+        """The largest product inside the group that was closed last."""
         end = -1
-        """The end of that group."""
+        """The end of the group that was closed last."""
         bars = 0
         for token in tokens:
             kind = token.lastgroup
@@ -147,21 +147,21 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """Resources of one compilation, and the number of concurrent ones."""
+    """Limits on the resources of a compilation, and on the number of compilations."""
 
     processes: int | None = None
-    """Compilations at the same time. None: one for every CPU of this machine, at least 4, at most 16."""
+    """Number of concurrent compilations. None: one per CPU of this machine, at least 4, at most 16."""
     seconds: float = 10.0
-    """Time limit for one constraint with all backends that are tried for it, without the time in the queue."""
+    """Time limit for one constraint with all backends that are tried, without the time in the queue."""
     memory_bytes: int = 224 << 20
-    """Resident memory of a compile process, beyond the memory of an idle one. A sample of MaskBench's schemas took up
+    """Resident memory of a compile process beyond that of an idle process. A sample of MaskBench's schemas took up
     to 190 MiB (xgrammar, 131,072 tokens)."""
     grammar_bytes: int = 128 << 20
     """Size of one compiled grammar in each process that holds it."""
     wait_seconds: float = 30.0
-    """Maximum time that a constraint waits for a process, before it is refused with `CompileQueueFull`."""
+    """Maximum time for which a constraint waits for a process before it is refused with `CompileQueueFull`."""
     waiting: int = 256
-    """Maximum number of constraints that wait for a process. More are refused with `CompileQueueFull` at once."""
+    """Maximum number of constraints that wait for a process. Further ones are refused at once."""
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("processes", "memory_bytes", "grammar_bytes", "waiting"), Range(1)),

@@ -1,7 +1,8 @@
-"""Python types as constraints, and answers parsed back into them.
+"""Convert Python types to constraints, and parse outputs as values of these types.
 
 A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, `list[int]`) or
-a term of the outlines package (`outlines.types`: regexes, `Choice`, `JsonSchema`, `CFG`), also as a field of a model.
+a term of the outlines package (`outlines.types`: regexes, `Choice`, `JsonSchema`, `CFG`). Fields of a model may be
+terms, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _PARAM = "output_type"
 _TERMS = "outlines.types.dsl"
-"""The module of outlines' terms."""
+"""The module that defines outlines' terms."""
 
 
 def constraint_for(
@@ -34,7 +35,7 @@ def constraint_for(
 
     Raises:
         InvalidConstraint: there is no constraint for this type.
-        ConstraintTooLarge: over one of the limits.
+        ConstraintTooLarge: the constraint exceeds a limit.
     """
     if _is_term(output_type):
         return _constraint_of_term(output_type, whitespace, open_objects, param)
@@ -51,9 +52,9 @@ def constraint_for(
 
 
 def parse_as(output_type: Any, text: str) -> Any:
-    """Return a complete output that the constraint of `output_type` allows, as a value of that type.
+    """Parse a complete output, which satisfies the constraint of `output_type`, as a value of this type.
 
-    A term of outlines has no type of its own: a schema becomes what `json.loads` returns, other terms stay text. Raises
+    For a term of outlines that is a schema, the value is that of `json.loads`; for other terms, it is the text. Raises
     `ValueError` if a validator of the type, which a JSON schema may not express, rejects the value.
     """
     if _is_term(output_type):
@@ -63,7 +64,7 @@ def parse_as(output_type: Any, text: str) -> Any:
 
 
 def _strings(output_type: Any) -> list[str]:
-    """Return the values of an `Enum` or a `Literal` if all are non-empty strings, which can be a `choice`."""
+    """Return the values of an `Enum` or a `Literal` if all are non-empty strings, which a `choice` requires."""
     values: Sequence[Any] = get_args(output_type) if get_origin(output_type) is Literal else ()
     if isinstance(output_type, enum.EnumMeta):
         members: dict[str, Any] = dict(output_type.__members__)
@@ -74,7 +75,7 @@ def _strings(output_type: Any) -> list[str]:
 def _adapter(output_type: Any, param: str) -> TypeAdapter[Any]:
     try:
         return _cached_adapter(output_type)
-    except Exception as error:  # also of a type without a hash
+    except Exception as error:  # also raised for a type without a hash
         message = f"{_name(output_type)} is not a type that can be a constraint: {bounded(error)}"
         raise InvalidConstraint(message, param=param) from None
 
@@ -108,7 +109,7 @@ def _schema_generator() -> Any:
 
 
 def _is_term(output_type: Any) -> bool:
-    """Whether this is a term of outlines. If it is, outlines is imported already."""
+    """Return whether `output_type` is a term of outlines. This does not import outlines."""
     return any(base.__module__ == _TERMS and base.__name__ == "Term" for base in type(output_type).__mro__)
 
 
@@ -124,12 +125,12 @@ def _constraint_of_term(term: Any, whitespace: str | None, open_objects: bool | 
 
 
 def _regex(term: Any, param: str) -> str:
-    """Return the regex of a term that is no schema, grammar or choice by itself."""
+    """Return the regex of a term that is neither a schema nor a grammar."""
     dsl: Any = import_module(_TERMS)
     if any(isinstance(part, dsl.JsonSchema) for part in _parts(term)):  # outlines' own regex ignores some keywords
         raise InvalidConstraint("a JsonSchema within another term is not supported: use it alone", param=param)
     try:
-        # Alone, a regex needs no parentheses, and may begin with flags.
+        # A regex that is the whole term needs no parentheses, and may begin with flags.
         pattern: str = term.pattern if isinstance(term, dsl.Regex) else dsl.to_regex(term)
     except (TypeError, RuntimeError) as error:
         message = f"outlines has no regex for this {type(term).__name__}: {bounded(error)}"

@@ -1,7 +1,7 @@
-"""Regular expressions as trees, and in a common subset that every grammar library reads in the same way.
+"""Regular expressions as trees, and as text in a common subset that all grammar libraries read in the same way.
 
-The libraries differ in `\\d`, `.` and anchors. So a pattern is parsed into a small tree (`regex_parser.py`) and written
-in the common subset: literals, classes of code point ranges, groups, alternatives, repetitions.
+The libraries differ in `\\d`, `.` and anchors. A pattern is therefore parsed into a small tree (`regex_parser.py`) and
+written in the common subset: literals, classes of code point ranges, groups, alternatives, repetitions.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ Ranges = tuple[tuple[int, int], ...]
 """Code points as inclusive ranges: ascending, disjoint, not adjacent."""
 
 UNIVERSE: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
-"""Every code point in UTF-8."""
+"""All code points that UTF-8 can encode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character in `ranges`."""
+    """A character class: one character in `ranges`."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """All items in order; without items: the empty string."""
+    """A sequence of all items in order. Without items, it matches the empty string."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of at least two options."""
+    """An alternation: one of at least two options."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`low` to `high` times (None: unbounded)."""
+    """A repetition: `item`, `low` to `high` times (None: unbounded)."""
 
     item: Node
     low: int
@@ -57,7 +57,7 @@ def literal(text: str) -> Node:
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
-    """Sort and merge ranges, without surrogates."""
+    """Sort and merge ranges. Drop surrogates."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(pairs):
         if merged and low <= merged[-1][1] + 1:
@@ -68,13 +68,13 @@ def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def intersection(left: Ranges, right: Ranges) -> Ranges:
-    """Return the code points that are in both."""
+    """Return the code points that are both in `left` and in `right`."""
     pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
     return tuple(pair for pair in pairs if pair[0] <= pair[1])
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return all other code points."""
+    """Return all code points that are not in `ranges`."""
     gaps: list[tuple[int, int]] = []
     start = 0
     for low, high in ranges:
@@ -86,12 +86,12 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def count(ranges: Ranges) -> int:
-    """Return the number of code points."""
+    """Return the number of code points in `ranges`."""
     return sum(high - low + 1 for low, high in ranges)
 
 
 def map_chars(node: Node, change: Callable[[Chars], Node]) -> Node:
-    """Replace every character class."""
+    """Replace every character class of a tree by the result of `change`."""
     match node:
         case Chars():
             return change(node)
@@ -115,7 +115,7 @@ def choice(options: Iterable[Node]) -> Node:
     """Return a choice of `options` as one node."""
     distinct = tuple(dict.fromkeys(options))
     some = tuple(option for option in distinct if option != EMPTY)
-    if len(some) < len(distinct):  # an empty alternative becomes an optional item: not every library reads `a|`
+    if len(some) < len(distinct):  # an empty option becomes an optional item, because not every library reads `a|`
         return repeat(choice(some), 0, 1) if some else EMPTY
     return some[0] if len(some) == 1 else Choice(some)
 
@@ -153,7 +153,7 @@ def _render_chars(ranges: Ranges) -> str:
 
 
 def across_surrogates(ranges: Ranges) -> Ranges:
-    """Join the ranges before and after the surrogates, which no token has. Libraries read one range rightly."""
+    """Join the ranges before and after the surrogates, which no token contains. Libraries read one range correctly."""
     for index, (before, after) in enumerate(pairwise(ranges)):
         if (before[1], after[0]) == (0xD7FF, 0xE000):
             return (*ranges[:index], (before[0], after[1]), *ranges[index + 2 :])

@@ -1,6 +1,7 @@
 """The parser of regular expressions: a pattern becomes a tree of `guided.regex`.
 
-Python's own parser reads it: with the meaning of `re`, or in a JSON Schema that of ECMA-262. Rewritten for it are:
+Python's own parser reads the pattern, with the meaning of `re`, or of ECMA-262 in a JSON Schema. Before, this syntax is
+rewritten:
 
     \\p{L} \\p{Letter} \\P{Script=Greek} \\pL    a class of code points
     \\u{41} \\x{41} \\ud83d\\ude00              one code point
@@ -8,8 +9,8 @@ Python's own parser reads it: with the meaning of `re`, or in a JSON Schema that
     (?<name>...)                             a group
     \\z                                       the end (in a regex, not in a schema's pattern)
 
-A schema's pattern is read after `guided.schema.ecma` and a library that refuses what is malformed.
-Anything that no token mask can follow, or that the dialects read differently, is refused by name.
+`guided.schema.ecma` and a library check the patterns of schemas before. Syntax that no token mask can enforce, or that
+the dialects read differently, is refused by name.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from guided.regex import (
 )
 
 _sre: Any = importlib.import_module("re._parser")
-"""Python's own parser. It is private, but its output has never changed; another parser could disagree with `re`."""
+"""Python's own parser. The module is private, but its output has never changed. Other parsers may differ from `re`."""
 _ESCAPE = (
     r"\\[ux]\{(?P<code>[0-9A-Fa-f]{1,6})\}"
     r"|\\u(?P<high>[dD][89ABab][0-9A-Fa-f]{2})\\u(?P<low>[dD][c-fC-F][0-9A-Fa-f]{2})"
@@ -71,10 +72,10 @@ def parse(pattern: str, *, param: str = "regex", lookaheads: bool = True) -> Nod
     """Parse `pattern` into a tree, with the meaning of `re.fullmatch(pattern, ...)` on valid Unicode.
 
     Args:
-        lookaheads: apply lookaheads at the beginning, which may take long. False: they are refused.
+        lookaheads: whether lookaheads at the beginning are applied, which may take long, or refused.
 
     Raises:
-        InvalidConstraint: not a regular expression, or no text matches it.
+        InvalidConstraint: `pattern` is not a regular expression, or no text matches it.
         UnsupportedConstraint: other lookaround, backreferences, possessive groups, anchors in the middle, ...
     """
     reader = _Translator(pattern, param)
@@ -86,9 +87,9 @@ def parse(pattern: str, *, param: str = "regex", lookaheads: bool = True) -> Nod
 
 @lru_cache(maxsize=256)
 def parse_search(pattern: str) -> Node:
-    """Return all strings that contain a match of `pattern` of a JSON Schema: read as ECMA-262 reads it.
+    """Return all strings that contain a match of `pattern`, a pattern of a JSON Schema with the meaning of ECMA-262.
 
-    Raises as `parse` does.
+    Raises the errors of `parse`.
     """
     reader = _Translator(pattern, "json_schema", ecma=True)
     parsed = reader.parse()
@@ -102,9 +103,11 @@ def width(node: Node) -> tuple[int, int | None]:
 
 
 def _search(parsed: Any, flags: int, reader: _Translator, *, whole: bool = False) -> Node:
-    """Return all texts that contain a match, or with `whole`, that are one."""
+    """Return all texts that contain a match, or that match as a whole (`whole`)."""
     items = list(parsed)
-    if items and str(items[-1][0]) == "BRANCH":  # the parser has moved the common prefix of all alternatives before it
+    if (
+        items and str(items[-1][0]) == "BRANCH"
+    ):  # the parser has moved the common prefix of all alternatives before the branch
         options = items[-1][1][1]
         return choice(_search([*items[:-1], *option], flags, reader, whole=whole) for option in options)
     if whole and not _anchored(items, 0, "AT_BEGINNING"):
@@ -134,7 +137,7 @@ def _lookaheads(items: list[Any]) -> list[Any]:
 
 
 def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
-    """Whether every alternative of `parsed` has `anchor` in its first (0) or last (-1) position."""
+    """Return whether every alternative of `parsed` has `anchor` in its first (0) or last (-1) position."""
     items = list(parsed)
     if not items:
         return False
@@ -147,10 +150,10 @@ def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
 
 
 class _Translator:
-    """Reads one pattern: rewrites it for Python's parser, and turns the parser's lists of operations into nodes.
+    """Rewrites one pattern for Python's parser, and converts the parser's lists of operations to nodes.
 
     Args:
-        ecma: give classes, escapes and anchors their meaning in ECMA-262 (JSON Schema), not that in `re`.
+        ecma: whether classes, escapes and anchors have the meaning of ECMA-262 (JSON Schema), or of `re`.
     """
 
     def __init__(self, pattern: str, param: str, *, ecma: bool = False) -> None:
@@ -160,60 +163,60 @@ class _Translator:
         self.ecma = ecma
 
     def parse(self) -> Any:
-        """Return the lists of Python's parser."""
+        """Return the list of operations of Python's parser."""
         rewritten = _TOKEN.sub(self._rewritten, self._pattern)
         # Maximum length of a rewritten pattern: `\p{L}` takes 13,000.
         if len(rewritten) > max(300_000, 2 * len(self._pattern)):
             raise ConstraintTooLarge(f"{self._name} contains too many Unicode properties", param=self._param)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "possible nested set": the meaning is that of `re`
+                warnings.simplefilter("ignore")  # "possible nested set": the meaning stays that of `re`
                 return _sre.parse(rewritten)
         except re.error as error:
             why = error if rewritten == self._pattern else error.msg  # without the position in `rewritten`
             raise self._invalid(f"is malformed: {why}") from None
-        except (OverflowError, RecursionError, ValueError) as error:  # a ValueError: flags that exclude each other
+        except (OverflowError, RecursionError, ValueError) as error:  # contradictory flags raise a ValueError
             raise self._invalid(f"can't be read: {error}") from None
 
-    def _rewritten(self, found: re.Match[str]) -> str:
+    def _rewritten(self, match: re.Match[str]) -> str:
         """Return an escape, a group or a class in the syntax of `re`."""
-        if found["members"] is None:
-            return self._rewritten_escape(found, in_class=False)
+        if match["members"] is None:
+            return self._rewritten_escape(match, in_class=False)
         for syntax, (what, why) in _REFUSED_MEMBERS.items():
-            if re.search(syntax, found["members"]):
+            if re.search(syntax, match["members"]):
                 raise self._unsupported(what, why)
-        members = _IN_CLASS.sub(lambda inner: self._rewritten_escape(inner, in_class=True), found["members"])
-        return f"[{found['not']}{members}{found['end']}"
+        members = _IN_CLASS.sub(lambda inner: self._rewritten_escape(inner, in_class=True), match["members"])
+        return f"[{match['not']}{members}{match['end']}"
 
-    def _rewritten_escape(self, found: re.Match[str], *, in_class: bool) -> str:
-        text = found[0]
-        if found["code"]:
-            if (code := int(found["code"], 16)) > 0x10FFFF:
+    def _rewritten_escape(self, match: re.Match[str], *, in_class: bool) -> str:
+        text = match[0]
+        if match["code"]:
+            if (code := int(match["code"], 16)) > 0x10FFFF:
                 raise self._invalid(f"contains the code point {code:#x}")
             return f"\\U{code:08x}"
-        if found["high"]:
-            high, low = int(found["high"], 16), int(found["low"], 16)
+        if match["high"]:
+            high, low = int(match["high"], 16), int(match["low"], 16)
             return f"\\U{0x10000 + ((high & 0x3FF) << 10) + (low & 0x3FF):08x}"
-        if found["sign"]:
-            name = found["property"] or found["letter"]
+        if match["sign"]:
+            name = match["property"] or match["letter"]
             try:
-                members = _members_of_property(name.strip(), found["sign"] == "P")
+                members = _members_of_property(name.strip(), match["sign"] == "P")
             except unicode_regex.error:
                 raise self._invalid(f"contains \\p{{{bounded(name, 60)}}}, which is no Unicode property") from None
             return members if in_class else f"[{members}]"
-        if found["control"]:
-            return f"\\x{ord(found['control']) & 31:02x}"
-        if found["reference"]:
+        if match["control"]:
+            return f"\\x{ord(match['control']) & 31:02x}"
+        if match["reference"]:
             raise self._unsupported(f"a backreference ({bounded(text, 40)})")
         if text == r"\z" and not self.ecma and not in_class:
             return r"\Z"
-        return "(" if found["group"] and not in_class else text
+        return "(" if match["group"] and not in_class else text
 
     def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
         """Return the node for a list of operations.
 
         Args:
-            start, end: no text can precede or follow, so anchors have no effect there and are dropped.
+            start, end: whether no text can precede or follow. Anchors have no effect there and are dropped.
         """
         items = list(parsed)
         nodes: list[Node] = []
@@ -259,19 +262,19 @@ class _Translator:
         if operation == "ANY":
             return Chars(UNIVERSE if flags & re.DOTALL else complement(_ECMA_LINES if self.ecma else ((10, 10),)))
         members = argument if operation == "IN" else [("LITERAL", argument)]
-        found: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         negated = operation == "NOT_LITERAL"
         for kind, value in members:
             match str(kind):
                 case "NEGATE":
                     negated = True
                 case "LITERAL":
-                    found.append((value, value))
+                    pairs.append((value, value))
                 case "RANGE":
-                    found.append((value[0], value[1]))
+                    pairs.append((value[0], value[1]))
                 case "CATEGORY":
-                    found.extend(_category(str(value), bool(flags & re.ASCII) or self.ecma, self.ecma))
-        ranges = ranges_of(found)
+                    pairs.extend(_category(str(value), bool(flags & re.ASCII) or self.ecma, self.ecma))
+        ranges = ranges_of(pairs)
         if flags & re.IGNORECASE:
             ranges = _fold(ranges, flags)
         if negated:
@@ -290,7 +293,7 @@ class _Translator:
 
 
 def _fold(ranges: Ranges, flags: int) -> Ranges:
-    """Add the characters that are equal under IGNORECASE."""
+    """Add the characters that are equal to one of `ranges` under IGNORECASE."""
     members = "".join(render_range(low, high) for low, high in ranges)
     equal = re.findall(f"[{members}]", _cased(), flags & (re.IGNORECASE | re.ASCII)) if members else ()
     return ranges_of([*ranges, *((ord(character), ord(character)) for character in equal)])
@@ -298,7 +301,7 @@ def _fold(ranges: Ranges, flags: int) -> Ranges:
 
 @cache
 def _category(name: str, ascii_only: bool, ecma: bool) -> Ranges:
-    """Return `\\d`, `\\w`, `\\s` or a complement, exactly as in this Python's `re` or in ECMA-262."""
+    """Return the characters of `\\d`, `\\w`, `\\s` or a complement, as in this Python's `re` or in ECMA-262."""
     if "_NOT_" in name:
         return complement(_category(name.replace("_NOT_", "_"), ascii_only, ecma))
     if ecma and name == "CATEGORY_SPACE":
@@ -309,7 +312,7 @@ def _category(name: str, ascii_only: bool, ecma: bool) -> Ranges:
 
 @lru_cache(maxsize=64)
 def _members_of_property(name: str, negated: bool) -> str:
-    """Return the code points with a property, as the inside of a class; surrogates if there are none."""
+    """Return the members of a class with the code points of a property, or with surrogates if there are none."""
     matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
     runs = _runs(matching.finditer(_every_character()))
     runs = runs if negated else intersection(runs, _assigned())
@@ -317,7 +320,7 @@ def _members_of_property(name: str, negated: bool) -> str:
 
 
 def _runs(matches: Iterable[Any]) -> Ranges:
-    """Return the code points of runs in `_every_character`."""
+    """Return the code points of matches in `_every_character`, which are runs of adjacent code points."""
     return ranges_of((ord(match[0][0]), ord(match[0][-1])) for match in matches)
 
 
@@ -328,7 +331,7 @@ def _every_character() -> str:
 
 @cache
 def _assigned() -> Ranges:
-    """Return the characters of Python's version of Unicode: a reader of the output may not know newer ones."""
+    """Return the characters of Python's version of Unicode. Readers of the output may not know newer characters."""
     kinds = "".join(map(unicodedata.category, _every_character()))  # two letters each
     runs = (match.span() for match in re.finditer("(?:Cn)+", kinds))
     return complement(
@@ -339,4 +342,4 @@ def _assigned() -> Ranges:
 @cache
 def _cased() -> str:
     """Return the characters that have another case."""
-    return "".join(each for each in _every_character() if each.lower() != each or each.upper() != each)
+    return "".join(char for char in _every_character() if char.lower() != char or char.upper() != char)

@@ -1,4 +1,4 @@
-"""Rules for the constraint fields of a request: one constraint, in one field or several, and what goes with it.
+"""Rules for the constraint fields of a request: one constraint, in one field or several, and its whitespace.
 
 Each API (HTTP body, `SamplingParams`, vLLM's extra arguments) collects its fields and checks them here.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import guided.schema.document  # noqa: F401 -- at the start of a server, and not at its first request
+import guided.schema.document  # noqa: F401 -- imported at the start of a server, and not at its first request
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
 
@@ -20,14 +20,14 @@ class GivenConstraint:
 
     kind: ConstraintKind
     field: str
-    """The field's path in the request. Errors name it."""
+    """The path of the field in the request, for errors."""
     value: Any
-    """The field's value, or a constraint that is built already, with the default options of `build`."""
+    """The value of the field, or a constraint that was already built with the default options of `build`."""
 
 
 @dataclass(frozen=True)
 class GivenWhitespace:
-    """A field that is set and defines the whitespace between JSON tokens."""
+    """A field for the whitespace between JSON tokens that is set."""
 
     field: str
     pattern: str
@@ -45,45 +45,47 @@ def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
     return given[0] if given else None
 
 
-def take_whitespace(one: GivenConstraint | None, given: Sequence[GivenWhitespace]) -> GivenWhitespace | None:
-    """Return the whitespace field, or None if there is none. `one` is the request's constraint field.
+def take_whitespace(constraint: GivenConstraint | None, given: Sequence[GivenWhitespace]) -> GivenWhitespace | None:
+    """Return the whitespace field, or None if there is none. `constraint` is the request's constraint field.
 
     Raises:
-        InvalidRequest: several are given that differ, or the constraint is not one of JSON.
+        InvalidRequest: several fields differ, or the constraint is not a JSON constraint.
     """
     if not given:
         return None
-    if one is None:
+    if constraint is None:
         field = given[0].field
         raise InvalidRequest(f"{field} requires a JSON constraint", param=field)
-    if len({each.pattern for each in given}) > 1:
-        names = " and ".join(each.field for each in given)
-        raise InvalidRequest(f"{names} are given: choose one", param=given[1].field)
-    if one.kind not in ("json_schema", "json_object", "structural_tag"):
-        raise InvalidRequest(f"{given[0].field} requires a JSON constraint, not {one.field}", param=given[0].field)
+    if len({space.pattern for space in given}) > 1:
+        names = " and ".join(space.field for space in given)
+        raise InvalidRequest(f"{names} are given: choose constraint", param=given[1].field)
+    if constraint.kind not in ("json_schema", "json_object", "structural_tag"):
+        raise InvalidRequest(
+            f"{given[0].field} requires a JSON constraint, not {constraint.field}", param=given[0].field
+        )
     return given[0]
 
 
 def build(
-    one: GivenConstraint,
+    given: GivenConstraint,
     whitespace: GivenWhitespace | None = None,
     *,
     open_objects: bool = False,
     strict_schema: bool = False,
 ) -> Constraint:
-    """Build the constraint. `param` of an `InvalidConstraint` is the field at fault."""
-    if isinstance(one.value, Constraint):
-        return one.value
+    """Build the constraint of a field. `param` of an `InvalidConstraint` is the field at fault."""
+    if isinstance(given.value, Constraint):
+        return given.value
     try:
         return Constraint.of_kind(
-            one.kind,
-            one.value,
+            given.kind,
+            given.value,
             whitespace=None if whitespace is None else whitespace.pattern,
             open_objects=open_objects,
             strict_schema=strict_schema,
-            param=one.field,
+            param=given.field,
         )
     except InvalidConstraint as error:
-        if whitespace is not None and "whitespace" in error.message and error.param == one.field:
+        if whitespace is not None and "whitespace" in error.message and error.param == given.field:
             error.param = whitespace.field  # the pattern is at fault, not the schema
         raise

@@ -1,7 +1,7 @@
 """Structural tags: free text with constrained parts, in the format that vLLM and xgrammar publish.
 
-msgspec checks the shape of a structural tag. `parse` reduces its formats to eight kinds of nodes, which `guided/tags/`
-lowers for each library. It checks no content (schemas, regexes, grammars): `guided/constraint.py` does.
+msgspec checks the shape of a structural tag. `parse` reduces the formats to eight kinds of nodes, which `guided/tags/`
+lowers for each library. Contents (schemas, regexes, grammars) are checked in `guided/constraint.py`.
 
 Free text ends at the first occurrence of a literal that can follow it: a trigger, or an end tag.
 """
@@ -28,29 +28,29 @@ ContentKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Exactly this text. The name of a special token in it stands for the token."""
+    """A literal text. The name of a special token in the text stands for the token."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token: its id, or the name of a special token."""
+    """One token, given as its id or as the name of a special token."""
 
     token: int | str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """An output of another constraint. `pointer` is the place of its value in the structural tag."""
+    """An output of another constraint, the content. `pointer` is the place of `value` in the structural tag."""
 
     kind: ContentKind
     value: Any
     pointer: str
     style: str = "json"
-    """How the arguments of a function are written: JSON, or one of `guided/element_arguments.py`."""
+    """The style of a function's arguments: `json`, or a name in `guided/element_styles.py`."""
     excludes: tuple[str, ...] = ()
-    """Not in JSON: what texts must not contain."""
+    """Strings that texts must not contain, in styles other than `json`."""
 
     def __hash__(self) -> int:
         return hash(self.pointer)
@@ -66,21 +66,21 @@ class FreeText:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """All items in order."""
+    """A sequence of all items in order."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """One of `options`."""
+    """An alternative: one of `options`."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """`low` to `high` times (None: unbounded)."""
+    """A repetition: `item`, `low` to `high` times (None: unbounded)."""
 
     item: Node
     low: int
@@ -89,7 +89,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Free text up to a trigger, then the node of this trigger; with `loop`, repeated. Free text alone is valid too."""
+    """Free text up to a trigger, then the node of the trigger; repeated with `loop`. Free text alone is valid."""
 
     rules: tuple[tuple[Text | Token, Node], ...]
     loop: bool
@@ -100,36 +100,39 @@ Node = Text | Token | Content | FreeText | Series | Either | Times | Dispatch
 
 
 def parse(tag: Mapping[str, Any], param: str, expand: Callable[[Content], Node] | None = None) -> Node:
-    """Check the shape of a structural tag, and return its nodes. `expand` replaces contents in other styles than JSON.
+    """Check the shape of a structural tag, and return its nodes. `expand` replaces contents in styles other than JSON.
 
     Raises:
         InvalidConstraint: a field is missing, unknown, or has a wrong value; or a tag can never be produced.
-        ConstraintTooLarge: over one of the limits.
+        ConstraintTooLarge: the tag exceeds a limit.
     """
     return _NodeBuilder(param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
 
 
 def read(tag: Mapping[str, Any] | str, param: str) -> Any:
-    """Return a structural tag, or its JSON text; vLLM's older form as the one with `format`. Raises as `parse` does."""
+    """Read a structural tag from an object or JSON text, in the form with `format` or in vLLM's older form.
+
+    Raises the errors of `parse`.
+    """
     try:
         nesting = 2 * LIMITS.max_nesting
-        read = loads(tag, max_values=LIMITS.max_values, max_nesting=nesting) if isinstance(tag, str) else tag
+        document = loads(tag, max_values=LIMITS.max_values, max_nesting=nesting) if isinstance(tag, str) else tag
     except JsonTooLarge as error:
         raise ConstraintTooLarge(f"the structural tag is over a limit: {error}", param=param) from None
     except JsonError as error:
         raise InvalidConstraint(f"the structural tag is not JSON: {error}", param=param) from None
-    if not (isinstance(read, Mapping) and "structures" in read):
-        return read
-    older = _convert(read, _Older, "", param)
+    if not (isinstance(document, Mapping) and "structures" in document):
+        return document
+    older = _convert(document, _Older, "", param)
     tags = [
-        {"begin": each.begin, "content": {"type": "json_schema", "json_schema": each.schema}, "end": each.end}
-        for each in older.structures
+        {"begin": part.begin, "content": {"type": "json_schema", "json_schema": part.schema}, "end": part.end}
+        for part in older.structures
     ]
     return {"format": {"type": "triggered_tags", "triggers": older.triggers, "tags": tags}}
 
 
 def parts(node: Node) -> Sequence[Node]:
-    """Return the nodes directly in a node."""
+    """Return the direct children of a node."""
     match node:
         case Series(items) | Either(items):
             return items
@@ -148,12 +151,12 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def contents(node: Node) -> list[Content]:
-    """Return the contents of a structural tag, each once."""
-    return list(dict.fromkeys(each for each in walk(node) if isinstance(each, Content)))
+    """Return the distinct contents of a structural tag."""
+    return list(dict.fromkeys(part for part in walk(node) if isinstance(part, Content)))
 
 
 def ends(node: Node) -> Iterator[Node]:
-    """Yield the nodes with which an output of `node` can end: literals, contents, free text, dispatches."""
+    """Yield the nodes (literals, contents, free text, dispatches) with which an output of `node` can end."""
     inside = () if isinstance(node, Dispatch) else parts(node)
     if isinstance(node, Series):
         inside = [item for item in inside if item != Text("")][-1:]
@@ -165,7 +168,7 @@ def ends(node: Node) -> Iterator[Node]:
 
 @contextmanager
 def located(content: Content, param: str) -> Iterator[None]:
-    """Make errors about a content point to its place in the structural tag."""
+    """Make errors about a content point to the content's place in the structural tag."""
     try:
         yield
     except InvalidConstraint as error:
@@ -183,7 +186,7 @@ _Tags = Annotated[list["_Tag"], _AtLeastOne]
 
 
 class _Part(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
-    """A format, as in `xgrammar.structural_tag`, whose name is the tag of its class. Formats within it are `Any`."""
+    """A format of `xgrammar.structural_tag`; its `type` is the tag of the class. Inner formats have the type `Any`."""
 
 
 class _Token(_Part, tag="token"):
@@ -202,7 +205,7 @@ class _Tag(_Part, tag="tag"):
 class _JsonSchema(_Part, tag="json_schema"):
     json_schema: Any
     style: str = "json"
-    any_order: bool = False  # the schema's own order, which is enforced, is always valid
+    any_order: bool = False  # the enforced order, that of the schema, is valid in both cases
     max_whitespace_cnt: None = None
     excludes: _Excludes = []
 
@@ -314,11 +317,11 @@ class _Older(msgspec.Struct, forbid_unknown_fields=True):
 
 _Format: Any = Union[*_Part.__subclasses__()]
 _MAX_COMPARED = 10**8
-"""Characters in which triggers are searched: half a second, if they begin alike."""
+"""Maximum number of characters in which triggers are searched, which takes half a second if triggers begin alike."""
 
 
 class _NodeBuilder:
-    """One call of `parse`. `at` is the JSON pointer of a format."""
+    """Converts formats to nodes, for one call of `parse`. The argument `at` is the JSON pointer of a format."""
 
     def __init__(self, param: str, expand: Callable[[Content], Node] | None) -> None:
         self._param = param
@@ -345,7 +348,7 @@ class _NodeBuilder:
                 return Text(form.value)
             case _AnyText():
                 return FreeText(self._distinct(form.excludes), form.max_tokens)
-            case _AnyTokens():  # without special tokens, which are no text
+            case _AnyTokens():  # special tokens, which are not text, are excluded
                 return FreeText(self._distinct(form.exclude_tokens), form.max_tokens)
             case _Token():
                 return Token(form.token)
@@ -370,7 +373,7 @@ class _NodeBuilder:
         return self._times(form.content, form.min, form.max, at, depth)
 
     def _times(self, content: Any, low: int, high: int, at: str, depth: int) -> Node:
-        """Return `low` to `high` times the content. -1 is unbounded."""
+        """Return the content, repeated `low` to `high` times. A `high` of -1 is unbounded."""
         if -1 < high < low:
             raise self._invalid("min and max are no range; max may be -1 for unbounded", at)
         if max(low, high) > LIMITS.max_repetition:
@@ -406,7 +409,7 @@ class _NodeBuilder:
         return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
 
     def _tag(self, tag: _Tag, at: str, depth: int) -> tuple[Text | Token, Node]:
-        """Return a tag's begin, and what follows it."""
+        """Return the begin of a tag, and the node of its content and end."""
         content = self.node(tag.content, f"{at}/content", depth + 1)
         ends = tag.end if isinstance(tag.end, list) else [tag.end]
         return _mark(tag.begin), Series((content, *([] if ends == [""] else [self._either(list(map(_mark, ends)))])))
@@ -420,9 +423,9 @@ class _NodeBuilder:
         else:
             triggers = [*map(Token, form.trigger_tokens)]
         rules: dict[Text | Token, list[Node]] = {trigger: [] for trigger in triggers}
-        self._count(len(rules))  # they are compared with each other
+        self._count(len(rules))  # `_checked` compares the triggers with each other
         for index, (begin, rest) in enumerate(tags):
-            trigger = next((each for each in rules if _starts(begin, each)), None)
+            trigger = next((trigger for trigger in rules if _starts(begin, trigger)), None)
             if trigger is None:
                 message = "the tag never can be produced: no trigger is a prefix of its begin"
                 raise self._invalid(message, f"{at}/tags/{index}/begin")
@@ -436,7 +439,7 @@ class _NodeBuilder:
         return first if form.stop_after_first else Series((first, dispatch))
 
     def _checked(self, dispatch: Dispatch, at: str) -> Dispatch:
-        """Check that each trigger of `dispatch` can occur, and is followed by something."""
+        """Check that each trigger of `dispatch` can occur, and that a tag begins with it."""
         triggers = [trigger.text for trigger, _ in dispatch.rules if isinstance(trigger, Text)]
         if len(triggers) * sum(map(len, triggers)) > _MAX_COMPARED:
             message = "the triggers are too long, or too many: each is searched in all others"
@@ -473,9 +476,10 @@ def _convert(value: Any, kind: Any, at: str, param: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        found = re.fullmatch(r"(.*?)(?: - at `\$(\S+)`)?", str(error), re.DOTALL)
-        assert found is not None
-        message, pointer = bounded(found[1]), at + re.sub(r"[.\[](\w+)\]?", r"/\1", found[2] or "")
+        parts = re.fullmatch(r"(.*?)(?: - at `\$(\S+)`)?", str(error), re.DOTALL)
+        assert parts is not None
+        message = bounded(parts[1])
+        pointer = at + re.sub(r"[.\[](\w+)\]?", r"/\1", parts[2] or "")
         if message.startswith("Invalid value") and kind is _Format:
             message += f"; there are {', '.join(str(form.__struct_config__.tag) for form in _Part.__subclasses__())}"
         raise InvalidConstraint(message, param=param, pointer=pointer) from None

@@ -1,7 +1,7 @@
-"""Vocabulary: the tokens of a tokenizer as bytes, which is all that `guided` needs of a tokenizer.
+"""Vocabulary: the tokens of a tokenizer as bytes. `guided` needs nothing else of a tokenizer.
 
-Every grammar library works on token bytes. `Vocabulary.encode` gives the tokens that the tokenizer itself would:
-grammar libraries ask for them where a constraint forces a text.
+Every grammar library works on token bytes. `Vocabulary.encode` returns the tokenizer's own tokens for a text, which
+grammar libraries need where a constraint forces a text.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from guided.errors import InvalidRequest, bounded
 
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 _Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str, str]
-"""The fields of a vocabulary in msgpack."""
+"""The msgpack form of a vocabulary: all fields in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The tokens of a tokenizer as bytes, with the special ones marked. Frozen; equal if the fingerprints are equal.
+    """The tokens of a tokenizer as bytes. Frozen. Vocabularies are equal if their fingerprints are equal.
 
     The bytes of an output are the concatenated bytes of its tokens. SentencePiece's dummy space is neither added nor
     removed: `▁yes` is b" yes" at every position, so a constraint for `yes` starts with the piece `yes`.
 
     Args:
-        token_bytes: index = token id. b"" for ids without bytes: special tokens, and holes in the numbering.
-        stop_token_ids: tokens that end an output; allowed exactly where the constraint is satisfied, never as text.
-        special_token_ids: tokens that are no text (bos, pad, role markers, ...); never allowed except as stop tokens.
-        padded_vocab_size: width of the model's logits, usually >= vocab_size. Ids beyond it can't be sampled and are
-            not permitted.
-        tokenizer_json: a Hugging Face `tokenizer.json`. This, or the next one, is for canonical `encode`.
-        split_pattern: the regex of a `tekken.json` that splits a text into pieces, each encoded on its own.
+        token_bytes: bytes of each token id. b"" for ids without bytes: special tokens, and holes in the numbering.
+        stop_token_ids: tokens that end an output. They are allowed exactly where the constraint is satisfied.
+        special_token_ids: tokens that are not text (bos, pad, role markers, ...). They are allowed only as stop tokens.
+        padded_vocab_size: width of the model's logits, usually >= vocab_size. Larger ids can't be sampled.
+        tokenizer_json: the text of a Hugging Face `tokenizer.json`, for canonical `encode`.
+        split_pattern: the regex of a `tekken.json` that splits a text into pieces, for canonical `encode`.
     """
 
     token_bytes: tuple[bytes, ...]
@@ -68,9 +67,9 @@ class Vocabulary:
 
     @cached_property
     def text_token_ids(self) -> tuple[int, ...]:
-        """Tokens that are text, ascending: they have bytes and a logit, and are neither special nor stop tokens.
+        """The ids of text tokens, ascending: they have bytes and a logit, and are neither special nor stop tokens.
 
-        A token with a surrogate is none: no UTF-8 contains it.
+        Tokens with UTF-8-encoded surrogates are excluded: they cannot occur in valid UTF-8.
         """
         never = self.special_token_ids.union(self.stop_token_ids)
         tokens = enumerate(self.token_bytes[: self.padded_vocab_size])
@@ -78,7 +77,7 @@ class Vocabulary:
 
     @cached_property
     def text_mask(self) -> NDArray[np.int32]:
-        """`text_token_ids` as a bitmask: int32 `[words]`, not to be changed."""
+        """`text_token_ids` as a bitmask, int32 `[words]`. Callers must not change it."""
         return pack(self.text_token_ids, self.padded_vocab_size)
 
     def allows_stop(self, row: NDArray[np.int32]) -> bool:
@@ -88,7 +87,7 @@ class Vocabulary:
 
     @cached_property
     def special_names(self) -> dict[str, int]:
-        """Ids of the special tokens that a structural tag may name (no stop tokens). Empty without `tokenizer_json`."""
+        """The special tokens that a structural tag may name: name -> id. Empty without `tokenizer_json`."""
         if not self.tokenizer_json:
             return {}
         added = ((entry["content"], entry["id"]) for entry in json.loads(self.tokenizer_json)["added_tokens"])
@@ -101,7 +100,7 @@ class Vocabulary:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits, equal for equal vocabularies in every process."""
+        """A hash of 32 hex digits, equal for equal vocabularies in every process."""
         ids = (self.stop_token_ids, sorted(self.special_token_ids), self.padded_vocab_size)
         packed = msgspec.msgpack.encode((self.token_bytes, ids))
         return hashlib.sha256(packed).hexdigest()[:32]
@@ -116,17 +115,17 @@ class Vocabulary:
         return f"Vocabulary({self.vocab_size} tokens, {self.padded_vocab_size} logits, {self.fingerprint[:8]})"
 
     def decode(self, token_ids: Iterable[int]) -> bytes:
-        """Return the concatenated bytes of tokens; special and unknown tokens have none."""
+        """Return the concatenated bytes of tokens. Special and unknown tokens have no bytes."""
         size = self.vocab_size
         return b"".join(self.token_bytes[token] for token in token_ids if 0 <= token < size)
 
     def spelled(self, token_ids: Iterable[int]) -> bytes:
-        """Return the text of tokens, with the names of the special tokens that a structural tag may name."""
+        """Return the text of tokens. Special tokens that a structural tag may name are spelled as their names."""
         contents, names = self.token_bytes, self._name_bytes
         return b"".join(names.get(token) or contents[token] for token in token_ids)
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Return text tokens that spell exactly `text`: the tokenizer's own tokens if possible, else the longest first.
+        """Return text tokens that spell exactly `text`: the tokenizer's own tokens, or else the longest matches.
 
         Raises `InvalidRequest` if no text tokens spell it.
         """
@@ -138,7 +137,7 @@ class Vocabulary:
         return tokens + self._encode_greedily(data[len(self.decode(tokens)) :])
 
     def _encode_canonically(self, text: str) -> list[int]:
-        """Return the tokenizer's own tokens if they spell `text` exactly (no dummy space, no normalisation)."""
+        """Return the tokenizer's own tokens if they spell `text` exactly, without dummy space or normalization."""
         tokenize = self._tokenize
         if tokenize is None:
             return []
@@ -169,15 +168,15 @@ class Vocabulary:
     def beginning_with(self, texts: Iterable[bytes]) -> NDArray[np.int32]:
         """Return a mask of the text tokens that begin with one of `texts`: int32 `[words]`."""
         ids, contents = self._sorted, self.token_bytes.__getitem__
-        found: list[int] = []
+        tokens: list[int] = []
         for text in texts:
             start = bisect_left(ids, text, key=contents)
-            found += ids[start : bisect_left(ids, text + b"\xff", key=contents)]
-        return pack(found, self.padded_vocab_size)
+            tokens += ids[start : bisect_left(ids, text + b"\xff", key=contents)]
+        return pack(tokens, self.padded_vocab_size)
 
     @cached_property
     def _sorted(self) -> list[int]:
-        """Text tokens by their bytes."""
+        """The ids of text tokens, sorted by their bytes."""
         return sorted(self.text_token_ids, key=self.token_bytes.__getitem__)
 
     @cached_property
@@ -186,7 +185,7 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> dict[bytes, int]:
-        # Of two tokens with the same bytes, the later one: SentencePiece's byte pieces precede its characters.
+        # Later tokens replace earlier ones with the same bytes: SentencePiece's byte pieces precede its characters.
         return {self.token_bytes[token]: token for token in self.text_token_ids}
 
     @cached_property
@@ -195,12 +194,12 @@ class Vocabulary:
 
     @cached_property
     def _tokenize(self) -> Callable[[str], list[int]] | None:
-        """The tokenizer itself, without special tokens."""
+        """The tokenizer's own encoding of a text, without special tokens. None: the tokenizer is unknown."""
         if self.tokenizer_json:
             tokenizer = Tokenizer.from_str(self.tokenizer_json)
             return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         if self.split_pattern:
-            from tiktoken import Encoding  # an optional dependency, for these models only
+            from tiktoken import Encoding  # an optional dependency, for tekken.json only
 
             ranks = dict(self._by_bytes)  # a token's id is its rank
             pairs = Encoding("tekken", pat_str=self.split_pattern, mergeable_ranks=ranks, special_tokens={})
@@ -214,7 +213,7 @@ class Vocabulary:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Vocabulary:
-        """Unpack a vocabulary that `to_bytes` packed. Raises `msgspec.MsgspecError` on anything else."""
+        """Unpack a vocabulary that `to_bytes` packed. Raises `msgspec.MsgspecError` for other data."""
         contents, stop, special, *others = msgspec.msgpack.decode(data, type=_Packed)
         return cls(contents, stop, frozenset(special), *others)
 
@@ -227,7 +226,7 @@ class Vocabulary:
     ) -> Vocabulary:
         """Read a Hugging Face fast tokenizer, a `tokenizers.Tokenizer`, or transformers' wrapper of mistral_common.
 
-        Byte 255, which is in no text, has no token: llguidance marks special tokens with it.
+        Byte 255, which no text contains, is not a token: llguidance marks special tokens with it.
 
         Args:
             tokenizer: duck-typed; neither transformers nor mistral_common is imported.

@@ -1,15 +1,14 @@
-"""Completions: short texts after which the constraint is satisfied, and masks that leave room for one.
+"""Completions: short texts after which the constraint is satisfied, and masks that leave room for a completion.
 
-The search follows the bytes that probably end the output soonest, one single-byte token at a time. The text that it
-finds is then encoded by the tokenizer, which takes fewer tokens. The grammar library has accepted each token of a
-completion.
+The search follows the bytes that probably end the output soonest, one single-byte token at a time. The tokenizer then
+encodes the text of the completion in fewer tokens. The grammar library has accepted each token of a completion.
 
-After every token, one completion of the sequence is known. The tokens that the budget leaves beyond it are the *room*:
+After every output token, one completion is known. The *room* is the number of tokens that the budget leaves beyond it:
 
-- At least `_FAR`: masks stay unchanged.
-- At least `_NEAR`: a token is forbidden if the rest after it would not fit. (`{` may begin an object with twenty
+- From `_FAR` on, masks stay unchanged.
+- From `_NEAR` on, a token is forbidden if the completion after it would not fit. (`{` may begin an object with twenty
   required properties.)
-- Less: a token is allowed only if a completion after it is known and fits.
+- Below `_NEAR`, a token is allowed only if a completion after it is known and fits.
 """
 
 from __future__ import annotations
@@ -35,23 +34,24 @@ from guided.vocabulary import Vocabulary, valid_utf8
 _FAR = 512
 _NEAR = 32
 _TRIED = 64
-"""Maximum number of tokens that are tried for one mask, besides the shortest with each first byte."""
+"""Maximum number of tokens that are tried for one mask, besides the shortest token with each first byte."""
 _SEARCH = 400
 """Maximum number of tokens that the searches for one mask, or for the completion after one output token, try."""
 _PATIENCE = (64, 2)
-"""Number of uses of a byte after which other bytes are preferred: in the first attempt, and in all later ones."""
+"""Number of uses of a byte after which other bytes are preferred, in the first attempt and in the second."""
 _CLOSING = b"}])>\"'"
+"""Bytes that close something. Their use does not count for `_PATIENCE`."""
 _STRUCTURE = _CLOSING + b",:;=Z.0123456789-+a"
 """Bytes to try first where structure is expected, in this order."""
 _MARKUP = b'"\\<>[]{}'
-"""Bytes that may end a text: a JSON string, or the text before a tag."""
+"""Bytes that may end a text, which is a JSON string or the text before a tag."""
 _MARK = ord("~")
-"""A byte that is hardly ever allowed outside text. Where it is allowed, the position counts as text."""
+"""A byte that is rarely allowed outside of text. A position where it is allowed counts as text."""
 
 
 @dataclass
 class Steps:
-    """How many tokens a search may still try."""
+    """The number of tokens that a search may still try."""
 
     left: int
 
@@ -70,7 +70,7 @@ class Completions:
         self._permitted = permitted = vocabulary.text_mask
         self._names = vocabulary.special_names
         self.special = np.zeros_like(permitted)
-        """int32 `[words]`: special tokens that the grammar may allow."""
+        """Mask of the special tokens that the grammar may allow, int32 `[words]`."""
         self._row = np.empty_like(permitted)
         self._literals: Sequence[str] = ()
         self.spelled = vocabulary.spelled
@@ -83,14 +83,14 @@ class Completions:
         never = frozenset(_MARKUP) | frozenset(range(32)) | {127}
         texts = [token for token in ids if not never.intersection(contents[token])]
         self.text = pack(texts, width)
-        """int32 `[words]`: tokens that do not end a text."""
+        """Mask of the tokens that do not end a text, int32 `[words]`."""
         texts = [token for token in texts if valid_utf8(contents[token]) == len(contents[token])]
         self.plain = pack(texts, width)
-        """int32 `[words]`: those of `text` with whole characters."""
+        """Mask of the tokens in `text` with whole characters, int32 `[words]`."""
         self.samples = sorted(texts, key=lambda token: len(contents[token]))[:: max(1, len(texts) - 1)][:2]
         """The shortest and the longest token of `plain`."""
         self._short = pack([token for token in texts if len(contents[token]) <= 2], width)
-        """int32 `[words]`: tokens of `plain` with one or two bytes. All are allowed only in unrestricted text."""
+        """Mask of the tokens in `plain` with one or two bytes, int32 `[words]`. Only free text allows all of them."""
         self._singles = _single_bytes(vocabulary)
         self._words, self._bits = self._singles // 32, self._singles % 32
         spelled = [contents[token][0] for token in self._singles.tolist()]
@@ -100,7 +100,7 @@ class Completions:
         self._mark = spelled.index(_MARK) if _MARK in spelled else -1
 
     def of(self, grammar: CompiledGrammar) -> Completions:
-        """Return a copy for one grammar, with its special tokens and literals. It shares the other tables."""
+        """Return a copy for one grammar, with its special tokens and literals. The copy shares the other tables."""
         shared = copy(self)
         shared._row = np.empty_like(self._row)  # a worker's two threads fill rows of different grammars at once
         shared._literals = grammar.literals
@@ -121,7 +121,7 @@ class Completions:
         return shared
 
     def first(self, matcher: Matcher) -> Completion | None:
-        """Search for a short output: the completion of the empty output.
+        """Search for a short output, which is a completion of the empty output.
 
         The search tries each first byte, and each literal and pair of literals at the beginning.
         """
@@ -148,11 +148,11 @@ class Completions:
         return self._shortened(matcher, shortest)
 
     def shortest(self, row: NDArray[np.int32]) -> list[int]:
-        """Return text tokens of a mask: the shortest, then the shortest with each first byte."""
+        """Return text tokens of a mask: the shortest tokens, then the shortest token with each first byte."""
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")
         ids = self._by_length[bits[self._by_length] != 0]
         first = np.full(256, -1)
-        first[self._first_bytes[ids[::-1]]] = ids[::-1]  # the last assignment counts
+        first[self._first_bytes[ids[::-1]]] = ids[::-1]  # the last assignment, of the shortest token, counts
         return [*ids[:_TRIED].tolist(), *first[first >= 0].tolist()]
 
     def beginning_with(self, tokens: Sequence[int]) -> NDArray[np.int32]:
@@ -161,13 +161,13 @@ class Completions:
         return begun | pack(tokens, len(begun) * 32)
 
     def _shortened(self, matcher: Matcher, found: Completion) -> Completion:
-        """Leave out members of JSON objects, one by one, where the matcher accepts the rest."""
+        """Remove members of JSON objects, one by one, if the matcher accepts the rest."""
         try:
             value = json.loads(found.text)
-        except ValueError:  # other text
+        except ValueError:  # the text is not JSON
             return found
         parts = [value]
-        for part in parts:  # grows
+        for part in parts:  # the loop appends to `parts`
             for name in list(part) if isinstance(part, dict) else ():
                 members = dict(part)
                 del part[name]
@@ -181,7 +181,7 @@ class Completions:
         return found
 
     def is_free(self, row: NDArray[np.int32]) -> bool:
-        """Return whether a mask is that of a text with any characters."""
+        """Return whether a mask allows text with any characters."""
         return not (self._short & ~row).any()
 
     def find(
@@ -190,8 +190,8 @@ class Completions:
         """Search for a short completion after the tokens `before`. `matcher` does not change.
 
         Args:
-            most: maximum number of tokens, which are mostly single bytes.
-            end: a text with which it may end.
+            most: maximum number of tokens of the search, which are mostly single bytes.
+            end: a text with which the completion may end.
         """
         for patience in _PATIENCE:
             found = self._roll_out(matcher, steps, patience, most, end, before)
@@ -205,7 +205,7 @@ class Completions:
         """Follow the preferred bytes until the constraint is satisfied, for at most `most` tokens."""
         uses = np.zeros(len(self._singles), np.int64)
         tokens: list[int] = []
-        searched = b""  # the mask of a text that no literal ends
+        searched = b""  # the mask of a text for which `_end_of_text` found no literal
         try:
             trial = matcher.fork()
             trial.accept_tokens(before)
@@ -232,7 +232,7 @@ class Completions:
         return self.checked(matcher, text, before) or Completion(text, tuple(tokens))
 
     def _end_of_text(self, trial: Matcher, mask: bytes, steps: Steps) -> list[int]:
-        """Return a literal that ends a text with this mask, without what may be left out before it; or nothing."""
+        """Return the tokens of a literal that ends a text with this mask, without an optional beginning, or nothing."""
         ending: str | None = None
         for literal in self._literals:
             if ending is None or ending.endswith(literal):
@@ -246,7 +246,7 @@ class Completions:
         return [] if ending is None else list(self._encode(ending.encode()))
 
     def _choose(self, mask: NDArray[np.int32], uses: NDArray[np.int64], patience: int) -> list[int]:
-        """Return the preferred next token; nothing at a dead end."""
+        """Return the preferred next token, or nothing at a dead end."""
         np.bitwise_and(mask, self._permitted, out=self._row)
         allowed = self._allowed()
         if not len(allowed):
@@ -264,7 +264,7 @@ class Completions:
     def checked(self, matcher: Matcher, text: bytes, before: Sequence[int] = ()) -> Completion | None:
         """Return `text` as a completion after the tokens `before` if `matcher` accepts it.
 
-        It has as few tokens as the tokenizer spells it with.
+        The completion has the tokenizer's own tokens.
         """
         try:
             tokens = self._encode(text)
@@ -274,7 +274,7 @@ class Completions:
             return None
 
     def inherited(self, matcher: Matcher, known: Completion, token: int) -> Completion | None:
-        """Derive a completion after `token`, which `matcher` has not yet accepted, from the one before it."""
+        """Derive a completion after `token` from the completion before it. `matcher` has not accepted `token` yet."""
         new = self.spelled([token])
         if known.tokens[:1] == (token,):
             return Completion(known.text[len(new) :], known.tokens[1:])
@@ -295,16 +295,16 @@ class BudgetedSequence:
         self._completions = completions
         self._budget = budget
         self._known: list[Completion | None] = []
-        """Completion by number of output tokens. None: no completion was found."""
+        """The completion after each number of output tokens. None: no completion was found."""
         self.steered = False
-        """A mask was restricted."""
+        """Whether a mask was restricted."""
 
     def roll_back(self, length: int) -> None:
-        """Forget what comes after the first `length` output tokens."""
+        """Forget the completions after the first `length` output tokens."""
         del self._known[length + 1 :]
 
     def accept(self, matcher: Matcher, tokens: Sequence[int]) -> None:
-        """Have the matcher accept tokens, and find a completion after each. Raises as `Matcher.accept_tokens` does."""
+        """Let the matcher accept tokens, and find a completion after each. Raises as `Matcher.accept_tokens`."""
         self._start(matcher)
         for token in tokens:
             known, position = self._known[-1], len(self._known)
@@ -324,7 +324,7 @@ class BudgetedSequence:
         """Find the completion of the empty output.
 
         Raises:
-            InvalidRequest: the budget can't suffice, or no completion was found.
+            InvalidRequest: the budget is too small, or no completion was found.
         """
         if self._known:
             return
@@ -341,10 +341,10 @@ class BudgetedSequence:
         self._known.append(least)
 
     def restrict(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
-        """Clear the bits of tokens after which the rest would not fit.
+        """Clear the bits of tokens after which no completion would fit.
 
         Args:
-            row: int32 `[words]`: the allowed text tokens.
+            row: mask of the allowed text tokens, int32 `[words]`.
         """
         self._start(matcher)
         known, position = self._known[-1], len(self._known) - 1
@@ -358,8 +358,8 @@ class BudgetedSequence:
         unrestricted = np.zeros_like(row)
         steps = Steps(_SEARCH)
         if completions.is_free(row):
-            steps = Steps(_SEARCH // 4)  # most tokens need no search, and a mask of free text takes longest
-            samples = completions.samples  # they do not fit if the known completion goes on within the text
+            steps = Steps(_SEARCH // 4)  # most tokens need no search, and masks of free text take longest
+            samples = completions.samples  # they do not fit if the known completion continues the text
             if all(fits for _, fits in self._tried(trial, samples, known, left, Steps(0))):
                 unrestricted = row & (completions.plain if near else completions.text)
         rest = row & ~(completions.text if unrestricted.any() else 0)
@@ -369,7 +369,7 @@ class BudgetedSequence:
         fitting = pack([token for token, fits in tried.items() if fits], len(row) * 32)
         if near:
             kept = row & (unrestricted | fitting)
-            if not (kept.any() or matcher.is_accepting()):  # no completion fits any more: end as soon as possible
+            if not (kept.any() or matcher.is_accepting()):  # no completion fits: end as soon as possible
                 kept = pack(known.tokens[:1], len(row) * 32)  # even if an output rule forbids it
         else:
             unfit = [token for token, fits in tried.items() if fits is False]
@@ -381,7 +381,7 @@ class BudgetedSequence:
     def _tried(
         self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int, steps: Steps
     ) -> Iterator[tuple[int, bool | None]]:
-        """Yield each candidate and whether a completion of fewer than `left` tokens is known; None: not searched."""
+        """Yield each candidate, and whether a completion of fewer than `left` tokens was found. None: not searched."""
         texts = list[bytes]()
         completions = self._completions
         for token in candidates:
@@ -389,7 +389,7 @@ class BudgetedSequence:
             found = found or next(filter(None, (completions.checked(matcher, text, [token]) for text in texts)), None)
             if found is None:
                 found = completions.find(matcher, steps, 60 + 3 * left, known.text, [token])
-                # A few of the completions found are tried for the following candidates.
+                # Four of these completions are also tried for the following candidates.
                 texts += [] if found is None or len(texts) >= 4 else [found.text]
             if found is not None:
                 yield token, len(found.tokens) < left
@@ -403,12 +403,13 @@ def _length(completion: Completion) -> int:
 
 def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:
     """Return the ids of single-byte tokens, one for each byte, ascending."""
-    found = {vocabulary.token_bytes[token]: token for token in reversed(vocabulary.text_token_ids)}
-    return np.array(sorted(token for content, token in found.items() if len(content) == 1), np.int64)
+    tokens = {vocabulary.token_bytes[token]: token for token in reversed(vocabulary.text_token_ids)}
+    return np.array(sorted(token for content, token in tokens.items() if len(content) == 1), np.int64)
 
 
 def _rank(order: bytes, byte: int) -> int:
-    """Return the sort key of a byte: bytes in `order`, other characters, opening brackets and backslash, the rest."""
+    """Return the sort key of a byte: first the bytes in `order`, then other printable characters, opening brackets and
+    backslash, and last all other bytes."""
     if byte in order:
         return order.index(byte)
     if byte < 33 or byte > 126:
@@ -417,11 +418,11 @@ def _rank(order: bytes, byte: int) -> int:
 
 
 def _rests(known: bytes, new: bytes) -> Iterator[bytes]:
-    """Yield texts that may complete an output after `new`, if `known` completed it before."""
+    """Yield texts that may complete an output after `new`. `known` completed the output before `new`."""
     if known.startswith(new):
         yield known[len(new) :]
         return
-    # Maximum number of bytes at the beginning of the known completion that a new token may make superfluous.
+    # A new token may make up to six bytes at the beginning of the known completion superfluous.
     for skipped in range(min(6, len(known)) + 1):
         yield known[skipped:]
     for joint in (b",", b'",'):  # texts that may be missing between a new token and the known completion

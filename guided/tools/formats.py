@@ -1,8 +1,8 @@
 """How families of models write function calls and their thinking.
 
-Most formats of calls are taken from the structural tags that `xgrammar` builds for the families. The others are written
-here. The structural tag that enforces a format (`calls_format`, `answer_format`) and the parser that reads it
-(`guided/tools/parser.py`) are both made from these descriptions.
+Most formats of calls are taken from the structural tags that `xgrammar` builds for the families. The other formats are
+written here. Both the structural tag that enforces a format (`calls_format`, `answer_format`) and the parser that reads
+the output (`guided/tools/parser.py`) are made from these descriptions.
 """
 
 from __future__ import annotations
@@ -16,50 +16,51 @@ from typing import Any, Literal
 from guided.backends.without_torch import import_xgrammar
 from guided.constraint import Constraint
 
-NAME, NUMBER = "{name}", "{number}"
+NAME = "{name}"
+NUMBER = "{number}"
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """The text of function calls: `opening`, then calls with `separator` between them, then `closing`.
 
-    Without `separator`, each call stands for itself, and free text may stand between them.
+    Without `separator`, each call is independent, and free text may stand between calls.
     """
 
     marks: tuple[str, ...]
-    """Texts that a chat template of the family contains: all of them."""
+    """Texts that all occur in the chat templates of the family."""
     family: str = ""
-    """`xgrammar`'s name of the family. Its structural tag says what is left out here: see `tool_format`."""
+    """`xgrammar`'s name of the family. `tool_format` takes missing texts from its structural tag."""
     call: tuple[str, str] = ("", "")
-    """The text of a call before its arguments, and after them. `{name}` stands for the function's name, `{number}` for
-    any number."""
+    """The texts of a call before and after its arguments. `{name}` stands for the function's name, `{number}` for any
+    number."""
     trigger: str = ""
-    """The first characters of any call. Text that contains them is a call."""
+    """The first characters of any call. They never occur in free text."""
     opening: str = ""
     closing: str = ""
     separator: str | None = None
     gap: str = "\n"
-    """Text between calls that must be written one after the other, without `separator`."""
+    """Text between successive calls of a format without `separator`."""
     id_length: int = 29
-    """Number of characters of a call's id ("call_" and 24 digits). Mistral's templates refuse other lengths than 9."""
+    """Number of characters of a call's id ("call_" and 24 digits). Mistral's templates require 9."""
     parallel: bool = True
-    """A turn of the model may have several calls."""
+    """Whether a turn of the model may have several calls."""
     style: str = "json"
-    """How the arguments are written: see `Content.style`."""
+    """The style of the arguments: see `Content.style`."""
     variants: tuple[str, ...] = ()
-    """Other texts of a call before its arguments."""
+    """Alternative texts of a call before its arguments."""
     pattern: str = ""
-    """Regex of the text before the arguments, with `{name}`, for calls as models write them without a mask. It begins
-    with the trigger. Empty: that of `call`, with any whitespace."""
+    """Regex of the text before the arguments, with `{name}`, for calls that models write without a mask. It begins with
+    the trigger. Empty: the text of `call`, with any whitespace."""
     preamble: tuple[str, str] | None = None
     """The text before and after a message to the user that may stand before a call."""
     finish: str = ""
     """The text at the end of an answer without calls."""
     answer: str = ""
-    """Regex of an answer without calls, if calls stand only at the beginning of an answer. It begins with no mark of
-    calls or thoughts. Empty: any text."""
+    """Regex of an answer without calls, if calls stand only at the beginning of an answer. Such an answer begins with
+    no mark of calls or thoughts. Empty: any text."""
     around: tuple[str, str] = ("", "")
-    """Regexes of what models write without a mask before and after calls. It belongs to no text."""
+    """Regexes of text that models write without a mask before and after calls. The parser drops this text."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ReasoningFormat:
     between: str = ""
     """Text after the end, before the answer."""
     answer: str = ""
-    """Text at the beginning of each answer that is no function call."""
+    """Text at the beginning of each answer that is not a function call."""
     finish: str = ""
     """Text at the end of the answer."""
 
@@ -83,7 +84,7 @@ _HERMES = ToolFormat(("<tool_call>", "arguments"), "qwen_3")
 _QWEN_XML = ToolFormat(
     ("<tool_call>", "<function="),
     "qwen_3_5",
-    trigger="<function=",  # the models leave out <tool_call> sometimes
+    trigger="<function=",  # the models sometimes leave out <tool_call>
     pattern=r"(?:<tool_call>\s*)?<function={name}>",
 )
 _CHANNEL = r"(?:<\|channel\|>(?:commentary|analysis))?"
@@ -173,9 +174,9 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         around=("", r"<\|python_end\|>"),
     ),
 }
-"""Name -> format. The first one with all its marks in the chat template is the model's. `hermes` is that of Qwen 2.5
-and 3, and of the embedded model; `tekken` and `mistral` are Mistral's newer and older one. `llama_4` is the one of
-templates that ask Llama 4 for Python's calls; Meta's own template asks for `llama`."""
+"""Name -> format. A model has the first format with all its marks in the chat template. `hermes` is the format of
+Qwen 2.5 and 3, and of the embedded model; `tekken` and `mistral` are Mistral's newer and older formats. `llama_4` is
+for templates that ask Llama 4 for Python's calls; Meta's own template asks for `llama`."""
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "harmony": ReasoningFormat(
@@ -202,44 +203,45 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 
 def detect(template: str, formats: Mapping[str, Any]) -> str | None:
-    """Return the name of the format that a chat template has; None if it has none of them."""
-    return next((name for name, each in formats.items() if all(mark in template for mark in each.marks)), None)
+    """Return the name of the first format whose marks are all in a chat template, or None."""
+    return next((name for name, form in formats.items() if all(mark in template for mark in form.marks)), None)
 
 
 @cache
 def tool_format(name: str | None) -> ToolFormat | None:
-    """Return one of `TOOL_FORMATS`, complete; None if there is none of this name.
+    """Return the complete format with this name, or None for an unknown name.
 
-    What is left out of a format with a `family` is what xgrammar's structural tag for one function has.
+    Missing texts of a format with a `family` are taken from xgrammar's structural tag for one function.
     """
-    found = TOOL_FORMATS.get(name or "")
-    if found is None or not found.family:
-        return found
+    listed = TOOL_FORMATS.get(name or "")
+    if listed is None or not listed.family:
+        return listed
     import_xgrammar()
     from xgrammar.builtin_structural_tag import get_model_structural_tag
 
     function = {"type": "function", "function": {"name": NAME}}
-    form = get_model_structural_tag(found.family, [function], "auto", "disabled").format.model_dump()
+    form = get_model_structural_tag(listed.family, [function], "auto", "disabled").format.model_dump()
     *outer, call = _parts(form, "tag")
     section = next((tag for tag in outer if tag["content"]["type"] == "tags_with_separator"), None)
     *before, arguments = call["content"].get("elements", [call["content"]])
-    begin = call["begin"] + "".join(each.get("value", NUMBER) for each in before)
-    style = "mimo_xml" if found.family == "mimo" else arguments["style"]
+    begin = call["begin"] + "".join(element.get("value", NUMBER) for element in before)
+    style = "mimo_xml" if listed.family == "mimo" else arguments["style"]
     # xgrammar's elements have no line break at their end.
     end = call["end"].removeprefix("\n") if style == "qwen_xml" else call["end"]
-    trigger = found.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
-    found = replace(found, call=(begin, end), trigger=trigger, style=style)
+    trigger = listed.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
+    complete = replace(listed, call=(begin, end), trigger=trigger, style=style)
     if section is None:
-        return found
-    opening, closing = found.opening or section["begin"], found.closing or section["end"]
-    return replace(found, opening=opening, closing=closing, separator=section["content"]["separator"])
+        return complete
+    opening = listed.opening or section["begin"]
+    closing = listed.closing or section["end"]
+    return replace(complete, opening=opening, closing=closing, separator=section["content"]["separator"])
 
 
 def _parts(form: Any, kind: str) -> list[dict[str, Any]]:
-    """Return the formats of one type in a format, the outer ones first."""
+    """Return the formats of type `kind` within a format, the outer formats first."""
     inner = form.values() if isinstance(form, dict) else form if isinstance(form, list) else ()
-    own = [form] if isinstance(form, dict) and form.get("type") == kind else []
-    return own + [part for each in inner for part in _parts(each, kind)]
+    outer = [form] if isinstance(form, dict) and form.get("type") == kind else []
+    return outer + [part for value in inner for part in _parts(value, kind)]
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ class Function:
     name: str
     parameters: dict[str, Any]
     text: dict[str, Any] | None = None
-    """The format (of a structural tag) of arguments that are no JSON. They are the end of the output."""
+    """The format (of a structural tag) of a custom tool's plain input. It ends the output."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ class Calls:
     """The format of an answer without calls. None: any text."""
 
     def anywhere(self, reasoning: ReasoningFormat | None) -> bool:
-        """Whether calls may stand anywhere in free text, and not only at the beginning of the answer."""
+        """Return whether calls may stand anywhere in free text, and not only at the beginning of the answer."""
         if self.required or self.answer is not None or self.format.answer:
             return False
         return reasoning is None or not reasoning.answer
@@ -274,7 +276,7 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
     """Return the format (of a structural tag) of an answer with function calls."""
     form = calls.format
     once = not (calls.parallel and form.parallel) or any(function.text for function in calls.functions)
-    tags = [_call(form, begin, each) for each in calls.functions for begin in (form.call[0], *form.variants)]
+    tags = [_call(form, begin, function) for function in calls.functions for begin in (form.call[0], *form.variants)]
     separator = form.gap if form.separator is None else form.separator
     listed: dict[str, Any] = {
         "type": "tags_with_separator",
@@ -326,8 +328,8 @@ def answer_format(
     """Return the format of a whole output: the thinking phase, then calls or the answer.
 
     Args:
-        answer: calls, or the format of an answer without them. None: any text.
-        thinking: the prompt ends within a thinking phase (`open`), or the model may begin one.
+        answer: function calls, or the format of an answer without calls. None: any text.
+        thinking: whether the prompt ends within a thinking phase (`open`), or the model may begin one (`possible`).
         max_tokens: maximum number of tokens of the thoughts.
     """
     form = calls_format(answer, reasoning) if isinstance(answer, Calls) else _answered(reasoning, answer)
@@ -341,7 +343,7 @@ def answer_format(
 
 
 def as_format(constraint: Constraint) -> dict[str, Any]:
-    """Return a constraint as a format."""
+    """Convert a constraint to a format (of a structural tag)."""
     match constraint.kind:
         case "json_schema":
             return {"type": "json_schema", "json_schema": json.loads(constraint.source)}

@@ -24,27 +24,28 @@ class Piece:
     kind: str
     text: str
     index: int = 0
-    """Number of the call."""
+    """Index of the call."""
     end: int = 0
-    """Number of characters of the output up to its end, if it is text or reasoning."""
+    """Number of characters of the output up to the end of the piece, if the piece is text or reasoning."""
 
 
 _Value = TypeVar("_Value")
 _Steps = Generator[Piece | None, None, _Value]
 _SIGNIFICANT = regex.compile(r'\\.?|["{}\[\]]', regex.DOTALL)
 """Escapes, quotation marks and brackets in JSON."""
+_compiled = cache(regex.compile)
 _NAMED = r"(?P<name>[\w.:-]+)(?=[^\w.:-]|:\d+\s*<)"
-"""Regex of a function's name, up to its end. Kimi's format has a number after a colon there."""
+"""Regex of a whole function name. In Kimi's format, a colon and a number follow the name."""
 
 
 class OutputParser:
     """Splits one growing output into pieces.
 
     Args:
-        thinking: the prompt ends within a thinking phase.
+        thinking: whether the prompt ends within a thinking phase.
         functions: the functions that may be called.
-        anywhere: calls may stand anywhere in free text. False: only at the beginning of the answer.
-        shows_thoughts: thoughts are pieces. False: they are only in `thoughts`.
+        anywhere: whether calls may stand anywhere in free text, or only at the beginning of the answer.
+        shows_thoughts: whether `feed` returns thoughts as pieces. `thoughts` always has them.
     """
 
     def __init__(
@@ -63,29 +64,29 @@ class OutputParser:
         self._position = 0
         self._finished = False
         self._blank = ""
-        """White space that is text if text follows."""
+        """White space that counts as text if text follows."""
         self._has_text = False
         self._anywhere = anywhere
         self._functions = {function.name: function for function in functions}
         self._steps = self._read(reasoning, thinking, tools)
         self.num_calls = 0
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         self.complete = True
-        """The output does not end within a call."""
+        """Whether the output does not end within a call."""
 
     def feed(self, text: str, finished: bool) -> list[Piece]:
         """Return the pieces that are new in `text`, the whole output so far.
 
         Args:
-            finished: the output has ended by itself. False for one that was cut (by `max_tokens`, for example): what
-                may be the beginning of a marker at its end belongs to no piece.
+            finished: whether the output has ended by itself. False if it was cut, for example by `max_tokens`: the
+                possible beginning of a mark at the end of a cut output belongs to no piece.
         """
         self._output, self._finished = text, finished
         pieces = list(iter(self._steps.__next__, None))
         self.thoughts += "".join(piece.text for piece in pieces if piece.kind == "reasoning")
         return [piece for piece in pieces if self._shows_thoughts or piece.kind != "reasoning"]
 
-    # Each of these generators yields its pieces, and None where it needs more text.
+    # Each of the following generators yields its pieces, and None when it needs more text.
 
     def _read(self, reasoning: ReasoningFormat | None, thinking: bool, tools: ToolFormat | None) -> _Steps[None]:
         if reasoning is not None and (thinking or (yield from self._take(r"\s*" + regex.escape(reasoning.begin)))):
@@ -98,7 +99,7 @@ class OutputParser:
         yield from self._piece("text", reasoning.finish if reasoning is not None else "")
 
     def _calls(self, tools: ToolFormat) -> _Steps[None]:
-        """Read up to the end, or up to something else than a call where one must be. What follows it is text."""
+        """Read calls, and text between them, up to the end or to the place where a call is required and missing."""
         first, next_one = _beginnings(tools)
         in_section = False
         while True:
@@ -120,48 +121,47 @@ class OutputParser:
                 return
 
     def _text(self, pattern: str, trigger: str) -> _Steps[Any]:
-        """Read text up to a call, and return the match of its beginning. White space beside calls is left out."""
+        """Read text up to a call, and return the match of the call's beginning. Leave out white space beside calls."""
         searched = self._position
         while True:
-            found = _compiled(pattern).search(self._output, searched, partial=True)
-            begun = found is not None and not found.partial and (self._finished or found.end() < len(self._output))
-            if begun and found["name"] is not None and found["name"] not in self._functions:
-                searched = found.end()
+            match = _compiled(pattern).search(self._output, searched, partial=True)
+            begun = match is not None and not match.partial and (self._finished or match.end() < len(self._output))
+            if begun and match["name"] is not None and match["name"] not in self._functions:
+                searched = match.end()
                 continue
-            cut = self._finished and not begun and not _is_cut(found, trigger)
-            end = len(self._output) if found is None or cut else found.start()
+            cut = self._finished and not begun and not _is_cut(match, trigger)
+            end = len(self._output) if match is None or cut else match.start()
             whole = self._blank + self._output[self._position : end]
             whole = whole.lstrip() if self.num_calls and not self._has_text else whole
             is_last = self._finished and not self.num_calls and not begun
             shown = whole if is_last else whole.rstrip()
             self._blank = whole[len(shown) :]
             self._has_text = self._has_text or bool(shown)
-            self._position = searched = found.end() if begun else end
+            self._position = searched = match.end() if begun else end
             yield from [Piece("text", shown, end=end - len(self._blank))] if shown else []
-            if begun and found["name"] is not None:
-                return found
+            if begun and match["name"] is not None:
+                return match
             if not begun:
                 yield None
 
     def _call(self, tools: ToolFormat, function: Function) -> _Steps[bool]:
-        """Read one call, from its arguments on, and what stands between it and the next one.
+        """Read the arguments of a call, and the text between this call and the next.
 
-        Returns whether the next one belongs to the same section.
+        Returns whether the next call belongs to the same section.
         """
         self.complete = False
         end = _lenient(tools.call[1])
+        yield Piece("call", function.name, self.num_calls)
+        self.num_calls += 1
         if function.text is not None:
-            yield self._begun(function)
             self.complete = True
             begin = tools.call[0]
             yield from self._take(regex.escape(begin[len(begin.rstrip()) :]))
             yield from self._piece("arguments", "")
         elif tools.style == "json":
-            yield self._begun(function)
             yield from self._take(r"\s*")
             yield from self._json()
         else:
-            yield self._begun(function)
             reader = ArgumentReader(tools.style, function.parameters)
             arguments = yield from self._elements(reader, r"\s*" + end, tools.call[1].split()[-1])
             yield Piece("arguments", json.dumps(arguments, ensure_ascii=False), self.num_calls - 1)
@@ -177,12 +177,8 @@ class OutputParser:
             yield from self._take(rf"\s*{_lenient(between)}")
         return bool(tools.closing)
 
-    def _begun(self, function: Function) -> Piece:
-        self.num_calls += 1
-        return Piece("call", function.name, self.num_calls - 1)
-
     def _elements(self, reader: ArgumentReader, end: str, mark: str) -> _Steps[Any]:
-        """Read arguments in another style than JSON, and return them: they are known when the call has ended.
+        """Read arguments in a style other than JSON, and return them when the call has ended.
 
         Args:
             end: regex of the call's end, which contains `mark`.
@@ -196,7 +192,7 @@ class OutputParser:
             yield None
 
     def _json(self) -> _Steps[None]:
-        """Read a JSON object, the arguments of a call."""
+        """Read the arguments of a call, a JSON object."""
         depth, in_string, ended = 0, False, False
         while True:
             start, self._position = self._position, len(self._output)
@@ -217,55 +213,51 @@ class OutputParser:
             yield None
 
     def _piece(self, kind: str, mark: str) -> _Steps[None]:
-        """Read a piece up to `mark`; without one, up to the end of the output."""
-        found = False
-        while not found:
-            text, found = self._until(mark)
-            end = self._position - (len(mark) if found else 0)
+        """Read a piece up to `mark`, or up to the end of the output if `mark` is empty."""
+        ended = False
+        while not ended:
+            text, ended = self._until(mark)
+            end = self._position - (len(mark) if ended else 0)
             yield from [Piece(kind, text, max(self.num_calls - 1, 0), end)] if text else []
-            yield from [] if found else [None]
+            yield from [] if ended else [None]
 
     def _take(self, pattern: str, trigger: str | None = None) -> _Steps[Any]:
-        """Skip what matches `pattern`, if it is next, and return the match.
+        """Skip text that matches `pattern` at the current position, and return the match; None without a match.
 
         Args:
-            trigger: what at least has this length is skipped at the end of the output, though only its beginning is
-                there.
+            trigger: at the end of the output, an incomplete match of at least the length of `trigger` is skipped too.
         """
         while True:
-            found = _compiled(pattern).match(self._output, self._position, partial=True)
-            if found is None:
+            match = _compiled(pattern).match(self._output, self._position, partial=True)
+            if match is None:
                 return None
-            partial = found.partial or found.end() == len(self._output)
-            if not partial or (self._finished and not found.partial):
-                self._position = found.end()
-                return found
+            partial = match.partial or match.end() == len(self._output)
+            if not partial or (self._finished and not match.partial):
+                self._position = match.end()
+                return match
             if self._finished:
-                if trigger is not None and (not trigger or _is_cut(found, trigger)):
+                if trigger is not None and (not trigger or _is_cut(match, trigger)):
                     self._position = len(self._output)
                 return None
             yield None
 
     def _until(self, mark: str) -> tuple[str, bool]:
-        """Return the text up to `mark` (and skip it), or the text that is certainly before it."""
-        found = self._output.find(mark, self._position) if mark else -1
-        end = found if found >= 0 else len(self._output)
-        if found < 0 and not self._finished:
+        """Return the text up to `mark`, which is skipped, or the text that is certainly before `mark`."""
+        place = self._output.find(mark, self._position) if mark else -1
+        end = place if place >= 0 else len(self._output)
+        if place < 0 and not self._finished:
             longest = min(len(mark) - 1, end - self._position)
-            held = next((n for n in range(longest, 0, -1) if self._output.endswith(mark[:n])), 0)
+            held = next((size for size in range(longest, 0, -1) if self._output.endswith(mark[:size])), 0)
             end -= held
-        text, self._position = self._output[self._position : end], end + (len(mark) if found >= 0 else 0)
-        return text, found >= 0
-
-
-_compiled = cache(regex.compile)
+        text, self._position = self._output[self._position : end], end + (len(mark) if place >= 0 else 0)
+        return text, place >= 0
 
 
 @cache
 def _beginnings(tools: ToolFormat) -> tuple[str, str]:
-    """Return regexes of the beginning of a call, with its function in the group `name`: of the first, and of others.
+    """Return the regex of the beginning of the first call, and of other calls. The group `name` is the function.
 
-    What the mask does not enforce is no call, so the trigger has to be there exactly.
+    The regex of the first call has the exact trigger, because text without it is not a call for the mask.
     """
     call = tools.pattern.replace(NAME, _NAMED) or _lenient(tools.call[0])
     start = regex.escape(tools.trigger)
@@ -278,12 +270,12 @@ def _beginnings(tools: ToolFormat) -> tuple[str, str]:
 
 
 def _lenient(text: str) -> str:
-    """Return a regex of `text` with any white space between its words, and beside the punctuation of JSON."""
+    """Return a regex of `text` with any white space between words and beside the punctuation of JSON."""
     marked = text.replace(NAME, "\ue000").replace(NUMBER, "\ue001")
     words = regex.findall(r"[{}:,]|[^{}:,\s]+", marked)
     return r"\s*".join(map(regex.escape, words)).replace("\ue000", _NAMED).replace("\ue001", r"\d+\s*")
 
 
-def _is_cut(found: Any, trigger: str) -> bool:
-    """Whether the output ends within the beginning of a call, after its trigger."""
-    return found is not None and len(found.string[found.start() :].strip()) >= len(trigger.split(maxsplit=1)[0])
+def _is_cut(match: Any, trigger: str) -> bool:
+    """Return whether the output ends within the beginning of a call, after the trigger."""
+    return match is not None and len(match.string[match.start() :].strip()) >= len(trigger.split(maxsplit=1)[0])

@@ -116,6 +116,13 @@ def build_job(
     return build()
 
 
+_CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
+"""Kind of the piece that begins a call -> type of the call, and the field of its text. The pieces that follow have the
+name of this field as their kind."""
+_OWNERS = {field: kind for kind, field in _CALLS.values()}
+"""Field of the text of a call -> type of the call."""
+
+
 class _ChatAnswer(ChoicesAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -174,13 +181,6 @@ class _ChatAnswer(ChoicesAnswer):
             return None
         places = range(len(output.token_ids))[which]
         return {"content": self.token_logprobs(output, places), "refusal": None}
-
-
-_CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
-"""Kind of the piece that begins a call -> type of the call, and the field of its text. The pieces that follow have the
-name of this field as their kind."""
-_OWNERS = {field: kind for kind, field in _CALLS.values()}
-"""Field of the text of a call -> type of the call."""
 
 
 class _FunctionsAnswer(_ChatAnswer):

@@ -176,6 +176,10 @@ def _described(context: ServerContext) -> dict[str, Any]:
     return {"modified_at": _written(context.created), "details": details}
 
 
+_FIELDS = {"text": "content", "reasoning": "thinking"}
+"""Kind of a piece -> field of a message."""
+
+
 class _OllamaAnswer(PartsAnswer):
     """An answer of Ollama's API. The parts are fields of its lines: `content`, `thinking`, `tool_calls`, `logprobs`."""
 
@@ -235,10 +239,6 @@ class _OllamaAnswer(PartsAnswer):
 
     def _line(self, part: dict[str, Any], done: bool = False, **fields: Any) -> dict[str, Any]:
         return _record(self.context, _shaped(self._place, **part), done=done, **fields)
-
-
-_FIELDS = {"text": "content", "reasoning": "thinking"}
-"""Kind of a piece -> field of a message."""
 
 
 def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) -> dict[str, Any]:

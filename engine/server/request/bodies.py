@@ -285,6 +285,7 @@ def is_hosted(kind: Any) -> bool:
     return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
 
 
+_RUNS_NONE = "this server runs no tools itself: offer functions, which the client runs"
 _OF_CHATS = "this is the form of /v1/chat/completions: here its fields stand beside 'type'"
 _NESTED = "functions stand side by side in the request's own tools, not within something else"
 
@@ -312,9 +313,6 @@ class OfferedTool(FunctionDefinition):
             raise InvalidRequest(f"{kind}: {_RUNS_NONE}", param="tools", code="unsupported_parameter")
         ignored.append(kind)
         return {"type": kind, "name": kind}
-
-
-_RUNS_NONE = "this server runs no tools itself: offer functions, which the client runs"
 
 
 def offered(tools: Sequence[OfferedTool] | None) -> dict[int, Any]:

@@ -63,6 +63,44 @@ MAX_IGNORED = 20
 """Maximum number of ignored fields that an answer names."""
 
 
+MISNAMED = {
+    **dict.fromkeys(
+        (
+            *("format", "text", "text_format", "output_format", "output_config", "output_type", "output_model"),
+            *("response_model", "response_type", "response_mime_type", "responseMimeType", "result_type"),
+        ),
+        "response_format",
+    ),
+    "enum": "choice",
+    "guided_schema": "guided_json",
+    "extra_body": "its fields, beside the others",
+    "stop_regex": "stop",
+}
+"""Names that mean a constraint but do not resemble the names of its fields."""
+_COMMON = ("format", "text", "enum", "type", "properties")
+"""Names that mean something else within an unknown object."""
+_TYPES = ("json_schema", "json_object", "structural_tag", "regex", "grammar")
+"""Types of objects that are constraints."""
+MARKS: Mapping[str, ConstraintKind | None] = {
+    "jsonobject": "json_object",
+    "regex": "regex",
+    "regularexpression": "regex",
+    "pattern": "regex",
+    "grammar": "grammar",
+    "bnf": "grammar",
+    "lark": "grammar",
+    "structuraltag": "structural_tag",
+    "schema": "json_schema",
+    "properties": "json_schema",
+    "json": "json_schema",
+    "choices": "choice",
+    "guided": None,
+    "structured": None,
+    "constrain": None,
+}
+"""Parts of names that mean a constraint -> the kind of the constraint, if the part tells it."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """Marks the type of a field that holds a constraint. `name` is None for an object with fields of several kinds."""
@@ -202,44 +240,6 @@ def rows(body: type[Body]) -> tuple[Row, ...]:
         for mark in field.metadata
         if isinstance(mark, Kind)
     )
-
-
-MISNAMED = {
-    **dict.fromkeys(
-        (
-            *("format", "text", "text_format", "output_format", "output_config", "output_type", "output_model"),
-            *("response_model", "response_type", "response_mime_type", "responseMimeType", "result_type"),
-        ),
-        "response_format",
-    ),
-    "enum": "choice",
-    "guided_schema": "guided_json",
-    "extra_body": "its fields, beside the others",
-    "stop_regex": "stop",
-}
-"""Names that mean a constraint but do not resemble the names of its fields."""
-_COMMON = ("format", "text", "enum", "type", "properties")
-"""Names that mean something else within an unknown object."""
-_TYPES = ("json_schema", "json_object", "structural_tag", "regex", "grammar")
-"""Types of objects that are constraints."""
-MARKS: Mapping[str, ConstraintKind | None] = {
-    "jsonobject": "json_object",
-    "regex": "regex",
-    "regularexpression": "regex",
-    "pattern": "regex",
-    "grammar": "grammar",
-    "bnf": "grammar",
-    "lark": "grammar",
-    "structuraltag": "structural_tag",
-    "schema": "json_schema",
-    "properties": "json_schema",
-    "json": "json_schema",
-    "choices": "choice",
-    "guided": None,
-    "structured": None,
-    "constrain": None,
-}
-"""Parts of names that mean a constraint -> the kind of the constraint, if the part tells it."""
 
 
 def _field_of(name: str, body: type[Body]) -> str | None:
