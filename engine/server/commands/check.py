@@ -95,12 +95,11 @@ def _text_of(file: Path) -> str:
 def _lines(report: Report) -> str:
     if report.accepted:
         lines = [f"{report.name}: accepted ({report.kind}), {report.backend}, {1000 * report.compile_seconds:.1f} ms"]
+        lines += [f"  allows: {report.understood}"] if report.understood else []
+        lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
     else:
         where = "" if report.pointer is None else f" at {report.pointer or 'the root'}"
         lines = [f"{report.name}: refused ({report.kind}){where}: {report.error}"]
-    if report.accepted:
-        lines += [f"  allows: {report.understood}"] if report.understood else []
-        lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
     if report.checked:
         lines.append(f"  checked: {', '.join(report.checked)}")
     lines += [f"  WARNING: not enforced: {part.strip()}" for part in report.not_enforced]
