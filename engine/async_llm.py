@@ -25,8 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """A snapshot of the engine, for `/health` and the metrics. `error` has ended the engine's thread, unless `alive`.
-    `num_running` counts sequences, `num_waiting` groups that could run and preempted sequences."""
+    """A snapshot of the engine, for `/health` and the metrics.
+
+    `error` is the error that has ended the engine's thread. `num_running` counts sequences; `num_waiting` counts groups
+    that could run, and preempted sequences.
+    """
 
     error: str | None
     alive: bool
@@ -38,8 +41,8 @@ class EngineHealth:
 
 
 class _Stream:
-    """The consumer's end of one or several requests. It keeps only the newest output of each, because each output is a
-    complete snapshot."""
+    """The consumer's end of one or several requests. It keeps only the newest output of each request, because outputs
+    are complete snapshots."""
 
     def __init__(self, groups: Sequence[SequenceGroup]) -> None:
         self.groups = groups
@@ -57,7 +60,7 @@ class _Stream:
         self._ready.set()
 
     async def get(self) -> list[RequestOutput]:
-        """Wait for outputs, and return those that have come since the last call."""
+        """Wait for outputs, and return the outputs since the last call."""
         await self._ready.wait()
         self._ready.clear()
         if self._error is not None:
@@ -67,15 +70,15 @@ class _Stream:
 
 
 class AsyncLLM(BaseLLM):
-    """Generate from asyncio. Arguments as `BaseLLM`'s. The constructor starts the engine's thread and `shutdown` ends
-    it. If the thread dies of an error, every stream raises, and `health().alive` is False from then on."""
+    """Generate from asyncio. The arguments are those of `BaseLLM`. The constructor starts the engine's thread, and
+    `shutdown` ends it. If the thread dies of an error, every stream raises, and `health().alive` stays False."""
 
     def _start(self) -> None:
         self._inbox: deque[_Stream | str] = deque()
-        """From other threads: streams with requests to submit, and ids of requests to abort."""
+        """Messages from other threads: streams with requests to submit, and ids of requests to abort."""
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
-        """Guards the inbox against additions after the engine's thread has emptied it for the last time."""
+        """Prevents additions to the inbox after the engine's thread has emptied it for the last time."""
         self._ended = self._closing = False
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -83,14 +86,16 @@ class AsyncLLM(BaseLLM):
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
-        """Make one from vLLM's object of arguments."""
+        """Create an `AsyncLLM` from vLLM's object of arguments."""
         return cls(engine_args.model, **engine_args.options)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request and yield snapshots of its output, from when the constraint is compiled. The last one has
-        `finished`; without `stream`, only that one comes. Leaving the iteration, or cancelling it, aborts the request.
+        """Run one request and yield snapshots of its output, beginning when the constraint is compiled.
+
+        The last snapshot has `finished`; without `stream`, it is the only one. Leaving or cancelling the iteration
+        aborts the request.
 
         Raises:
             GuidedError: the request failed before it was admitted, or at any time if `stream` is False. A later failure
@@ -101,7 +106,7 @@ class AsyncLLM(BaseLLM):
         admitted = False
         async with aclosing(self.run([group])) as outputs:
             async for output in outputs:
-                # Newer snapshots replace unread ones, so the first that is seen may be the last.
+                # Newer snapshots replace unread ones, so the first snapshot that is read may be the last.
                 admitted = admitted or (group.stream and group.first_token_time is not None)
                 if output.error is not None and not admitted:
                     raise output.error
@@ -109,7 +114,7 @@ class AsyncLLM(BaseLLM):
                 yield output
 
     async def run(self, groups: Sequence[SequenceGroup]) -> AsyncGenerator[RequestOutput, None]:
-        """Run requests that `engine.admit` has admitted. Yields snapshots of each, as `generate`. Any failure of a
+        """Run requests that `engine.admit` has admitted, and yield their snapshots as `generate` does. Any failure of a
         request is the `error` of its last snapshot."""
         unfinished = {group.request_id for group in groups}
         consumer = _Stream(groups)
@@ -125,7 +130,7 @@ class AsyncLLM(BaseLLM):
                 self._send(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request. Its stream ends with `finish_reason` abort. Call it from any thread."""
+        """End a request. Its stream ends with `finish_reason` abort. Any thread may call this method."""
         self._send(request_id)
 
     def _send(self, item: _Stream | str) -> None:
@@ -137,7 +142,7 @@ class AsyncLLM(BaseLLM):
                 raise self._ended_error()
 
     def health(self) -> EngineHealth:
-        """Take a snapshot. Call it from any thread."""
+        """Take a snapshot of the engine. Any thread may call this method."""
         scheduler = self.engine.scheduler
         waiting = list(scheduler.waiting)
         for_grammar = sum(group.waits_for_grammar for group in waiting)
@@ -159,7 +164,7 @@ class AsyncLLM(BaseLLM):
         super().shutdown()
 
     def _run(self) -> None:
-        """Run the engine. This and the methods below run on the engine's thread."""
+        """Run the engine. This method and those below run on the engine's thread."""
         try:
             while not self._closing:
                 self.engine.awake.clear()
@@ -167,10 +172,10 @@ class AsyncLLM(BaseLLM):
                     self._take(self._inbox.popleft())
                 if self.engine.has_work:
                     outputs = self.engine.step()
-                    self._post([(self._streams[one.request_id], one) for one in outputs])
-                    for one in outputs:
-                        if one.finished:
-                            del self._streams[one.request_id]
+                    self._post([(self._streams[output.request_id], output) for output in outputs])
+                    for output in outputs:
+                        if output.finished:
+                            del self._streams[output.request_id]
                 else:
                     self.engine.awake.wait()
         except BaseException as error:
@@ -188,12 +193,12 @@ class AsyncLLM(BaseLLM):
                     raise ValueError(f"request {group.request_id!r} is running already")
                 self.engine.submit(group)
                 self._streams[group.request_id] = item
-        except Exception as error:  # an error of one request never ends the thread
+        except Exception as error:  # the error of a request never ends the thread
             known = isinstance(error, GuidedError | ValueError)
             self._post([(item, error if known else InternalError(bounded(repr(error))))])
 
     def _post(self, items: Sequence[tuple[_Stream, RequestOutput | BaseException]]) -> None:
-        """Put each item into its stream, with one call into each event loop."""
+        """Put each output into its stream, with one call into each event loop."""
 
         def put(mine: list[tuple[_Stream, RequestOutput | BaseException]]) -> None:
             for stream, output in mine:
@@ -209,7 +214,7 @@ class AsyncLLM(BaseLLM):
                         self.engine.abort_request(group.request_id)
 
     def _end_all(self) -> None:
-        """End all streams, so that none stays open."""
+        """End all streams with an error."""
         with self._lock:
             self._ended = True
         left = {*self._streams.values(), *(item for item in self._inbox if isinstance(item, _Stream))}

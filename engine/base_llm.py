@@ -1,4 +1,4 @@
-"""BaseLLM: a model, its mask pool and an engine, put together and shut down as one."""
+"""BaseLLM: a model, its mask pool and an engine as one object."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ PoolOptions = RayPoolOptions | Mapping[str, Any] | None
 
 
 class BaseLLM:
-    """An engine with its model and its mask pool. `LLM` and `AsyncLLM` derive from it.
+    """An engine with its model and its mask pool. `LLM` and `AsyncLLM` are subclasses.
 
     Args:
         model: a local directory, a hub name, or a model that is already loaded.
-        pool: where masks are computed. `ray`: in Ray actors. None: the same, but they start with the first request that
-            has a constraint, which then waits some 5 s; without Ray, `inline`. `inline`: in this process, without
-            isolation. A `MaskPool` is used as it is and not shut down.
+        pool: where masks are computed. `ray`: in Ray actors. `inline`: in this process, without isolation. None: in Ray
+            actors that start with the first constrained request, which then waits some 5 s; or in this process if Ray
+            is not installed. A `MaskPool` is used unchanged, and not shut down.
         config: limits and sizes of the engine.
-        pool_options: options of the pool if `pool` is a name: a `RayPoolOptions` or a mapping of its fields. An inline
-            pool reads only `max_cache_bytes`.
-        processor: a post-processor of your own, which works beside the standard one (RFC 5423). A `LogitPostProcessor`,
-            its class, or `module:Class`. A class is called with a `VllmConfig` if it takes an argument.
-        options: fields of `LoadOptions`, and of `EngineConfig`, which replace those of `config`.
+        pool_options: options of a pool that `pool` names: a `RayPoolOptions` or a mapping of its fields. An inline pool
+            reads only `max_cache_bytes`.
+        processor: an additional post-processor (RFC 5423): a `LogitPostProcessor`, its class, or `module:Class`. The
+            class is called with a `VllmConfig` if it takes an argument.
+        options: fields of `LoadOptions`, and fields of `EngineConfig` that replace those of `config`.
 
     Raises:
-        InvalidRequest: there is no such option. The message says what works instead.
-        OSError, ValueError: the model is not found, cannot be served, or an option is out of range.
+        InvalidRequest: an option is unknown. The message says what works instead.
+        OSError, ValueError: the model is missing or cannot be served, or an option is out of range.
         PoolUnavailable: the pool cannot be started.
     """
 
@@ -75,7 +75,7 @@ class BaseLLM:
             self.max_model_len = self.model.context_length(config.max_model_len)
             num_parameters = sum(parameter.numel() for parameter in self.model.body.parameters())
             if self.model.device.type == "cpu" and num_parameters < 50_000_000:
-                torch.set_num_threads(1)  # with fewer parameters, a second thread costs more than it gains
+                torch.set_num_threads(1)  # for small models, a second thread costs more than it gains
             if pool is None or isinstance(pool, str):
                 pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options)
             self.pool: MaskPool = pool
@@ -89,10 +89,10 @@ class BaseLLM:
         self._start()
 
     def _start(self) -> None:
-        """Start what the subclass adds to the engine."""
+        """Start the parts that a subclass adds to the engine."""
 
     def shutdown(self) -> None:
-        """Shut down what this object has started: the pool, the processes of tensor parallelism. Idempotent."""
+        """Shut down the pool and the processes of tensor parallelism if this object has started them. Idempotent."""
         if self._own_pool is not None:
             self._own_pool.shutdown()
         if self._own_ranks is not None:
@@ -103,11 +103,12 @@ class AsyncEngineArgs:
     """vLLM's object of arguments for `AsyncLLM.from_engine_args`: a model, and any keywords of `AsyncLLM`."""
 
     def __init__(self, model: str | LoadedModel, **options: Any) -> None:
-        self.model, self.options = model, options
+        self.model = model
+        self.options = options
 
 
 def default_pool() -> PoolChoice:
-    """Return the pool of a caller that names none: Ray actors, if Ray is installed."""
+    """Return the default pool: Ray actors if Ray is installed, else this process."""
     if find_spec("ray") is not None:
         return "ray"
     advice = "pip install '.[ray]' in a checkout of guided"

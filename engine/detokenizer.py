@@ -1,4 +1,4 @@
-"""Incremental detokenization. It joins token bytes, so the text is exactly what the constraint was enforced on."""
+"""Incremental detokenization by joining the bytes of tokens, so that the text is the text that was constrained."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from guided.tools.parser import Piece
 from guided.vocabulary import Vocabulary
 
 _GOES_ON = re.compile(rb"\w\B")
-"""A character after which the word goes on."""
+"""A character that another character of the same word follows."""
 _GAP = "\ud800"
-"""Stands for text in which no stop string is searched: no stop string contains it."""
+"""A placeholder for text in which no stop string is searched. No stop string contains it."""
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """The bytes that each token id adds to the text. The text of special tokens is the tokenizer's."""
+    """The bytes that each token id adds to the text. The tokenizer defines the text of special tokens."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any) -> None:
         ordinary = list(vocabulary.token_bytes)
@@ -37,7 +37,7 @@ class TokenTexts:
             self.with_special[token] = (text or "").encode("utf-8")
 
     def pieces(self, skip_special_tokens: bool) -> list[bytes]:
-        """Return the bytes of all tokens, as outputs have them."""
+        """Return the bytes that each token adds to an output."""
         return self.without_special if skip_special_tokens else self.with_special
 
     def of(self, token_id: int) -> str:
@@ -49,8 +49,7 @@ class TokenTexts:
         return self.with_special[token_id]
 
     def containing(self, word: bytes) -> list[int]:
-        """Return the tokens that contain `word` otherwise than as a part of a longer word. Takes a pass over the
-        vocabulary."""
+        """Return the tokens that contain `word` as a whole word. The search is a pass over the vocabulary."""
         joined, begins = self._joined
         tokens: list[int] = []
         at = joined.find(word)
@@ -61,32 +60,32 @@ class TokenTexts:
         return tokens
 
     def beginning_with(self, ending: bytes) -> list[int]:
-        """Return the tokens that begin with `ending`, and do not continue its last word."""
+        """Return the tokens that begin with `ending` and do not continue the last word of `ending`."""
         begin = bisect_left(self._ordered, (ending,))
-        end = bisect_left(self._ordered, (ending + b"\xff\xff",))  # two such bytes are no text
+        end = bisect_left(self._ordered, (ending + b"\xff\xff",))  # no text contains two such bytes
         tokens = self._ordered[begin:end]
         return [token for text, token in tokens if not _GOES_ON.match(text, len(ending) - 1)]
 
     @cached_property
     def _joined(self) -> tuple[bytes, list[int]]:
-        """The texts of all tokens, each after a NUL, and where each begins."""
+        """The concatenated texts of all tokens, each after a NUL, and the place of each text."""
         texts = [b"\0" + text for text in self.with_special]
         return b"".join(texts), list(accumulate(map(len, texts), initial=0))
 
     @cached_property
     def _ordered(self) -> list[tuple[bytes, int]]:
-        """The texts of all tokens in order, so that those with the same beginning are neighbours."""
+        """The texts of all tokens in order. Tokens with the same beginning are adjacent."""
         return sorted((text, token) for token, text in enumerate(self.with_special))
 
 
 class Detokenizer:
-    """The text of one sequence. A character appears once all its bytes are there. Invalid UTF-8 becomes U+FFFD.
+    """The text of one sequence. A character appears once all its bytes are known. Invalid UTF-8 becomes U+FFFD.
 
     The end of the text is held back while it may be the beginning of a stop string. With a constraint, an incomplete
-    character at the end is left out instead: the constraint may not allow U+FFFD.
+    character at the end of the output is dropped, because the constraint may not allow U+FFFD.
 
-    With `SamplingParams.parser`, stop strings are searched in the free text that it finds. With a structural tag, they
-    are searched in the tokens before which the output could have ended.
+    With `SamplingParams.parser`, stop strings are searched in the free text that the parser finds. With a structural
+    tag, they are searched in the tokens before which the output could have ended.
     """
 
     def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
@@ -100,7 +99,7 @@ class Detokenizer:
         searches_tag = self._stop and params.constraint is not None and params.parser is None
         self.free_places: set[int] | None = set() if searches_tag else None
         """Places of the output tokens that are free text of a structural tag: the output could have ended before them.
-        The engine adds them. None: they are not needed."""
+        The engine adds the places. None: no stop strings are searched in a structural tag."""
         self._begin()
 
     def _begin(self) -> None:
@@ -111,18 +110,18 @@ class Detokenizer:
         self._parser = self._make_parser() if self._make_parser is not None and self._stop else None
         self._is_free = False
         self._free = ""
-        """The free text that the parser has found, with `_GAP` instead of what stands between its parts. Without a
-        parser: the text, with `_GAP` for each character that is not free."""
+        """The free text that the parser has found, with `_GAP` instead of everything else. Without a parser: the text,
+        with `_GAP` for each character that is not free."""
 
     def feed(self, token_ids: Sequence[int], count: int) -> None:
-        """Add the first `count` of `token_ids`. Those added before are skipped."""
+        """Add the first `count` of `token_ids` that were not added before."""
         if count > self._done:
             pieces = [self._pieces[token] for token in token_ids[self._done : count]]
             for place in range(self._done, count) if self._special else ():
                 if place and self._special.issuperset(token_ids[place - 1 : place + 1]):
                     pieces[place - self._done] = b" " + pieces[place - self._done]
             for place, piece in enumerate(pieces, self._done):
-                if not self._decoder.getstate()[0]:  # within a character, no output can end
+                if not self._decoder.getstate()[0]:  # an output cannot end within a character
                     self._is_free = self.free_places is None or place in self.free_places
                 text = self._decoder.decode(piece)
                 self.text += text
@@ -131,30 +130,30 @@ class Detokenizer:
             self._done = count
 
     def rewind(self, count: int) -> None:
-        """Forget the tokens after the first `count`. All text is decoded again, because a character may be cut."""
+        """Forget the tokens after the first `count`. `feed` decodes all text again, because a character may be cut."""
         if count < self._done:
             self._begin()
         if self.free_places:
             self.free_places.intersection_update(range(count))
 
     def flush(self) -> None:
-        """End the text: replace an incomplete character, or leave it out."""
+        """End the text: replace or drop an incomplete character."""
         if self._whole_characters:
             self._decoder.reset()
         self.text += self._decoder.decode(b"", final=True)
 
     def find_stop(self, token_ids: Sequence[int], min_tokens: int) -> str | None:
         """Add new tokens, and cut the text at the first stop string that ends in them, after the first `min_tokens`.
-        Returns the string, or None."""
+        Return the stop string, or None."""
         self.feed(token_ids, min(min_tokens, len(token_ids)))
         before = len(self._searched())
         self.feed(token_ids, len(token_ids))
         searched = self._searched()
         begins = ((text, max(0, before - len(text) + 1)) for text in self._stop)
-        found = [(at, text) for text, begin in begins if (at := searched.find(text, begin)) >= 0]
-        if not found or len(token_ids) <= min_tokens:
+        hits = [(at, text) for text, begin in begins if (at := searched.find(text, begin)) >= 0]
+        if not hits or len(token_ids) <= min_tokens:
             return None
-        at, stop = min(found, key=lambda hit: hit[0] + len(hit[1]))
+        at, stop = min(hits, key=lambda hit: hit[0] + len(hit[1]))
         end = at + len(stop) if self._parser is None else self._end_of(searched[: at + len(stop)])
         self.text = self.text[: end if self._include_stop else end - len(stop)]
         return stop
@@ -166,7 +165,7 @@ class Detokenizer:
         return self._free
 
     def _end_of(self, free: str) -> int:
-        """Return the number of characters of the output after which its free text first begins with `free`."""
+        """Return the length of the shortest beginning of the output with a free text that begins with `free`."""
 
         def has_it(length: int) -> bool:
             assert self._make_parser is not None
@@ -176,22 +175,22 @@ class Detokenizer:
         return bisect_left(range(len(self.text)), True, key=has_it)
 
     def completes_stop(self, token_ids: Sequence[int], min_tokens: int) -> bool:
-        """Return whether a text of these tokens alone has a stop string. This object does not change."""
+        """Return whether the text of `token_ids` contains a stop string. This object does not change."""
         other = copy.copy(self)
         other._begin()
         return other.find_stop(token_ids, min_tokens) is not None
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens alone, without an incomplete character at its end."""
+        """Return the text of `token_ids`, without an incomplete character at its end."""
         return _utf8("replace").decode(b"".join([self._pieces[token] for token in token_ids]))
 
     def visible(self, finished: bool) -> str:
-        """Return the text that will not change any more."""
+        """Return the part of the text that cannot change any more."""
         return self.text if finished or not self._held_back else self.text[: -self._held_back]
 
 
 def _with_pieces(free: str, pieces: Iterable[Piece]) -> str:
-    """Add the text of `pieces`, and `_GAP` for others: no stop string goes beyond these."""
+    """Add the pieces of text to `free`, with `_GAP` for other pieces, so that no stop string spans them."""
     for piece in pieces:
         if piece.kind == "text":
             free += piece.text

@@ -1,4 +1,4 @@
-"""LLM: offline generation from a script. Takes many prompts and returns all outputs."""
+"""LLM: offline generation from a script, which returns the outputs of all prompts at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LLM(BaseLLM):
         [output] = llm.generate("The answer, as JSON: ", SamplingParams(json_object=True))
         print(output.outputs[0].text)
 
-    Arguments as `BaseLLM`'s.
+    The arguments are those of `BaseLLM`.
     """
 
     _ids = itertools.count()
@@ -41,23 +41,23 @@ class LLM(BaseLLM):
 
         Args:
             prompts: one or many prompts, each as text or token ids.
-            sampling_params: one for all prompts, or one for each.
+            sampling_params: parameters for all prompts, or a list with the parameters of each prompt.
             use_tqdm: show a progress bar.
             others: not accepted. For a keyword of vLLM, the error says what to use instead.
 
         Raises:
-            InvalidRequest: a request is invalid. None of them was run.
+            InvalidRequest: a request is invalid. No request was run.
         """
         refuse_unknown("generate()", without_neutral(others), ("prompts", "sampling_params", "use_tqdm"))
         if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
             prompts = [cast(Prompt, prompts)]
-        params = sampling_params or SamplingParams()
-        many = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        given = sampling_params or SamplingParams()
+        many = [given] * len(prompts) if isinstance(given, SamplingParams) else given
         if len(many) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(many)} sampling_params: give one, or one per prompt")
         groups = [
-            self.engine.admit(f"llm-{next(self._ids)}", cast(Prompt, prompt), one, stream=False)
-            for prompt, one in zip(prompts, many, strict=True)
+            self.engine.admit(f"llm-{next(self._ids)}", cast(Prompt, prompt), params, stream=False)
+            for prompt, params in zip(prompts, many, strict=True)
         ]
         for group in groups:
             if (too_long := group.sequences[0].error) is not None:
@@ -83,7 +83,7 @@ class LLM(BaseLLM):
                 for output in self.engine.step():
                     if output.request_id in wanted:
                         finished[output.request_id] = output
-                        tokens += sum(len(one.token_ids) for one in output.outputs)
+                        tokens += sum(len(completion.token_ids) for completion in output.outputs)
                         if use_tqdm:
                             rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
                             bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
@@ -96,7 +96,11 @@ class LLM(BaseLLM):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate answers to one or many conversations, as `generate`. Without a chat template, `InvalidRequest`."""
+        """Generate answers to one or many conversations, as `generate` does for prompts.
+
+        Raises:
+            InvalidRequest: the tokenizer has no chat template, or a request is invalid.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest("this model's tokenizer has no chat template: use generate()", param="messages")
         prompts = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

@@ -1,4 +1,4 @@
-"""Outputs of the engine: snapshots of a request, after every step if it streams, and at its end."""
+"""Outputs of the engine: snapshots of a request after every step if the request streams, and at its end."""
 
 from __future__ import annotations
 
@@ -17,70 +17,71 @@ Logprobs = list[TokenLogprobs | None]
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request, in seconds of `time.monotonic()`. None: it has not happened yet."""
+    """Times of a request in seconds of `time.monotonic()`. None: the event has not happened yet."""
 
     arrival_time: float
     compiled_time: float | None
-    """When the constraint was compiled, or found in the cache."""
+    """The time when the constraint was compiled, or found in the cache."""
     first_token_time: float | None
     finished_time: float | None
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n outputs so far."""
+    """A snapshot of one of the n outputs of a request."""
 
     index: int
-    """Place of the sequence in its group. Outputs are sorted by log-probability, not by it, or drawn (`resample`)."""
+    """Index of the sequence in its group. Outputs are sorted by log-probability, or drawn (`resample`)."""
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
     """Sum over `token_ids`, if `logprobs`, beam search, or an `n` or `best_of` above 1 were requested."""
     logprobs: Logprobs | None = None
-    """For each token: its log-probability and those of the most likely alternatives, by token id."""
+    """The log-probabilities of each token and of its most likely alternatives, by token id."""
     finish_reason: str | None = None
-    """`stop`, `length` (also if the prompt was too long: see `error`), `abort` or `error`. None: it is not finished."""
+    """`stop`, `length` (also if the prompt was too long: see `error`), `abort` or `error`. None: not finished."""
     ends_with_stop_token: bool = False
-    """The last of `token_ids` is a stop token, which is not in the text."""
+    """Whether the last of `token_ids` is a stop token, which is not in the text."""
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it; None for the model's own stop tokens."""
+    """The stop string or stop token that ended the output; None for the model's own stop tokens."""
     error: GuidedError | None = None
     output_type: Any = None
     """The request's `output_type`."""
     completed_early: bool = False
-    """`complete` has forbidden tokens, because the rest would not have fit in `max_tokens`."""
+    """Whether `complete` has forbidden tokens because the rest would not have fit in `max_tokens`."""
     mask_details: MaskDetails | None = None
-    """Of `token_ids`, if the request asked for them."""
+    """Details of the masks of `token_ids`, if the request asked for them."""
     vetoes: dict[str, int] = field(default_factory=dict)
-    """Number of times that tokens were taken back because they violated a keyword that is checked, by keyword."""
+    """Checked keyword -> number of times that tokens were taken back because they violated it."""
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the output is whole: it has ended, and neither `max_tokens` nor an error cut it."""
+        """Whether the output is complete: it has ended, and neither `max_tokens` nor an error cut it off."""
         return self.finish_reason == "stop"
 
     @property
     def parsed(self) -> Any:
-        """The answer as a value of `output_type`, if it ended `stop`. Raises the `ValueError` of a validator."""
+        """The output as a value of `output_type` if it ended with `stop`, else None. Raises the `ValueError` of a
+        validator."""
         if self.output_type is None or not self.has_stopped:
             return None
         return parse_as(self.output_type, self.text)
 
     @classmethod
     def from_sequence(cls, sequence: Sequence) -> CompletionOutput:
-        """Take a snapshot."""
+        """Take a snapshot of a sequence."""
         params, finished, guided = sequence.params, sequence.is_finished(), sequence.guided
         wants_logprobs = params.logprobs is not None
         has_sum = params.needs_logprobs or params.use_beam_search
         held_back = 0 if finished else sequence.held_back
         count = max(0, sequence.num_output_tokens - held_back)
-        if wants_logprobs:  # those of forced tokens come with the next step
+        if wants_logprobs:  # the log-probabilities of forced tokens come with the next step
             count = min(count, len(sequence.output_logprobs))
         if params.mask_details and not finished:
             count = min(count, sequence.num_scored)
         _read_text(sequence, finished, count)
         text = sequence.detokenizer.visible(finished)
-        if held_back:  # the search for stop strings has read further
+        if held_back:  # the search for stop strings has read tokens that are held back
             text = text[: len(sequence.detokenizer.text_of(sequence.data.output_token_ids[:count]))]
         details = sequence.details if params.mask_details else None
         if details is not None:
@@ -107,8 +108,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A snapshot of a request. `outputs` has the `n` most likely sequences, the best first; of beams, those with the
-    best scores."""
+    """A snapshot of a request. `outputs` has the `n` most likely sequences, or the beams with the best scores, the best
+    first."""
 
     request_id: str
     prompt: str | None
@@ -118,33 +119,35 @@ class RequestOutput:
     backend: str | None = None
     """The grammar library that enforces the constraint."""
     not_enforced: tuple[str, ...] = ()
-    """What the schema contains and the output need not satisfy: see `guided.Constraint.not_enforced`."""
+    """The parts of the schema that are not enforced: see `guided.Constraint.not_enforced`."""
     checked: tuple[str, ...] = ()
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     closed: tuple[str, ...] = ()
-    """JSON pointers of objects without other properties than those that the schema names."""
+    """JSON pointers of objects that have only the properties that the schema names."""
     compile_seconds: float = 0.0
-    """Seconds of the compilation; 0 if the grammar came from the cache."""
+    """Duration of the compilation in seconds; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
     """The error that ended the request."""
     metrics: RequestMetrics | None = None
     prompt_logprobs: Logprobs | None = None
-    """For each prompt token, if they were requested; None for the first. Complete once there is an output token."""
+    """Log-probabilities of each prompt token, if requested; None for the first. Complete at the first output token."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens that were found in the prefix cache. None: the prompt is not computed yet."""
     effective_samples: float | None = None
-    """With `resample`: the effective number of the `best_of` outputs. 1: a single one has all the weight."""
+    """Effective number of the `best_of` outputs, with `resample`. 1: a single output has all the weight."""
 
     @classmethod
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
-        """Take a snapshot."""
-        params, seqs, effective = group.sampling_params, group.get_seqs(), None
+        """Take a snapshot of a group."""
+        params = group.sampling_params
+        seqs = group.get_seqs()
+        effective = None
         complete = (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED)
-        if params.resample and all(one.status in complete for one in seqs):
+        if params.resample and all(seq.status in complete for seq in seqs):
             seqs, effective = _resampled(group)
         elif not params.use_beam_search:
-            seqs.sort(key=lambda one: one.data.cumulative_logprob, reverse=True)
-        outputs = [CompletionOutput.from_sequence(one) for one in seqs[: params.n]]
+            seqs.sort(key=lambda seq: seq.data.cumulative_logprob, reverse=True)
+        outputs = [CompletionOutput.from_sequence(seq) for seq in seqs[: params.n]]
         constraint = params.constraint
         return cls(
             group.request_id,
@@ -157,7 +160,7 @@ class RequestOutput:
             group.checked,
             () if constraint is None else constraint.closed,
             group.compile_seconds,
-            next((one.error for one in group.sequences if one.error is not None), None),
+            next((seq.error for seq in group.sequences if seq.error is not None), None),
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),
             group.prompt_logprobs[:] if params.prompt_logprobs is not None else None,
             group.num_cached_tokens,
@@ -167,20 +170,21 @@ class RequestOutput:
 
 def _resampled(group: SequenceGroup) -> tuple[list[Sequence], float]:
     """Draw `n` outputs of a finished group by their weights, with replacement. Also return the effective number of
-    outputs, `(sum of weights)² / sum of squares`.
+    outputs, which is `(sum of weights)² / sum of squares`.
 
-    A weight is the model's own probability of the output, divided by that of sampling it under the masks: the product
-    of the kept masses of its tokens. Outputs that do not satisfy the constraint, because they were cut off, have none.
+    The weight of an output is its probability in the model, divided by its probability under the masks. This is the
+    product of the kept masses of its tokens. Outputs that were cut off, and so do not satisfy the constraint, have no
+    weight.
     """
-    complete = [one for one in group.sequences if one.status is SequenceStatus.FINISHED_STOPPED] or group.sequences
-    logs = [math.fsum(log for log in one.details.kept if log is not None) if one.details else 0.0 for one in complete]
+    complete = [seq for seq in group.sequences if seq.status is SequenceStatus.FINISHED_STOPPED] or group.sequences
+    logs = [math.fsum(log for log in seq.details.kept if log is not None) if seq.details else 0.0 for seq in complete]
     weights = [math.exp(log - max(logs)) for log in logs]
     effective = sum(weights) ** 2 / sum(weight * weight for weight in weights)
     return random.Random(group.seed).choices(complete, weights, k=group.sampling_params.n), effective
 
 
 def _read_text(sequence: Sequence, finished: bool, count: int) -> None:
-    """Update the text to `count` tokens. The stop token that ended it is left out unless the request asks for it."""
+    """Extend the text to `count` tokens, without the stop token that ended it unless the request asks for that."""
     if sequence.text_complete:
         return
     if sequence.ended_by_stop_token and not sequence.params.include_stop_str_in_output:

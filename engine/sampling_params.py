@@ -1,4 +1,4 @@
-"""SamplingParams: sampling parameters and constraint of one request, checked at construction."""
+"""SamplingParams: the sampling parameters and the constraint of a request, checked at construction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_LENGTH = 1000
 """Maximum number of characters of a stop string."""
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow float32."""
+"""Temperatures below this value are greedy, because dividing by them would overflow float32."""
 
 
 _RANGES: dict[str, tuple[type, Range]] = {
@@ -61,71 +61,72 @@ _MOST = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request. Frozen, so that sequences can share it.
+    """Sampling parameters of one request. Frozen, so that sequences can share them.
 
     One of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type` constrains the
-    output; several are accepted if they mean the same. It is checked here and becomes `constraint`. `stop_token_ids`
-    are rejected with a constraint: they could end the output before it satisfies the constraint.
+    output; several are accepted if they mean the same. The constructor checks them and sets `constraint`. With a
+    constraint, `stop_token_ids` are rejected: they could end the output before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.
-        json_object: the output is a JSON object.
-        regex: the whole output matches.
-        choice: the output is one of these.
-        grammar: Lark, or GBNF/EBNF.
+        json_object: whether the output is a JSON object.
+        regex: a regex that the whole output matches.
+        choice: the texts, one of which is the output.
+        grammar: a grammar in Lark, or in GBNF/EBNF.
         structural_tag: free text with constrained parts, in the format of vLLM and xgrammar, or as JSON text.
         output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of
-            outlines. `CompletionOutput.parsed` is the answer as a value of it.
+            outlines. `CompletionOutput.parsed` is the output as a value of this type.
         backend: the grammar library that enforces the constraint. `auto` picks one.
-        complete: complete the constraint within `max_tokens`. `CompletionOutput.completed_early` tells whether tokens
-            were forbidden for it.
-        whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
-        open_objects: objects that name their properties may have others, as JSON Schema says. By default they have none
-            where the schema does not say (docs/coverage.md).
-        strict_schema: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
+        complete: complete the constraint within `max_tokens`. `CompletionOutput.completed_early` tells whether this has
+            forbidden tokens.
+        whitespace_pattern: regex of the whitespace between JSON tokens ("" is none), for JSON constraints.
+        open_objects: whether objects with named properties may have further properties where the schema does not say,
+            as in JSON Schema (docs/coverage.md).
+        strict_schema: refuse schemas with a `format` that is not in the specification, or with keywords that are only
+            checked when the output ends.
         n: number of outputs.
-        temperature: 0 is greedy.
+        temperature: temperature of the distribution. 0 is greedy.
         top_p, top_k, min_p: truncation of the distribution, applied after temperature in the order min_p, top_k,
             top_p. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `top_p` 0 leaves the most likely token.
-        seed: makes the request repeatable. None: derived from the engine's seed and the request id.
-        max_tokens: None: the rest of the context.
-        min_tokens: suppress stop tokens before this many tokens (unless nothing else is legal).
-        stop: strings that end the output. They are not searched in constrained text: with a structural tag they are
-            searched where the output may end, with another constraint not at all. With `parser`, they are searched in
-            the free text that it finds.
+        seed: seed that makes the request repeatable. None: derived from the engine's seed and the request id.
+        max_tokens: maximum number of output tokens. None: the rest of the context.
+        min_tokens: number of output tokens before which stop tokens are suppressed, unless nothing else is allowed.
+        stop: strings that end the output. They are not searched in constrained text: with a structural tag, they are
+            searched only where the output may end, and with another constraint not at all. With `parser`, they are
+            searched in the free text that the parser finds.
         stop_token_ids: tokens that end the output, besides the model's own stop tokens.
         include_stop_str_in_output: keep the stop string, or the stop token's text.
-        ignore_eos: go on after the model's stop tokens. Without effect with a constraint: it ends with such a token.
-        presence_penalty, frequency_penalty: OpenAI's, over the output, in [-2, 2].
-        repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, in [0.01, 100]; 1 is off.
-        logit_bias: token id to a number added to its logit, in [-100, 100].
-        allowed_token_ids: the only tokens that the output may have, besides those that end it. None: all.
-        bad_words: texts that no token may complete (`engine/restriction.py`). With both, as with a constraint, the
-            request ends with the error `dead_end` where no token is left.
-        logprobs: number of alternatives to report per token (0: only the sampled token). None is off. Those of beams
-            include bias and penalties: they are what the search adds up.
-        logprobs_mode: `raw`: log-probabilities of the model's own distribution. `masked`: of the distribution after
-            bias, penalties and mask; forbidden tokens are not reported.
+        ignore_eos: continue after the model's stop tokens. It has no effect with a constraint, which ends with one.
+        presence_penalty, frequency_penalty: OpenAI's penalties over the output, in [-2, 2].
+        repetition_penalty: CTRL's penalty (arXiv:1909.05858) over prompt and output, in [0.01, 100]; 1 is off.
+        logit_bias: token id -> number that is added to its logit, in [-100, 100].
+        allowed_token_ids: the only tokens that the output may have, besides those that end it. None: all tokens. If no
+            token is left, the request ends with the error `dead_end`, as with `bad_words` and constraints.
+        bad_words: texts that no token may complete (`engine/restriction.py`).
+        logprobs: number of alternatives to report per token (0: only the sampled token). None is off. Log-probabilities
+            of beams include bias and penalties, as in the scores of the search.
+        logprobs_mode: `raw` reports log-probabilities of the model's own distribution; `masked` reports those after
+            bias, penalties and mask, without forbidden tokens.
         mask_details: report the allowed tokens, the kept mass and the time of each mask
-            (`CompletionOutput.mask_details`). With it, forced tokens are scored by the model, too.
-        prompt_logprobs: number of alternatives to report per prompt token, as `logprobs`. None is off.
+            (`CompletionOutput.mask_details`). The model then scores forced tokens, too.
+        prompt_logprobs: number of alternatives to report per prompt token. None is off.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: write a space between special tokens that follow each other. Without effect with
-            a constraint, which the text has to satisfy.
-        extra_args: passed on to custom logits processors.
+        spaces_between_special_tokens: write a space between adjacent special tokens. It has no effect with a
+            constraint, which the text has to satisfy.
+        extra_args: arguments for custom logits processors.
         best_of: number of outputs, or beams, of which the `n` most likely are returned. None: `n`.
         resample: draw `n` of the `best_of` outputs, with replacement, instead of returning the most likely. The weight
-            is the product of the kept masses of an output's tokens. So outputs come closer to the model's own
-            distribution, conditioned on the constraint. It needs temperature 1, no truncation and no penalties.
-        use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`, of
-            the distribution at the temperature. There may be fewer than `n` outputs if the constraint allows fewer.
-        length_penalty: beams are compared by their log-probability divided by their length to this power, in [-10, 10].
-        early_stopping: end the search with `best_of` outputs (True), when none is likely to become better (False), or
-            when none can ("never").
+            of an output is the product of the kept masses of its tokens. The outputs are then closer to the model's
+            own distribution, conditioned on the constraint. Requires temperature 1, no truncation and no penalties.
+        use_beam_search: keep the `best_of` most likely beginnings of the distribution at the temperature, as
+            transformers' `generate(num_beams=best_of)`. The constraint may allow fewer than `n` outputs.
+        length_penalty: exponent of the length by which the log-probability of a beam is divided, in [-10, 10].
+        early_stopping: end the search once there are `best_of` outputs (True), when no beam is likely to become better
+            (False), or when no beam can become better ("never").
 
     Raises:
-        InvalidRequest: `param` names the field.
-        InvalidConstraint: several constraints, an invalid one, or one that `backend` does not support.
+        InvalidRequest: a parameter is invalid. `param` names it.
+        InvalidConstraint: there are several constraints, or the constraint is invalid or not supported by `backend`.
     """
 
     json_schema: Mapping[str, Any] | bool | str | None = None
@@ -171,9 +172,9 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     constraint: Constraint | None = field(default=None, repr=False)
-    """Normally None: it is built from the fields above. Instead of them, a ready `Constraint` can be given."""
+    """The constraint that the fields above define. A ready `Constraint` can be given instead of these fields."""
     parser: Callable[[], Any] | None = field(default=None, repr=False)
-    """Makes the parser (`guided.tools.parser`) that finds the free text of an output, to which `stop` applies."""
+    """Makes the parser (`guided.tools.parser`) that finds the free text of an output, in which `stop` is searched."""
 
     def __new__(cls, *values: Any, **fields: Any) -> SamplingParams:
         refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__)
@@ -195,7 +196,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Nothing is random."""
+        """Whether sampling is deterministic."""
         return self.use_beam_search or self.temperature < GREEDY_BELOW
 
     @property
@@ -205,12 +206,12 @@ class SamplingParams:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Log-probabilities of sampled tokens are returned, or sort the outputs. (Beams have their own.)"""
+        """Whether log-probabilities of sampled tokens are returned, or sort the outputs. (Beams have their own.)"""
         return not self.use_beam_search and (self.logprobs is not None or self.width > 1)
 
     @property
     def has_penalties(self) -> bool:
-        """At least one of the three penalties is on."""
+        """Whether at least one of the three penalties is on."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def _check_numbers(self) -> None:
@@ -253,7 +254,7 @@ class SamplingParams:
             raise InvalidRequest(f"{name} {how} use_beam_search", param=name)
 
     def _is_given(self, name: str) -> bool:
-        """Whether a parameter has another value than its default."""
+        """Return whether a parameter differs from its default."""
         return getattr(self, name) not in (type(self).__dataclass_fields__[name].default, {})
 
     def _check_resample(self) -> None:
@@ -273,20 +274,20 @@ class SamplingParams:
         if self.output_type is not None:
             typed = constraint_for(self.output_type, open_objects=False)
             given.append(GivenConstraint(typed.kind, "output_type", typed))
-        one = take_one(given)
+        chosen = take_one(given)
         pattern = self.whitespace_pattern
-        spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
-        if one is not None and one.field == "output_type":
+        spaces = take_whitespace(chosen, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
+        if chosen is not None and chosen.field == "output_type":
             built: Constraint | None = constraint_for(
                 self.output_type, whitespace=pattern, open_objects=self.open_objects
             )
         else:
             options = {"open_objects": self.open_objects, "strict_schema": self.strict_schema}
-            built = None if one is None else build(one, spaces, **options)
-        if self.constraint is None or one is None:
+            built = None if chosen is None else build(chosen, spaces, **options)
+        if self.constraint is None or chosen is None:
             return built or self.constraint
         ready = GivenConstraint(self.constraint.kind, "constraint", self.constraint)
-        take_one([ready, GivenConstraint(one.kind, one.field, built)])
+        take_one([ready, GivenConstraint(chosen.kind, chosen.field, built)])
         return built
 
     def _check_constraint(self) -> None:

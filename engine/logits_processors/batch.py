@@ -1,4 +1,4 @@
-"""The batch as logits processors see it: a list with rows that come, go and move, or requests with fixed indices."""
+"""The batch of logits processors: a list of rows that are added, removed and moved, or requests with fixed indices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from engine.sequence import Sequence
 
 class PersistentBatch:
     """Computes a `BatchUpdate` from the rows of each step. As in vLLM's model runner, new sequences take the lowest
-    free places, then places at the end. Moves fill the places that are still free, and swaps bring each to its row."""
+    free places, then places at the end. Moves fill the remaining free places, and swaps bring sequences to their
+    rows."""
 
     def __init__(self) -> None:
         self._rows: list[Sequence] = []
 
     def update(self, rows: list[Sequence]) -> BatchUpdate | None:
-        """Return the update from the previous batch to this one; None if it is the same."""
+        """Return the update from the previous batch to `rows`, or None if they are equal."""
         if rows == self._rows:
             return None
         places: list[Sequence | None] = list(self._rows)
@@ -41,7 +42,7 @@ class PersistentBatch:
 
 
 def _condense(places: list[Sequence | None], empty: list[int]) -> list[MovedRequest]:
-    """Move the sequence of the highest place to the lowest empty place, until no place is empty."""
+    """Move the sequence with the highest place to the lowest empty place until no place is empty."""
     moves: list[MovedRequest] = []
     for target in empty:
         while places and places[-1] is None:
@@ -67,13 +68,13 @@ def _reorder(places: list[Sequence | None], rows: list[Sequence]) -> list[MovedR
 
 
 class IndexedBatch:
-    """Tells a processor of the revised model (RFC 25389) the rows of each step. Each sequence has a fixed index."""
+    """Reports the rows of each step to a processor of the revised model (RFC 25389). Sequences have fixed indices."""
 
     def __init__(self, processor: Any, config: VllmConfig) -> None:
         count = config.scheduler_config.max_num_seqs
         self._processor = processor
         self._known: dict[Sequence, tuple[int, int, int]] = {}
-        """Index of each sequence, and its numbers of edits and of tokens when `_token_ids` was written."""
+        """Sequence -> its index, and its numbers of edits and of tokens when `_token_ids` was written."""
         self._free = list(range(count))[::-1]
         self._token_ids: NDArray[np.int32] = np.zeros((count, config.model_config.max_model_len), dtype=np.int32)
         self._seq_lens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
@@ -82,7 +83,7 @@ class IndexedBatch:
     def update(self, rows: Rows[Sequence]) -> None:
         """Remove and add requests, write their new tokens, and call `update_state`."""
         staying = set(rows)
-        for sequence in [one for one in self._known if one not in staying]:
+        for sequence in [known for known in self._known if known not in staying]:
             index, *_ = self._known.pop(sequence)
             self._free.append(index)
             self._seq_lens[index] = 0
@@ -98,7 +99,7 @@ class IndexedBatch:
         self._processor.update_state(None if same else np.array(mapping, np.int64), self._token_ids, self._seq_lens)
 
     def _write(self, sequence: Sequence) -> None:
-        """Write the tokens that are new, or all, if tokens were removed or replaced."""
+        """Write the new tokens of a sequence, or all tokens if some were removed or replaced."""
         index, edits, start = self._known[sequence]
         if edits != sequence.edits:
             start = 0

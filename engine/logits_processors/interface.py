@@ -1,5 +1,5 @@
-"""The programming models of batch-level logits processors, with vLLM's names: that of V1
-(docs/features/custom_logitsprocs.md), and the revised one of RFC 25389
+"""The two programming models of batch-level logits processors, with vLLM's names: the model of V1
+(docs/features/custom_logitsprocs.md), and the revised model of RFC 25389
 (https://github.com/vllm-project/vllm/issues/25389).
 """
 
@@ -22,7 +22,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`vocab_size` is the number of columns of the logits, padding included; `dtype` that of the weights."""
+    """`vocab_size` is the number of columns of the logits, padding included; `dtype` is the type of the weights."""
 
     model: str = ""
     max_model_len: int = 0
@@ -36,7 +36,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """There are at most `max_num_seqs` rows of logits. Every index is below it."""
+    """The logits have at most `max_num_seqs` rows, and every index is below this number."""
 
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
@@ -52,7 +52,7 @@ class VllmConfig:
 
 
 class MoveDirectionality(Enum):
-    """Whether a move goes one way or both ways."""
+    """Whether a move goes one way or both ways, as in vLLM."""
 
     UNIDIRECTIONAL = auto()
     """i2 is overwritten, and i1 is empty afterwards."""
@@ -60,7 +60,7 @@ class MoveDirectionality(Enum):
 
 
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
-"""In V1's model: index, parameters, prompt token ids, and output token ids, which the engine appends to."""
+"""Index, parameters, prompt token ids, and output token ids, to which the engine appends. For V1's model."""
 
 MovedRequest = tuple[int, int, MoveDirectionality]
 """i1, i2, and the direction."""
@@ -85,12 +85,14 @@ class BatchUpdate:
 class LogitsProcessor(ABC):
     """A batch-level logits processor. One instance serves an engine for its lifetime.
 
-    A class that defines `add_request` is of the revised model. A request has an index until it ends or is preempted:
+    A class that defines `add_request` follows the revised model, in which a request has an index until it ends or is
+    preempted. Such a class has these methods:
 
-    - `add_request((params, prompt length, index))`, and `remove_request(index)`.
-    - `update_state(index_mapping, token_ids, seq_lens)`, before each forward pass. `index_mapping`: int64 `[rows]`:
-      index of each row's request; None: as before. `token_ids`: int32 `[max_num_seqs, max_model_len]`: prompt and
-      output at each index, to be read during this call only. `seq_lens`: int32 `[max_num_seqs]`: numbers of tokens.
+    - `add_request((params, prompt length, index))` and `remove_request(index)`.
+    - `update_state(index_mapping, token_ids, seq_lens)`, called before each forward pass. `index_mapping`, int64
+      `[rows]`, is the index of each row's request, or None if unchanged. `token_ids`, int32 `[max_num_seqs,
+      max_model_len]`, is the prompt and output at each index, valid during this call only. `seq_lens`, int32
+      `[max_num_seqs]`, is the number of tokens at each index.
     """
 
     @classmethod
@@ -100,7 +102,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        """`device` is that of the logits. `is_pin_memory`: pinned memory makes copies to it faster."""
+        """`device` is the device of the logits. `is_pin_memory`: whether pinned memory makes copies to it faster."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -108,17 +110,17 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Return whether it never changes which token has the highest logit. It then runs after mask and temperature,
-        and not at all if all rows are greedy. Called once."""
+        """Return whether the processor never changes which token has the highest logit. It then runs after mask and
+        temperature, and not at all if all rows are greedy. Called once."""
 
     @abstractmethod
     def update_state(self, *_args: Any, **_kwargs: Any) -> None:
-        """Follow the batch, before each forward pass. In V1's model the argument is `batch_update: BatchUpdate | None`.
-        None: the batch has not changed."""
+        """Update the processor's state, before each forward pass. In V1's model, the only argument is `batch_update:
+        BatchUpdate | None`; None means that the batch has not changed."""
 
 
 def is_revised(kind: type[LogitsProcessor]) -> bool:
-    """Return whether a class is of the revised model."""
+    """Return whether a class follows the revised model."""
     return hasattr(kind, "add_request")
 
 
@@ -127,8 +129,8 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Update a processor's state by index. `new_state(params, prompt ids, output ids)` returns that of an added
-    request, or None if the request does not use the processor. Returns whether the dict has changed."""
+    """Update a processor's state by index, and return whether it has changed. `new_state(params, prompt ids, output
+    ids)` returns the state of an added request, or None if the request does not use the processor."""
     if batch_update is None:
         return False
     changed = False
@@ -152,17 +154,17 @@ def process_dict_updates(
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Runs one callable per request. Subclass it and define `is_argmax_invariant` and `new_req_logits_processor`. The
-    result of a callable should depend on the ids, not on the number of calls: preempted sequences get a new one."""
+    """Runs one callable per request. Subclasses define `is_argmax_invariant` and `new_req_logits_processor`. The result
+    of a callable should depend only on its arguments, because preempted sequences get a new callable."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
-        """By row: the callable, bound to the lists of token ids."""
+        """Row -> the callable, bound to the lists of token ids."""
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """Return the callable of a new sequence, or None. It gets the output ids and the logits if it has two
-        parameters, and the prompt ids before them if it has three."""
+        """Return the callable of a new sequence, or None. A callable with two parameters gets the output ids and the
+        logits. A callable with three parameters gets the prompt ids before these."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         def bound(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> Any:

@@ -1,4 +1,4 @@
-"""Load an engine's custom logits processors and its post-processor: from entry points, names, classes, at the start."""
+"""Load an engine's custom logits processors and post-processor from entry points, names and classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine.model_loader import LoadedModel  # slow: transformers
 
 GROUP = "vllm.logits_processors"
-"""Entry points of this group are loaded into every engine, unless `logits_processor_plugins` is False."""
+"""The group of entry points that every engine loads unless `logits_processor_plugins` is False."""
 
 
 def describe(model: LoadedModel, config: EngineConfig, max_model_len: int) -> VllmConfig:
@@ -28,31 +28,39 @@ def describe(model: LoadedModel, config: EngineConfig, max_model_len: int) -> Vl
 
 
 def load_classes(config: EngineConfig) -> list[type[LogitsProcessor]]:
-    """Return the classes of installed packages, sorted by the names of their entry points, then those of the options.
-    The `ValueError` of one that cannot be imported, or is no logits processor, names it."""
+    """Return the classes of installed packages, sorted by the names of their entry points, then the classes of the
+    options.
+
+    Raises:
+        ValueError: a class cannot be imported, or is not a logits processor. The message names it.
+    """
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name) if config.logits_processor_plugins else []
     return [*map(_load_plugin, points), *map(_load, config.logits_processors)]
 
 
 def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConfig) -> LogitPostProcessor:
-    """Return an application's own post-processor (RFC 5423): itself, or made from its class or `module:Class`. The
-    `ValueError` of one that cannot be imported or made, or is no `LogitPostProcessor`, names it."""
-    found: Any = import_named("post-processor", given) if isinstance(given, str) else given
-    name = getattr(found, "__name__", type(found).__name__)
+    """Return an application's post-processor (RFC 5423), which is created from a class or `module:Class`.
+
+    Raises:
+        ValueError: `given` cannot be imported or created, or is not a `LogitPostProcessor`. The message names it.
+    """
+    processor: Any = import_named("post-processor", given) if isinstance(given, str) else given
+    name = getattr(processor, "__name__", type(processor).__name__)
     try:
-        if inspect.isclass(found) and issubclass(found, LogitPostProcessor):
-            make: Any = found
-            required = [one for one in inspect.signature(make).parameters.values() if one.default is one.empty]
-            found = make(config) if any(one.kind < one.VAR_POSITIONAL for one in required) else make()
+        if inspect.isclass(processor) and issubclass(processor, LogitPostProcessor):
+            make: Any = processor
+            required = [param for param in inspect.signature(make).parameters.values() if param.default is param.empty]
+            takes_config = any(param.kind < param.VAR_POSITIONAL for param in required)
+            processor = make(config) if takes_config else make()
     except Exception as error:
         raise ValueError(f"the post-processor {name} can't be made: {bounded(repr(error))}") from error
-    if not isinstance(found, LogitPostProcessor):
+    if not isinstance(processor, LogitPostProcessor):
         raise ValueError(f"{name} is not a subclass of guided.LogitPostProcessor (give an object, or module:Class)")
-    return found
+    return processor
 
 
 def import_named(what: str, name: str | EntryPoint) -> Any:
-    """Import what `module:Class` names. The `ValueError` of one that cannot be imported names it, and `what` it is."""
+    """Import the object `module:Class`. The `ValueError` of a failed import names the object, and `what` it is."""
     try:
         if isinstance(name, str):
             if not all(name.partition(":")):
@@ -74,12 +82,12 @@ def _load_plugin(point: EntryPoint) -> type[LogitsProcessor]:
         ) from error
 
 
-def _load(one: EntryPoint | str | type) -> type[LogitsProcessor]:
-    found: Any = one if isinstance(one, type) else import_named("logits processor", one)
-    if not isinstance(found, type) or not issubclass(found, LogitsProcessor):
-        name = bounded(getattr(one, "value", one))
+def _load(given: EntryPoint | str | type) -> type[LogitsProcessor]:
+    loaded: Any = given if isinstance(given, type) else import_named("logits processor", given)
+    if not isinstance(loaded, type) or not issubclass(loaded, LogitsProcessor):
+        name = bounded(getattr(given, "value", given))
         raise ValueError(f"{name} is not a subclass of engine.logits_processors.LogitsProcessor")
-    missing = {*found.__abstractmethods__} | ({"remove_request"} - {*dir(found)} if is_revised(found) else set())
+    missing = {*loaded.__abstractmethods__} | ({"remove_request"} - {*dir(loaded)} if is_revised(loaded) else set())
     if missing:
-        raise ValueError(f"the logits processor {found.__name__} needs the method {' and '.join(sorted(missing))}")
-    return found
+        raise ValueError(f"the logits processor {loaded.__name__} needs the method {' and '.join(sorted(missing))}")
+    return loaded

@@ -1,7 +1,7 @@
 """LogitsProcessors: runs the custom logits processors of one engine.
 
-A processor that raises is replaced by a new instance, which gets the step's rows one by one. The rows on which it
-raises again fail; the others continue.
+A processor that raises is replaced by a new instance, which gets the rows of the step one by one. The rows on which the
+instance raises again fail; other rows continue.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LogitsProcessorFailed(InternalError):
 
 
 class _Host:
-    """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one. A late
-    sequence stays in the batch, so that the processor keeps its state of it."""
+    """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one. Late
+    sequences stay in the batch, so that the processor keeps their states."""
 
     def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
         self.name = kind.__name__
@@ -41,10 +41,10 @@ class _Host:
         self.argmax_invariant = bool(self._processor.is_argmax_invariant())
 
     def restart(self) -> None:
-        """Replace the processor by a new instance without state. Raises what its constructor raises."""
+        """Replace the processor by a new instance without state. Exceptions of its constructor pass through."""
         self._rows: list[Sequence] = []
         self._late: list[Sequence] = []
-        """Late sequences at the end of the batch. They have no logits in this step."""
+        """Late sequences, at the end of the batch. They have no logits in this step."""
         self._processor: LogitsProcessor = self._make()
         self._batch = PersistentBatch()
         self._indexed = None if self._config is None else IndexedBatch(self._processor, self._config)
@@ -77,36 +77,40 @@ class LogitsProcessors:
     def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[type[LogitsProcessor]] = ()) -> None:
         self.classes = tuple(classes)
         self.failed: dict[int, LogitsProcessorFailed] = {}
-        """Rows of this step on which a custom processor has raised."""
+        """Row of this step on which a custom processor has raised -> the error."""
         self._hosts: list[_Host] = []
         self._broken: set[_Host] = set()
         """Hosts of processors that have raised and were not restarted yet."""
-        for one in classes:
+        for kind in classes:
             try:
-                self._hosts.append(_Host(one, config, device))
+                self._hosts.append(_Host(kind, config, device))
             except Exception as error:
                 raise ValueError(
-                    f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}"
+                    f"the logits processor {kind.__name__} can't be made: {bounded(repr(error))}"
                 ) from error
-        self.before = [one for one in self._hosts if not one.argmax_invariant]
-        """Those that run before the penalties."""
-        self.after = [one for one in self._hosts if one.argmax_invariant]
-        """Those that run on masked and scaled logits. Those of greedy rows are included and not used afterwards."""
+        self.before = [kind for kind in self._hosts if not kind.argmax_invariant]
+        """Hosts of the processors that run before the penalties."""
+        self.after = [host for host in self._hosts if host.argmax_invariant]
+        """Hosts of the processors that run on masked and scaled logits. Their results for greedy rows are not used."""
 
     def validate(self, params: SamplingParams) -> None:
-        """Let the custom processors check a request, in any thread. Raises `InvalidRequest` if one rejects it by a
-        `ValueError`, and `LogitsProcessorFailed` if one raises something else."""
-        for one in self.classes:
+        """Let the custom processors check a request, in any thread.
+
+        Raises:
+            InvalidRequest: a processor rejects the request by a `ValueError`.
+            LogitsProcessorFailed: a processor raises another exception.
+        """
+        for kind in self.classes:
             try:
-                one.validate_params(params)
+                kind.validate_params(params)
             except GuidedError:
                 raise
             except ValueError as error:
                 param = "extra_args" if params.extra_args else None
                 raise InvalidRequest(bounded(error), param=param) from error
             except Exception as error:
-                logger.exception("%s.validate_params raised", one.__name__)
-                raise _failure(one.__name__, error) from error
+                logger.exception("%s.validate_params raised", kind.__name__)
+                raise _failure(kind.__name__, error) from error
 
     def begin(self, batch: Batch) -> None:
         """Announce the step's batch. Call it before the forward pass."""
@@ -123,7 +127,7 @@ class LogitsProcessors:
     def run(
         self, hosts: list[_Host], logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run `before` or `after` on float32 `[rows, vocab]`. `again` computes the unchanged logits if one raises."""
+        """Run `before` or `after` on float32 `[rows, vocab]`. `again` recomputes the logits if a processor raises."""
         while True:  # each failing round adds a broken host
             for host in hosts:
                 if host in self._broken:
@@ -139,7 +143,7 @@ class LogitsProcessors:
             logits = again()
 
     def _one_by_one(self, host: _Host, logits: torch.Tensor, rows: Rows[Sequence]) -> None:
-        """Process the rows one by one, in place, and record those on which the processor raises."""
+        """Process the rows one by one, in place, and record the rows on which the processor raises."""
         is_new = False
         for row, sequence in enumerate(rows):
             try:
