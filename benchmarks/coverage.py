@@ -24,46 +24,44 @@ PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 SAMPLES = Path(__file__).with_name("keywords.jsonl")
 _HEAD = """# Keywords of JSON Schema
 
-What becomes of each keyword. This page is generated: `python -m benchmarks.coverage` compiles the sample of each row
-and checks that a valid instance is accepted and an invalid one is not. Another schema with the same keyword may be
-refused: `guided check FILE` says what becomes of yours.
+How each keyword is enforced. This page is generated: `python -m benchmarks.coverage` compiles the sample of each row
+and checks that a valid instance is accepted and an invalid instance is not. Another schema with the same keyword may be
+refused: `guided check FILE` reports on your schema.
 
-*enforced*: the mask is exact while the output is written. *checked*: the library enforces a superset, and the whole
-output is validated before it may end. *refused*: 400, with the keyword's pointer. *narrower*: some valid values are
-never generated. The backends are llguidance and xgrammar, of which `auto` takes the first that does not refuse; each is
-named where they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
+*enforced*: the mask is exact. *checked*: the mask allows a superset, and the whole output is validated before it may
+end. *refused*: 400, with the keyword's pointer. *narrower*: some valid values are never generated. The backends are
+llguidance and xgrammar, of which `auto` takes the first that does not refuse the schema; rows name the backend where
+they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
 (`guided/backends/schema_lowering.py`), and check every output.
 
 ## Where a checked keyword is violated
 
-The engine validates each value where it ends, with what is left out for it. A token that makes a violation final, so
-that no continuation mends it, is taken back and forbidden at its place. The next token is sampled from the model's own
-distribution without that token. After several such vetoes in one value, the output goes back to the first place in the
-value at which another text is possible; after a wrong type, to its beginning at once. After 64 vetoes in an output, or
-16 in one value, the request ends with `constraint_not_met`. Patterns are followed within strings, too, unless a
-negative lookaround sees the end of the text, or the pattern has `\\p`, `\\P` or `\\s`.
+The engine validates each value where it ends. A token after which no continuation can satisfy the schema is taken back
+and forbidden at its place, and the next token is sampled without it. After several such vetoes in one value, the output
+goes back to the first place in the value at which another text is possible; after a wrong type, to the beginning of the
+value at once. After 64 vetoes in an output, or 16 in one value, the request ends with `constraint_not_met`. Patterns
+are followed within strings, too, unless a negative lookaround sees the end of the text, or the pattern has `\\p`, `\\P`
+or `\\s`.
 
-After a veto, an answer is no longer a sample of what the model would write among all valid outputs: what is forbidden
-depends on what was sampled. With the token, others are forbidden that would do the same: those with the same beginning,
-after a number what ends it, and blanks where a bracket was taken back after a whole member. Where the output goes back,
-those with the same first character, and blanks.
+After a veto, an answer is no longer a sample of the model's distribution of valid outputs, because the forbidden tokens
+depend on the sampled ones. Tokens with the same effect are forbidden too: those with the same beginning, those that end
+a number, and blanks after a bracket that was taken back. Where the output goes back, tokens with the same first
+character and blanks are forbidden.
 
-Inside vLLM and transformers, and with beam search, an accepted token stays: there only the whole output is validated,
-before it may end.
+Inside vLLM and transformers, and with beam search, accepted tokens stay, and only the whole output is validated before
+it may end.
 
 ## Objects are closed in requests
 
-The rows below show each keyword with the schema as written, as `Constraint.json_schema` and `guided check` read it. In
-a request, an object that has `properties` gets no other properties, unless `additionalProperties` or
-`unevaluatedProperties` say otherwise. Names that match `patternProperties` stay possible, and `{"type": "object"}`
-alone stays open. This is *narrower* than JSON Schema by choice: most schemas of applications list `properties` only,
-and a model then goes on with keys that the schema does not name. OpenAI's strict mode, vLLM and llama.cpp close these
-objects, too.
+`Constraint.json_schema`, `guided check` and the rows below read a schema as written. In a request, an object with
+`properties` has no other properties, unless `additionalProperties` or `unevaluatedProperties` allow them. Names that
+match `patternProperties` stay possible, and `{"type": "object"}` alone stays open. This is *narrower* than JSON Schema
+by choice: most schemas of applications list only `properties`, and a model would then add other keys. OpenAI's strict
+mode, vLLM and llama.cpp close these objects, too.
 
 - An object is closed as a whole: `allOf`, `$ref`, and the conditions of `if` and `dependentSchemas` that hold
   contribute their properties, as with `unevaluatedProperties: false`. An object with `anyOf` has the properties of one
   alternative. Where the masks leave out a condition, an object may have the properties of all branches.
-- What is written still satisfies the schema as sent.
 - `guided.closed` in the answer has the JSON pointers of these objects. `open_objects: true` in a request, or
   `guided serve --open-objects`, keeps the schema as written; `guided check --close-objects` reads it as a request.
 - In an object that stays open in a request, no additional key is a declared name in other case or with blanks around
@@ -71,28 +69,25 @@ objects, too.
 
 ## Valid values that are never generated
 
-- Whitespace between JSON tokens is as `json.dumps` and `JSON.stringify` write it: see
-  [the reference](http-reference.md#json-schemas). outlines and lm-format-enforcer deviate: outlines allows one blank
-  between any two tokens, and no line break; lm-format-enforcer at most 12 blanks, tabs and line breaks.
-- Escapes in strings. llguidance, which is the first of `auto`: no `\\u0041` with `pattern` or `format`, and none where
-  an object with named properties may have others: the library allows the same escapes in keys, where `"\\u0061"` would
-  evade the schema of `a`. xgrammar: none with `pattern`, `format` or `maxLength` (unless the pattern needs them), and
-  with `minLength` none in the first characters: a counted string with escapes takes 0.1 s a mask instead of 0.2 ms
-  (131,072 tokens). outlines: none with `minLength`, `maxLength` or `pattern`. Only characters that JSON has to escape
-  are lost by that.
+- Whitespace between JSON tokens is that of `json.dumps` and `JSON.stringify`: see
+  [the reference](http-reference.md#json-schemas). outlines allows one blank between any two tokens, and no line break;
+  lm-format-enforcer at most 12 blanks, tabs and line breaks.
+- Escapes such as `\\u0041` in strings, which costs only characters that JSON has to escape. llguidance: none with
+  `pattern` or `format`, and none where an object with named properties may have others, because in a key `"\\u0061"`
+  would evade the schema of `a`. xgrammar: none with `pattern`, `format` or `maxLength` (unless the pattern needs them),
+  and with `minLength` none in the first characters. outlines: none with `minLength`, `maxLength` or `pattern`.
 - Numbers with bounds have no exponent. An exclusive bound, and a bound with more than six decimals, becomes the next
-  number inside it with six decimals, or the next integer beyond a billion: with more digits, readers that round to a
-  double could round to an excluded number.
-- Numbers with `multipleOf` have no exponent and at most six decimals. Those with decimals have at most 15 digits, and
-  xgrammar's integers at most 19.
-
+  allowed number with six decimals, or the next integer beyond a billion, because readers that round to a double could
+  round other numbers to an excluded one.
+- Numbers with `multipleOf` have no exponent and at most six decimals. With decimals, they have at most 15 digits; without,
+  at most 19 with xgrammar.
 - An integer has no fraction, and a number with a bound no exponent (`1e-06`). An exponent has at most two digits.
 - Alternatives of `anyOf` and `oneOf` that the canonical form merges have the order of one of them.
 - xgrammar: an object with a property that can have no value (`"a": false`), or a name that has to be escaped, has no
   other properties, and listed objects and arrays have no whitespace. outlines and lm-format-enforcer: an object with
   `properties` has no others.
-- Structural tags: with `any_order`, properties still come in the schema's order. Names that a model makes up in
-  elements have no `&`.
+- Structural tags: with `any_order`, properties still come in the schema's order. Names that the schema does not
+  list have no `&` in elements.
 - Formats, and keywords of younger drafts, are enforced in every draft. Some of their notations are never written:
 
 | format | not written |
