@@ -79,8 +79,8 @@ mode, vLLM and llama.cpp close these objects, too.
 - Numbers with bounds have no exponent. An exclusive bound, and a bound with more than six decimals, becomes the next
   allowed number with six decimals, or the next integer beyond a billion, because readers that round to a double could
   round other numbers to an excluded one.
-- Numbers with `multipleOf` have no exponent and at most six decimals. With decimals, they have at most 15 digits; without,
-  at most 19 with xgrammar.
+- Numbers with `multipleOf` have no exponent and at most six decimals. They have at most 15 digits with decimals, and
+  without decimals at most 19 in xgrammar.
 - An integer has no fraction, and a number with a bound no exponent (`1e-06`). An exponent has at most two digits.
 - Alternatives of `anyOf` and `oneOf` that the canonical form merges have the order of one of them.
 - xgrammar: an object with a property that can have no value (`"a": false`), or a name that has to be escaped, has no

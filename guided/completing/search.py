@@ -160,12 +160,12 @@ class Completions:
         begun = self._vocabulary.beginning_with([self.spelled([token]) for token in tokens])
         return begun | pack(tokens, len(begun) * 32)
 
-    def _shortened(self, matcher: Matcher, found: Completion) -> Completion:
+    def _shortened(self, matcher: Matcher, completion: Completion) -> Completion:
         """Remove members of JSON objects, one by one, if the matcher accepts the rest."""
         try:
-            value = json.loads(found.text)
+            value = json.loads(completion.text)
         except ValueError:  # the text is not JSON
-            return found
+            return completion
         parts = [value]
         for part in parts:  # the loop appends to `parts`
             for name in list(part) if isinstance(part, dict) else ():
@@ -176,9 +176,9 @@ class Completions:
                 if shorter is None:
                     part.clear()
                     part.update(members)
-                found = shorter or found
+                completion = shorter or completion
             parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        return found
+        return completion
 
     def is_free(self, row: NDArray[np.int32]) -> bool:
         """Return whether a mask allows text with any characters."""
@@ -194,9 +194,9 @@ class Completions:
             end: a text with which the completion may end.
         """
         for patience in _PATIENCE:
-            found = self._roll_out(matcher, steps, patience, most, end, before)
-            if found is not None:
-                return found
+            completion = self._roll_out(matcher, steps, patience, most, end, before)
+            if completion is not None:
+                return completion
         return None
 
     def _roll_out(
@@ -308,17 +308,17 @@ class BudgetedSequence:
         self._start(matcher)
         for token in tokens:
             known, position = self._known[-1], len(self._known)
-            found = None if known is None else self._completions.inherited(matcher.fork(), known, token)
+            completion = None if known is None else self._completions.inherited(matcher.fork(), known, token)
             matcher.accept_tokens([token])
             if matcher.is_terminated() or matcher.is_accepting():
-                found = Completion(b"", ())
+                completion = Completion(b"", ())
             left = self._budget - position
-            room = 0 if found is None else left - 1 - len(found.tokens)
-            if room < 0 or found is None or (room < _NEAR and position % 16 == 0):
-                end = known.text if known is not None and found is None else b""
+            room = 0 if completion is None else left - 1 - len(completion.tokens)
+            if room < 0 or completion is None or (room < _NEAR and position % 16 == 0):
+                end = known.text if known is not None and completion is None else b""
                 searched = self._completions.find(matcher, Steps(_SEARCH), 60 + 3 * left, end)
-                found = min(filter(None, (found, searched)), key=_length, default=None)
-            self._known.append(found)
+                completion = min(filter(None, (completion, searched)), key=_length, default=None)
+            self._known.append(completion)
 
     def _start(self, matcher: Matcher) -> None:
         """Find the completion of the empty output.
@@ -385,14 +385,14 @@ class BudgetedSequence:
         texts = list[bytes]()
         completions = self._completions
         for token in candidates:
-            found = completions.inherited(matcher, known, token)
-            found = found or next(filter(None, (completions.checked(matcher, text, [token]) for text in texts)), None)
-            if found is None:
-                found = completions.find(matcher, steps, 60 + 3 * left, known.text, [token])
+            others = (completions.checked(matcher, text, [token]) for text in texts)
+            completion = completions.inherited(matcher, known, token) or next(filter(None, others), None)
+            if completion is None:
+                completion = completions.find(matcher, steps, 60 + 3 * left, known.text, [token])
                 # Four of these completions are also tried for the following candidates.
-                texts += [] if found is None or len(texts) >= 4 else [found.text]
-            if found is not None:
-                yield token, len(found.tokens) < left
+                texts += [] if completion is None or len(texts) >= 4 else [completion.text]
+            if completion is not None:
+                yield token, len(completion.tokens) < left
             else:
                 yield token, None if steps.left <= 0 else False
 

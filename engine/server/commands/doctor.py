@@ -115,9 +115,9 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
     device = options.load.device
     if device != "cpu":
         advice = "torch may be a CPU build, a container needs --gpus all, and Triton a C compiler"
-        found = _tried("GPU", "the mask kernel runs", advice, _TRY_GPU, "cuda" if device == "auto" else device)
-        no_gpu = device == "auto" and found.text.startswith("no CUDA device")
-        yield Finding("ok", "GPU", "no CUDA device; the CPU is used") if no_gpu else found
+        finding = _tried("GPU", "the mask kernel runs", advice, _TRY_GPU, "cuda" if device == "auto" else device)
+        no_gpu = device == "auto" and finding.text.startswith("no CUDA device")
+        yield Finding("ok", "GPU", "no CUDA device; the CPU is used") if no_gpu else finding
 
 
 def _listening(options: ServeOptions) -> Finding:
