@@ -55,7 +55,7 @@ class Report:
     backend: str = ""
     """The backend that enforces the constraint."""
     understood: str = ""
-    """What the constraint allows, in a few words."""
+    """A short description of the allowed values."""
     error: str = ""
     pointer: str | None = None
     """JSON pointer to the place of the error in the schema."""

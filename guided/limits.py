@@ -19,7 +19,7 @@ from guided.errors import ConstraintTooLarge, bounded
 # The scanners do not backtrack: repetitions are possessive, and the end of the text closes all open constructs.
 _IN_REGEX = (
     r"\\(?:[xuUpPN]\{[^{}]*+\}|.)"  # an escape
-    r"|\[\^?\]?(?:[^\]\\]++|\\.)*+\]?"  # a character class: brackets, braces and parentheses are characters in it
+    r"|\[\^?\]?(?:[^\]\\]++|\\.)*+\]?"  # a character class, in which brackets, braces and parentheses are characters
     r"|(?P<bracket>[()])|(?P<bar>\|)"
     r"|\{\s*+(?P<least>[0-9]*+)\s*+(?:,\s*+(?P<most>[0-9]*+)\s*+)?\}"
 )

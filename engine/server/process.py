@@ -109,7 +109,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
         if not settings.allowed_hosts and _is_loopback(options.host):
             settings = dataclasses.replace(settings, allowed_hosts=("localhost", "127.0.0.1", "[::1]", options.host))
         app = create_app(engine, settings)
-        app.openapi()  # FastAPI caches it. Building it on the event loop would block for half a second
+        app.openapi()  # cached by FastAPI; building it later would block the event loop for half a second
         config = uvicorn_config(app, options)
         _Server(config, app.state.context, options).run(sockets=[listener])
     finally:

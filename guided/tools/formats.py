@@ -1,4 +1,4 @@
-"""How families of models write function calls and their thinking.
+"""The formats in which families of models write function calls and thoughts.
 
 Most formats of calls are taken from the structural tags that `xgrammar` builds for the families. The other formats are
 written here. Both the structural tag that enforces a format (`calls_format`, `answer_format`) and the parser that reads

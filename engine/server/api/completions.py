@@ -39,7 +39,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     given: Sequence[Any] = [body.prompt] if is_one else body.prompt
     max_tokens = body.max_tokens
     if max_tokens is None and wanted.constraint is None:
-        # OpenAI's default. A request with a constraint does not get it: most answers would be cut off.
+        # OpenAI's default, but not with a constraint, where it would cut off most answers.
         max_tokens = 16
     check_size(context, body, len(given), max_tokens, body.logprobs)
 

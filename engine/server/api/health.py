@@ -16,7 +16,7 @@ router = APIRouter(tags=["operation"])
 class PoolHealth(BaseModel):
     name: str
     trouble: str | None
-    """Why dead actors are not replaced; null if they are replaced."""
+    """The reason why dead actors are not replaced; null if they are replaced."""
     compiling: int
     quarantined: list[str]
     """Hashes of the constraints that are refused because they have ended several actors."""

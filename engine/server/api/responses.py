@@ -123,7 +123,9 @@ class ResponsesRequest(TurnRequest):
 
     input: Annotated[Many[InputItem], Field(min_length=1, description="A text, or a list of items.")]
     instructions: str | None = Field(default=None, description="A system message before the input.")
-    max_output_tokens: TokenLimit = Field(default=None, description="Default: what remains of the context.")
+    max_output_tokens: TokenLimit = Field(
+        default=None, description="Maximum number of output tokens. Default: the rest of the context."
+    )
     text: TextConfig | None = None
     tools: Many[FunctionTool] | None = None
     reasoning: ReasoningConfig | None = None
@@ -243,7 +245,7 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
 
 
 class _Kind(NamedTuple):
-    """How the items of one kind are written."""
+    """The form of the items of one kind."""
 
     item: dict[str, Any]
     """Constant fields of the item."""

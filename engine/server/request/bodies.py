@@ -377,15 +377,18 @@ class TurnRequest(GenerationRequest, TurnFields):
 class PromptFields(TurnFields):
     """Fields that determine the prompt of a chat, beside the messages."""
 
-    add_generation_prompt: bool | None = Field(default=None, description="Default: unless continue_final_message.")
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="Whether the prompt ends with the beginning of an answer. Default: unless continue_final_message.",
+    )
     continue_final_message: bool = False
     tools: Many[Tool] | None = None
     functions: Many[FunctionDefinition] | None = Field(default=None, description="The former name of `tools`.")
     function_call: str | dict[str, Any] | None = Field(default=None, description="The former name of `tool_choice`.")
     reasoning: Literal["free", "constrained"] | ReasoningConfig | None = Field(
         default=None,
-        description="Where the constraint starts: after the thinking phase (free) or at the first token (constrained). "
-        "Or an object with the effort.",
+        description="Whether the constraint starts after the thinking phase (free) or at the first token (constrained). "
+        "An object has the effort.",
     )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
 
@@ -411,7 +414,9 @@ class ChatRequest(ChoicesRequest, TurnRequest, PromptFields):
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: TokenLimit = None
-    max_tokens: TokenLimit = Field(default=None, description="Default: what remains of the context.")
+    max_tokens: TokenLimit = Field(
+        default=None, description="Maximum number of output tokens. Default: the rest of the context."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -423,7 +428,8 @@ class CompletionRequest(ChoicesRequest):
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: TokenLimit = Field(
-        default=None, description="Default: 16, as OpenAI's; with a constraint, what remains of the context."
+        default=None,
+        description="Maximum number of output tokens. Default: 16, or the rest of the context with a constraint.",
     )
     logprobs: int | None = None
     echo: bool = False
@@ -480,7 +486,7 @@ class MaskTimes(BaseModel):
 
 
 class GuidedInfo(BaseModel):
-    """How the output was constrained, and which fields had no effect. Null if neither applies."""
+    """A report on how the output was constrained, and which fields had no effect. Null if neither applies."""
 
     kind: str | None = None
     backend: str | None = None

@@ -123,7 +123,7 @@ def _response_format(chosen: ResponseFormat, path: str) -> Iterator[GivenConstra
     missing = chosen.type == "json_schema" and not given
     for row in given:
         value = getattr(chosen, row.attribute)
-        schema = getattr(value, "schema_", value)  # the field `json_schema` is an object that has it
+        schema = getattr(value, "schema_", value)  # the field `json_schema` is an object with the schema
         missing = missing or schema is None
         # Errors about the schema name `response_format` itself, as OpenAI's do.
         yield GivenConstraint("json_schema", path if len(given) == 1 else f"{path}.{row.name}", schema)

@@ -312,7 +312,7 @@ class StructuredOutputs(Body):
 class ConstraintFields(Body):
     """The fields of a constraint in a body, and of its parts `nvext` and `sampling_params`."""
 
-    # Our own names, some of them SGLang's, ...
+    # The names of this server, some of which SGLang shares, ...
     json_schema: Schema = Field(default=None, description="A schema, or its JSON text.")
     json_object: AnyObject = Field(default=None, description="The output is a JSON object.")
     regex: Regex = Field(default=None, description="A regex that the whole output matches.")
@@ -320,10 +320,10 @@ class ConstraintFields(Body):
     grammar: Grammar = Field(default=None, description="A grammar in Lark, or in GBNF/EBNF with a root rule.")
     structural_tag: Tag = Field(default=None, description="Free text with constrained parts.")
     whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
-    # ... vLLM's, OpenAI's ...
+    # ... of vLLM and of OpenAI ...
     structured_outputs: Annotated[StructuredOutputs | None, Kind(None)] = None
     response_format: Annotated[ResponseFormat | None, Kind(None)] = None
-    # ... SGLang's, and vLLM's older names.
+    # ... and SGLang's and vLLM's older names.
     ebnf: Grammar = Field(default=None, description="SGLang's name of a grammar.")
     guided_json: Schema = None
     guided_regex: Regex = None
