@@ -387,7 +387,7 @@ class PromptFields(TurnFields):
     function_call: str | dict[str, Any] | None = Field(default=None, description="The former name of `tool_choice`.")
     reasoning: Literal["free", "constrained"] | ReasoningConfig | None = Field(
         default=None,
-        description="Whether the constraint starts after the thinking phase (free) or at the first token (constrained). "
+        description="Whether a constraint starts after the thinking phase (free) or at the first token (constrained). "
         "An object has the effort.",
     )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
