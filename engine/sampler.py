@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+import torch.nn.functional as F  # noqa: N812
 
 from engine.batch import Batch
 from engine.logits_processors.processors import LogitsProcessors
@@ -156,10 +156,7 @@ class Sampler:
         plan = self._distribution
         if plan is None or plan.batch is not batch:
             plan = self._distribution = _Distribution(batch, logits.device)
-        uniforms = np.full(len(plan.rows), 0.5)
-        for place, row in enumerate(plan.rows):
-            if row not in skip:
-                uniforms[place] = next(batch.sequences[row].uniforms)
+        uniforms = [0.5 if row in skip else next(batch.sequences[row].uniforms) for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
         if self.processors.after:
 
@@ -288,10 +285,10 @@ class _Distribution:
             scaled.masked_fill_(scaled < scaled.max(-1, keepdim=True).values + self._min_p, -torch.inf)
         return scaled
 
-    def draw(self, logits: torch.Tensor, uniforms: NDArray[np.float64]) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
         """Draw one token per row, int64 `[rows]`: invert the cumulative distribution of scaled logits, `[rows, vocab]`,
         at `uniforms`, one number in [0, 1) per row. What top_k and top_p exclude becomes -inf."""
-        shares = torch.from_numpy(uniforms)
+        shares = torch.tensor(uniforms, dtype=torch.float64)
         if logits.is_cuda:  # a copy from pinned memory does not wait for the device
             shares = shares.pin_memory().to(logits.device, non_blocking=True)
         if self._ks:
@@ -307,11 +304,11 @@ class _Distribution:
         count = min(vocab, max(self._ks) if min(self._ks) > 0 else max(few, *self._ks))
         values, ids = logits.topk(count, dim=-1)
         values = values.masked_fill(torch.arange(count, device=logits.device) >= self._limits, -torch.inf)
-        has_k = self._limits.isfinite()
-        total = torch.where(has_k, values.logsumexp(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
+        has_no_k = self._limits.isinf()
+        total = torch.where(has_no_k, logits.logsumexp(-1, keepdim=True), values.logsumexp(-1, keepdim=True))
         mass = (values - total).exp()
         cumulated = mass.cumsum(-1)
-        if min(self._ks) <= 0 and count < vocab and not (has_k | (cumulated[:, -1:] >= self._top_p)).all():
+        if min(self._ks) <= 0 and count < vocab and (has_no_k & (cumulated[:, -1:] < self._top_p)).any():
             return self._kept(logits, vocab)
         before = cumulated - mass
         # A token stays while the tokens before it sum to less than top_p. The first always stays.
@@ -327,15 +324,13 @@ def _invert(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         weights: float32 `[rows, columns]`, not negative.
         shares: float64 `[rows]`, in [0, 1).
     """
-    columns = weights.shape[1]
-    whole = columns // _BLOCK
-    blocks = weights[:, : whole * _BLOCK].view(len(weights), whole, _BLOCK).sum(-1)
-    sums = torch.cat((blocks, weights[:, whole * _BLOCK :].sum(-1, keepdim=True)), 1)
-    block, rest = _search(sums, shares[:, None])
-    places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    inside = weights.gather(1, places.clamp(max=columns - 1)).masked_fill_(places >= columns, 0.0)
-    place, _ = _search(inside, rest)
-    return places.gather(1, place)[:, 0].clamp_(max=columns - 1)
+    rows, columns = weights.shape
+    if columns % _BLOCK:
+        weights = F.pad(weights, (0, -columns % _BLOCK))
+    blocks = weights.view(rows, -1, _BLOCK)
+    block, rest = _search(blocks.sum(-1), shares[:, None])
+    place, _ = _search(blocks.take_along_dim(block[:, :, None], 1)[:, 0], rest)
+    return (block * _BLOCK + place)[:, 0].clamp_(max=columns - 1)
 
 
 def _search(weights: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.pinned_masks import address_of, pinned_end
+from guided.pinned_masks import pinned_end
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,6 @@ class BitmaskKernel:
     def __init__(self) -> None:
         self._copies: torch.Tensor | None = None
         """int32 `[rows, words]`, pinned: copies of masks that do not lie in pinned memory."""
-        self._plan: torch.Tensor
-        """int64 `[rows, 2]`, pinned: see `guided.mask_kernel.launch`."""
         self._launched: Any = None
         """The event after the last launch."""
 
@@ -101,27 +99,23 @@ class BitmaskKernel:
 
         self.wait()
         words = masks[0][0].shape[1]
-        if self._copies is None or self._copies.shape[1] != words or len(self._copies) < len(rows):
-            capacity = max(64, 2 * len(rows))
-            self._copies = torch.empty(capacity, words, dtype=torch.int32, pin_memory=True)
-            self._plan = torch.empty(capacity, 2, dtype=torch.int64, pin_memory=True)
+        if self._copies is None or len(self._copies) < len(rows):
+            self._copies = torch.empty(max(64, 2 * len(rows)), words, dtype=torch.int32, pin_memory=True)
         copies = self._copies.numpy()
-        plan = self._plan[: len(rows)]
-        addresses = []
-        copied = 0
+        addresses = copies.ctypes.data + np.arange(len(rows)) * copies.strides[0]
+        end = 0
         for table, lines in masks:
-            address = address_of(table)
-            found = address + lines * table.strides[0]
-            elsewhere = np.flatnonzero(found >= pinned_end(address))
-            begin = copied
-            copied += len(elsewhere)
-            np.take(table, lines[elsewhere], 0, copies[begin:copied], "clip")
-            found[elsewhere] = address_of(copies) + np.arange(begin, copied) * copies.strides[0]
-            addresses.append(found)
-        plan.numpy()[:] = np.column_stack((np.concatenate(addresses), rows))
+            start = end
+            end += len(lines)
+            first = table.ctypes.data
+            wanted = first + lines * table.strides[0]
+            is_pinned = wanted < pinned_end(first)
+            addresses[start:end][is_pinned] = wanted[is_pinned]
+            copies[start:end][~is_pinned] = table[lines[~is_pinned]]
+        plan = torch.from_numpy(np.column_stack((addresses, rows))).pin_memory()
         with torch.cuda.device(logits.device):
             launch(logits, plan.to(logits.device, non_blocking=True), words)
-            self._launched = end_of_work(logits)
+        self._launched = end_of_work(logits)
 
 
 def end_of_work(logits: torch.Tensor) -> Any:

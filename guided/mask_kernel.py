@@ -17,15 +17,14 @@ _WORDS = 256
 @triton.jit  # type: ignore[untyped-decorator]
 def write_minus_infinity(logits, plan, width, words, stride, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Mask `WORDS` words of a row: program (i, j) those from `j * WORDS` on in row `plan[i, 1]`."""
-    place = tl.program_id(0)
-    address = tl.load(plan + 2 * place)
-    row = tl.load(plan + 2 * place + 1)
+    place = plan + 2 * tl.program_id(0)
+    mask = tl.load(place).to(tl.pointer_type(tl.int32))
+    row = logits + tl.load(place + 1) * stride
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    bits = tl.load(address.to(tl.pointer_type(tl.int32)) + word, mask=word < words, other=0)
-    bit = tl.arange(0, 32)
-    forbidden = ((bits[:, None] >> bit[None, :]) & 1) == 0
-    column = word[:, None] * 32 + bit[None, :]
-    tl.store(logits + row * stride + column, float("-inf"), mask=forbidden & (column < width))
+    bit = tl.arange(0, 32)[None, :]
+    bits = tl.load(mask + word, mask=word < words, other=0)[:, None]
+    column = word[:, None] * 32 + bit
+    tl.store(row + column, float("-inf"), mask=((bits >> bit) & 1 == 0) & (column < width))
 
 
 def launch(logits: torch.Tensor, plan: torch.Tensor, words: int) -> None:

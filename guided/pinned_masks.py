@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,36 +20,18 @@ if TYPE_CHECKING:
 
 Pin: TypeAlias = Callable[[NDArray[np.int32]], None]
 """`pin_masks`, with its other arguments."""
-_PORTABLE_AND_MAPPED = 3
-"""Flags of cudaHostRegister: pinned for all devices, with an address on them."""
 _CAN_USE_HOST_POINTER = 91
 """The driver's attribute of a device: an address of registered memory is valid there too (cuda.h)."""
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 """Held while memory is pinned. Supervisors do so on their threads, and the first one compiles the kernel."""
-
-
-class _Column(NamedTuple):
-    start: int
-    """Address of its first page."""
-    end: int
-    device: torch.device
-
-
-_columns: dict[int, _Column] = {}
-"""The pinned columns by the address of their first mask."""
-
-
-def address_of(masks: NDArray[np.int32]) -> int:
-    """Return the address of the first mask of a column."""
-    address: int = masks.__array_interface__["data"][0]
-    return address
+_columns: dict[int, tuple[int, torch.device]] = {}
+"""By the address of a column's first mask: the address behind its pinned masks, and the device that reads them."""
 
 
 def pinned_end(address: int) -> int:
     """Return the address behind the pinned masks of the column at `address`. 0: none is pinned."""
-    column = _columns.get(address)
-    return 0 if column is None else column.end
+    return _columns[address][0] if address in _columns else 0
 
 
 def pin_masks(masks: NDArray[np.int32], lines: int, device: torch.device) -> None:
@@ -66,55 +47,50 @@ def pin_masks(masks: NDArray[np.int32], lines: int, device: torch.device) -> Non
     import torch
 
     cuda: Any = torch.cuda
-    address = address_of(masks)
-    start = address - address % mmap.PAGESIZE
-    end = address + min(lines, len(masks)) * masks.strides[0]
+    address, nbytes = masks.ctypes.data, masks[:lines].nbytes
     try:
         with _lock, cuda.device(device):
-            if not _is_valid_on(device):
-                raise RuntimeError("its driver gives the memory another address")
-            code = int(cuda.cudart().cudaHostRegister(start, end - start, _PORTABLE_AND_MAPPED))
-            if code:
-                raise RuntimeError(f"cudaHostRegister returned {code}")
-            _columns[address] = _Column(start, end, device)
-            if not _is_read(masks, device):
-                raise RuntimeError("the kernel did not read what was written")
-    except Exception as error:  # no Triton, no compiler: the kernel reports that at its first launch
+            _check_addresses(device)
+            cuda.check_error(int(cuda.cudart().cudaHostRegister(address, nbytes, 0)))
+            _columns[address] = (address + nbytes, device)
+            _check_reading(masks[0], device)
+    except Exception as error:
         _logger.warning("%s does not read masks from shared memory, they are copied: %s", device, error)
         unpin_masks(masks)
 
 
 def unpin_masks(masks: NDArray[np.int32]) -> None:
     """Undo `pin_masks`, before the memory is unmapped. Waits for kernels that read it."""
-    column = _columns.pop(address_of(masks), None)
-    if column is not None:
+    address = masks.ctypes.data
+    if address in _columns:
         import torch
 
         cuda: Any = torch.cuda
-        cuda.synchronize(column.device)
-        cuda.cudart().cudaHostUnregister(column.start)
+        cuda.synchronize(_columns.pop(address)[1])
+        cuda.cudart().cudaHostUnregister(address)
 
 
-def _is_valid_on(device: torch.device) -> bool:
-    """Return whether the driver says that addresses of registered memory are valid on the device. A kernel that reads
-    an invalid address would end all CUDA work of this process."""
-    value = ctypes.c_int()
+def _check_addresses(device: torch.device) -> None:
+    """Ask the driver whether addresses of registered memory are valid on the device. A kernel that reads an invalid one
+    would end all CUDA work of this process."""
+    valid = ctypes.c_int()
     driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuDeviceGetAttribute(ctypes.byref(value), _CAN_USE_HOST_POINTER, device.index or 0)
-    return bool(value.value)
+    driver.cuDeviceGetAttribute(ctypes.byref(valid), _CAN_USE_HOST_POINTER, device.index or 0)
+    if not valid.value:
+        raise RuntimeError("registered memory has other addresses there")
 
 
-def _is_read(masks: NDArray[np.int32], device: torch.device) -> bool:
-    """Write a known mask, and return whether the kernel applies it."""
+def _check_reading(mask: NDArray[np.int32], device: torch.device) -> None:
+    """Write a mask that allows the first token of each word, and have the kernel apply it."""
     import torch
 
     from guided.mask_kernel import launch
 
     cuda: Any = torch.cuda
-    mask = masks[0]
-    mask[:] = np.random.default_rng(0).integers(-(1 << 31), 1 << 31, len(mask))
+    mask[:] = 1
     with cuda.stream(cuda.Stream(device)):
         logits = torch.zeros(1, 32 * len(mask), device=device)
-        launch(logits, torch.tensor([[address_of(masks), 0]], device=device), len(mask))
-        allowed = logits[0].isfinite().cpu().numpy()
-    return np.array_equal(allowed, np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        launch(logits, torch.tensor([[mask.ctypes.data, 0]], device=device), len(mask))
+        allowed = logits[0].isfinite().nonzero()[:, 0].tolist()
+    if allowed != list(range(0, 32 * len(mask), 32)):
+        raise RuntimeError("the kernel did not read what was written")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from guided import kernel
 from guided.bitmask import pack, words
 from guided.kernel import BitmaskKernel, apply_bitmask
-from guided.pinned_masks import address_of, pin_masks, pinned_end, unpin_masks
+from guided.pinned_masks import pin_masks, pinned_end, unpin_masks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 """The last one is masked by torch."""
@@ -102,9 +102,8 @@ def test_a_self_test_decides_whether_masks_are_read_where_they_lie(
     assert len(caplog.records) == (failure not in ("none", "cpu"))
     unpin_masks(table)
     unpin_masks(table)
-    start = address - address % 4096
-    pinned = [("register", start, address + 320 - start, 3)]
-    unpinned = [("wait",), ("unregister", start)]
+    pinned = [("register", address, 320, 0)]
+    unpinned = [("wait",), ("unregister", address)]
     calls = {"driver": [], "cpu": [], "code": pinned, "exception": pinned}
     assert device.calls == calls.get(failure, pinned + unpinned)
     assert pinned_end(address) == 0
@@ -158,7 +157,7 @@ def test_on_cuda_it_is_as_on_the_cpu(dtype: torch.dtype, rows: list[int]) -> Non
     table = np.stack([pack(ids, 4090) for ids in allowed])
     segment = np.frombuffer(mmap.mmap(-1, 4 * table.nbytes), np.int32).reshape(-1, table.shape[1])
     pin_masks(segment, 2 * len(rows), on_gpu.device)
-    assert pinned_end(address_of(segment))
+    assert pinned_end(segment.ctypes.data)
     segment[: len(rows)] = segment[-len(rows) :] = table
     for lines in (np.arange(len(rows)), np.arange(len(segment) - len(rows), len(segment))):  # pinned, and copied
         masked_logits = on_gpu.clone()

@@ -84,6 +84,10 @@ class FakeDevice:
         self.calls.append(("unregister", start))
         return 0
 
+    def check_error(self, code: int) -> None:
+        if code:
+            raise RuntimeError("out of memory")
+
     def cuDeviceGetAttribute(self, value: Any, attribute: int, ordinal: int) -> int:  # noqa: N802
         assert (attribute, ordinal) == (91, 0)
         value._obj.value = self.failure != "driver"
@@ -102,6 +106,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         "current_stream": lambda given: device,
         "synchronize": device.synchronize,
         "cudart": lambda: device,
+        "check_error": device.check_error,
     }
     with monkeypatch.context() as patch:
         for name, value in cuda.items():
@@ -112,6 +117,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         patch.setattr(
             torch.Tensor, "to", lambda it, where=None, *a, **n: it if where == GPU else to(it, where, *a, **n)
         )
+        patch.setattr(torch.Tensor, "pin_memory", lambda it: it)
         patch.setattr(ctypes, "CDLL", lambda name: device)
         patch.setattr(kernel, "_cuda_failed", False)
         patch.setenv("TRITON_INTERPRET", "1")
@@ -128,7 +134,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
                     device.addresses = plan[:, 0].tolist()
                     columns = pinned_masks._columns.items()
                     device.launched.append(
-                        [any(first <= it < column.end for first, column in columns) for it in device.addresses]
+                        [any(first <= it < end for first, (end, _) in columns) for it in device.addresses]
                     )
                     logits = logits.tensor
                 launch(logits, plan, words)

@@ -21,7 +21,7 @@ from thread_cluster import WAIT, Cluster, all_ready, close_all, grammar_named, o
 from actors.protocol import Failed
 from guided.errors import BackendError, ConstraintQuarantined, GuidedError, MaskTimeout, WorkerDied, to_wire
 from guided.kernel import BitmaskKernel
-from guided.pinned_masks import address_of, pin_masks, pinned_end
+from guided.pinned_masks import pin_masks, pinned_end
 from guided.pools.protocol import EndCause
 
 # placement
@@ -148,7 +148,7 @@ def test_pinned_masks_are_released_with_their_actor(cluster: Cluster, monkeypatc
         cluster.open(1)
         cluster.submit((1, "a"))
         found = cluster.dispatcher.collect()
-        mask = address_of(table.mask)
+        mask = table.mask.ctypes.data
         assert pinned_end(mask) == mask + 4 * table.mask.strides[0]
         cluster.end(0)
         cluster.dispatcher.decided()
