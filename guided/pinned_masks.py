@@ -51,7 +51,7 @@ def pin_masks(masks: NDArray[np.int32], lines: int, device: torch.device) -> Non
     try:
         with _lock, cuda.device(device):
             _check_addresses(device)
-            cuda.check_error(int(cuda.cudart().cudaHostRegister(address, nbytes, 0)))
+            cuda.check_error(cuda.cudart().cudaHostRegister(address, nbytes, 0))
             _columns[address] = (address + nbytes, device)
             _check_reading(masks[0], device)
     except Exception as error:
