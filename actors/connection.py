@@ -33,6 +33,7 @@ from actors.protocol import (
     freed,
 )
 from guided.errors import GuidedError, bounded, from_wire
+from guided.pinned_masks import unpin_masks
 from guided.pools.grammar_cache import LeastRecentlyUsed
 from guided.pools.protocol import Grammar
 from guided.sequence import GuidedSequence
@@ -229,6 +230,7 @@ class WorkerConnection:
         version = freed(int(self.table.target[slot]))
         self.table.target[slot] = version
         self.requests.append(Free(slot, version))
+        self._free_slots.clear()  # the next sequence gets the lowest slot: a GPU reads those without a copy
         state.leave()
 
     def request_wakeup(self) -> None:
@@ -285,6 +287,7 @@ class WorkerConnection:
 
     def close(self) -> None:
         """Close the connection and drop the memory. Idempotent."""
+        unpin_masks(self.table.mask)
         self.channel.close()
         self._segment.close()
 

@@ -39,6 +39,7 @@ from guided.errors import (
     WorkerDied,
     bounded,
 )
+from guided.pinned_masks import Pin
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import EndCause, Grammar, PoolStatus, WorkerState, WorkerStatus
 from guided.vocabulary import Vocabulary
@@ -52,16 +53,20 @@ class RayPool(Dispatcher):
     Args:
         vocabulary: the vocabulary of the masks.
         options: None is `RayPoolOptions()`.
+        pin: called with each actor's mask column before it is up, on other threads: `guided.pinned_masks.pin_masks`.
         changes: fields of `RayPoolOptions` that replace those of `options`.
 
     Raises:
         PoolUnavailable: Ray can't be reached or started, or an actor didn't start; says why.
     """
 
-    def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions | None = None, **changes: Any) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, options: RayPoolOptions | None = None, pin: Pin | None = None, **changes: Any
+    ) -> None:
         self.options = options = replace(options or RayPoolOptions(), **changes)
         super().__init__(options.pool_wait, options.max_replays, options.forced_tokens)
         self.vocabulary = vocabulary
+        self.pin = pin
         self._supervisors: list[Supervisor] = []
         with contextlib.ExitStack() as undo:
             # Its processes take seconds to warm up, so they start before Ray.
@@ -200,6 +205,8 @@ class Supervisor:
                 )
             connection, is_local = self._connect(session, location.host, location.pid)
             process = psutil.Process(location.pid) if is_local else None
+            if self._pool.pin is not None:
+                self._pool.pin(connection.table.mask)
             _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
             self._up, self._state = (connection, location), "up"
             self._pool.announce(partial(self._pool.add, connection))

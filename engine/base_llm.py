@@ -16,6 +16,7 @@ from engine.keywords import refuse_unknown, without_neutral
 from engine.llm_engine import LLMEngine
 from engine.logits_processors.loading import describe, load_post_processor
 from engine.model_loader import LoadedModel, load_model
+from guided.pinned_masks import Pin, pin_masks
 from guided.pools.inline import InlinePool
 from guided.pools.opening import LazyPool
 from guided.pools.options import RayPoolOptions
@@ -77,7 +78,8 @@ class BaseLLM:
             if self.model.device.type == "cpu" and num_parameters < 50_000_000:
                 torch.set_num_threads(1)  # for small models, a second thread costs more than it gains
             if pool is None or isinstance(pool, str):
-                pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options)
+                pin = partial(pin_masks, lines=2 * config.max_num_seqs, device=self.model.device)
+                pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, pin)
             self.pool: MaskPool = pool
             if processor is not None:
                 processor = load_post_processor(processor, describe(self.model, config, self.max_model_len))
@@ -116,14 +118,16 @@ def default_pool() -> PoolChoice:
     return "inline"
 
 
-def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOptions) -> MaskPool:
-    """Open a mask pool. The caller shuts it down."""
+def open_pool(
+    choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOptions, pin: Pin | None = None
+) -> MaskPool:
+    """Open a mask pool. The caller shuts it down. `pin`: see `RayPool`."""
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
     if choice is None:
         choice = default_pool()
         if choice == "ray":
-            return cast(MaskPool, LazyPool(vocabulary, partial(open_pool, "ray", vocabulary, options)))
+            return cast(MaskPool, LazyPool(vocabulary, partial(open_pool, "ray", vocabulary, options, pin)))
     if choice == "inline":
         return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=True)
     if choice == "ray":
@@ -132,6 +136,6 @@ def open_pool(choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOp
         from actors import RayPool  # Ray is optional and slow to import
 
         logger.info("opening the Ray pool: it takes some 5 s and 1.2 GB of memory; pool='inline' takes neither")
-        pool: MaskPool = RayPool(vocabulary, options, forced_tokens=True)
+        pool: MaskPool = RayPool(vocabulary, options, pin, forced_tokens=True)
         return pool
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -321,10 +322,12 @@ class LLMEngine:
         skipped: frozenset[int] = frozenset()
         if report.failed or report.late or report.vetoes or self.logits_processors.failed or batch.beams:
             skipped = self._skip(batch, report)
-        for row, free_places in batch.searched:
-            if row not in skipped and logits[row, self.model.vocabulary.stop_token_ids[0]] > -torch.inf:
-                free_places.add(batch.sequences[row].num_output_tokens)
         sampled = self.sampler.sample(logits, batch, skipped)
+        if batch.searched:
+            stop_logits = logits[:, self.model.vocabulary.stop_token_ids[0]].tolist()
+            for row, free_places in batch.searched:
+                if row not in skipped and stop_logits[row] > -math.inf:
+                    free_places.add(batch.sequences[row].num_output_tokens)
         masked = {row: mass for row, (_, mass) in sampled.measured.items() if batch.sequences[row].guided is not None}
         self.stats.note_kept_mass(masked.values())
         for row, failure in self.logits_processors.failed.items():

@@ -8,11 +8,13 @@ the mask sets -inf: where only these are legal, the mask wins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from engine.batch import Batch
 from engine.logits_processors.processors import LogitsProcessors
@@ -25,6 +27,10 @@ SUPPRESSED = -1e30
 PROBE_STEPS, _PROBE_ROWS = 61, 4
 """After this many steps, up to about this many masks are measured for the statistics. The number of steps is a prime,
 so that answers of the same length are not always measured at the same place."""
+_BLOCK = 1024
+"""Number of tokens of which the probabilities are summed, to find where a random number lies."""
+_FEW = 1024
+"""Number of the most likely tokens that are sorted for top_p. All are, if their probabilities do not suffice."""
 
 
 @dataclass(slots=True)
@@ -109,12 +115,11 @@ class Sampler:
         best, chosen = logits.max(-1)
         if batch.random:
             best, chosen = self._draw(logits, best, chosen, batch, skip)
-        output = SamplerOutput(chosen.tolist(), skip)
+        token_ids, finite = torch.stack((chosen, best.isfinite())).tolist()  # the step's one synchronisation
+        output = SamplerOutput(token_ids, skip)
+        output.broken = [row for row, is_finite in enumerate(finite) if not is_finite and row not in skip]
         if self._measured:
             output.measured = self._measure(logits, skip)
-        finite = best.isfinite()
-        if not finite.all():
-            output.broken = [row for row in (~finite).nonzero()[:, 0].tolist() if row not in skip]
         if rows := batch.with_logprobs:
             raw, self._raw = self._raw, None
             assert raw is not None, "adjust comes before sample"
@@ -265,8 +270,12 @@ class _Distribution:
 
         self._temperatures = column([p.temperature for p in params])
         self._min_p = column([p.min_p for p in params]).log_() if any(p.min_p for p in params) else None
-        self._ks = [p.top_k for p in params]
-        self._top_p = column([p.top_p for p in params]) if any(p.top_p < 1.0 for p in params) else None
+        cut = [place for place, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
+        self._cut = torch.tensor(cut, device=device)
+        """Places of the rows with top_k or top_p."""
+        self._ks = [params[place].top_k for place in cut]
+        self._limits = column([k if k > 0 else math.inf for k in self._ks])
+        self._top_p = column([params[place].top_p for place in cut])
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """Divide `logits`, float32 `[len(rows), vocab]`, by the temperatures, and set the tokens to -inf that are less
@@ -278,27 +287,57 @@ class _Distribution:
 
     def draw(self, logits: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
         """Draw one token per row, int64 `[rows]`: invert the cumulative distribution of scaled logits, `[rows, vocab]`,
-        at `uniforms`, one number in [0, 1) per row."""
-        logits = self._truncated(logits)
-        cumulated = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
-        # Slightly less than the total, so that rounding cannot lead past the last token with a probability.
-        targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
-        targets = targets * (cumulated[:, -1:] * (1 - 2**-40))
-        return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+        at `uniforms`, one number in [0, 1) per row. What top_k and top_p exclude becomes -inf."""
+        shares = torch.tensor(uniforms, dtype=torch.float64)
+        if logits.is_cuda:  # a copy from pinned memory does not wait for the device
+            shares = shares.pin_memory().to(logits.device, non_blocking=True)
+        if self._ks:
+            values, ids = self._kept(logits[self._cut], _FEW)
+            logits.index_fill_(0, self._cut, -torch.inf)
+            logits[self._cut[:, None], ids] = values
+        return _invert(logits.softmax(-1), shares)
 
-    def _truncated(self, logits: torch.Tensor) -> torch.Tensor:
-        """Set the tokens that top_k and top_p exclude to -inf."""
-        if self._top_p is None and all(k <= 0 for k in self._ks):
-            return logits
+    def _kept(self, logits: torch.Tensor, few: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the most likely tokens of the rows with top_k or top_p, `[rows, count]`: their logits, -inf where they
+        are excluded, and ids. In rows without top_k the best `few` are tried first."""
         vocab = logits.shape[1]
-        ks = [k if 0 < k < vocab else vocab for k in self._ks]
-        # The largest top_k of the batch. A row with top_p alone needs all tokens, sorted.
-        values, ids = logits.topk(max(ks), dim=-1)
-        beyond = torch.arange(values.shape[1], device=logits.device) >= torch.tensor(ks, device=logits.device)[:, None]
-        values = values.masked_fill(beyond, -torch.inf)
-        if self._top_p is not None:
-            mass = values.softmax(-1)
-            before = mass.cumsum(-1) - mass
-            # A token stays while the tokens before it sum to less than top_p. The first always stays.
-            values = values.masked_fill((before > 0) & (before >= self._top_p) & (self._top_p < 1.0), -torch.inf)
-        return torch.full_like(logits, -torch.inf).scatter_(1, ids, values)
+        count = min(vocab, max(self._ks) if min(self._ks) > 0 else max(few, *self._ks))
+        values, ids = logits.topk(count, dim=-1)
+        values = values.masked_fill(torch.arange(count, device=logits.device) >= self._limits, -torch.inf)
+        has_no_k = self._limits.isinf()
+        total = torch.where(has_no_k, logits.logsumexp(-1, keepdim=True), values.logsumexp(-1, keepdim=True))
+        mass = (values - total).exp()
+        cumulated = mass.cumsum(-1)
+        if min(self._ks) <= 0 and count < vocab and (has_no_k & (cumulated[:, -1:] < self._top_p)).any():
+            return self._kept(logits, vocab)
+        before = cumulated - mass
+        # A token stays while the tokens before it sum to less than top_p. The first always stays.
+        return values.masked_fill_((before > 0) & (before >= self._top_p) & (self._top_p < 1.0), -torch.inf), ids
+
+
+def _invert(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return the column of each row at which its cumulated weights exceed a share of their sum, int64 `[rows]`.
+
+    Only the sums of blocks, and the weights of one block, are cumulated: in float64, which is slow on most GPUs.
+
+    Args:
+        weights: float32 `[rows, columns]`, not negative.
+        shares: float64 `[rows]`, in [0, 1).
+    """
+    rows, columns = weights.shape
+    if columns % _BLOCK:
+        weights = F.pad(weights, (0, -columns % _BLOCK))
+    blocks = weights.view(rows, -1, _BLOCK)
+    block, rest = _search(blocks.sum(-1), shares[:, None])
+    place, _ = _search(blocks.take_along_dim(block[:, :, None], 1)[:, 0], rest)
+    return (block * _BLOCK + place)[:, 0].clamp_(max=columns - 1)
+
+
+def _search(weights: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the column in which a share of each row's sum lies, int64 `[rows, 1]`, and the share within its weight."""
+    cumulated = weights.cumsum(-1, dtype=torch.float64)
+    # Slightly less than the sum, so that rounding cannot lead past the last column with a weight.
+    targets = shares.clamp(0.0, 1 - 2**-40) * cumulated[:, -1:]
+    column = torch.searchsorted(cumulated, targets, right=True).clamp_(max=weights.shape[1] - 1)
+    weight = weights.gather(1, column)
+    return column, (targets - cumulated.gather(1, column) + weight) / weight

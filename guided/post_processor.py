@@ -42,7 +42,7 @@ class ApplyReport:
     mask_seconds: float = 0.0
     """Seconds that the workers have spent on masks since the last step, summed."""
     kernel_seconds: float = 0.0
-    """Seconds for writing -inf, which is device work."""
+    """Seconds for writing -inf, which is device work. On CUDA: for launching it."""
 
     def add(self, other: ApplyReport) -> None:
         """Add the report of another post-processor about the same step."""

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from guided.backends import candidates
 from guided.bitmask import pack, words
 from guided.constraint import Constraint
-from guided.kernel import apply_bitmask
+from guided.kernel import BitmaskKernel, end_of_work
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
 from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 FIRST_MASK_SECONDS = 0.1
 """Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
+_LOOK_SECONDS = 0.0005
+"""Interval between looks at masks and device."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class GuidedProcessor(LogitPostProcessor):
 
     def __init__(self, pool: MaskPool) -> None:
         self._pool = pool
+        self._kernel = BitmaskKernel()
         self.vocabulary = pool.vocabulary
         """Of the masks."""
         self._requests: dict[str, _Request] = {}
@@ -79,6 +82,7 @@ class GuidedProcessor(LogitPostProcessor):
                 self._open(unknown)
             self._opened = sequences if isinstance(sequences, tuple) else None
         self._logits_rows = None if logits_rows is None else np.asarray(logits_rows, np.intp)
+        self._kernel.wait()  # the workers overwrite the masks
         self._pool.submit(sequences)
         self._prepared = sequences
 
@@ -103,21 +107,18 @@ class GuidedProcessor(LogitPostProcessor):
         if self._prepared and logits.shape[-1] < width:
             raise ValueError(f"the logits have {logits.shape[-1]} columns and the vocabulary {width}: pass whole rows")
         sequences = self._take_prepared("apply")
-        if deadline is not None and logits.is_cuda and sequences:
-            import torch
-
-            torch.cuda.current_stream(logits.device).synchronize()  # the deadline counts from here
-        step, report = self._collect(sequences, deadline, alone=len(logits) == len(sequences))
+        computed = end_of_work(logits) if deadline is not None and sequences else None
+        step, report = self._collect(sequences, deadline, len(logits) == len(sequences), computed)
         started = time.perf_counter()
+        masks = [(part.masks, part.slots) for part in step.ready]
         rows = [part.rows for part in step.ready]
         if self._logits_rows is not None:
             rows = [self._logits_rows[part] for part in rows]
-        masks = (part.masks[slot] for part in step.ready for slot in part.slots)
-        apply_bitmask(logits, masks, np.concatenate(rows) if rows else ())
         closed = self._without_mask(step)
         if closed:
-            logits[closed] = float("-inf")
-            logits[closed, self.vocabulary.stop_token_ids[0]] = 0.0
+            masks.append((self._stop_mask[None], np.zeros(len(closed), np.intp)))
+            rows.append(np.array(closed))
+        self._kernel.apply(logits, masks, np.concatenate(rows) if rows else ())
         report.kernel_seconds = time.perf_counter() - started
         return report
 
@@ -149,11 +150,21 @@ class GuidedProcessor(LogitPostProcessor):
         return rows if self._logits_rows is None else [int(self._logits_rows[row]) for row in rows]
 
     def _collect(
-        self, sequences: Sequence[GuidedSequence], deadline: float | None, alone: bool
+        self, sequences: Sequence[GuidedSequence], deadline: float | None, alone: bool, computed: Any = None
     ) -> tuple[StepMasks, ApplyReport]:
-        """Collect the step, and free the sequences that failed. `alone`: no other row of the batch can be sampled."""
+        """Collect the step, and free the sequences that failed.
+
+        Args:
+            alone: no other row of the batch can be sampled.
+            computed: a `torch.cuda.Event` from which the deadline counts. Masks that are there before it do not wait.
+        """
+        if computed is not None:
+            step = self._pool.collect(_LOOK_SECONDS)
+            while step.late and not computed.query():
+                step = self._pool.collect(_LOOK_SECONDS)
         started = time.perf_counter()
-        step = self._pool.collect(deadline)
+        if computed is None or step.late:
+            step = self._pool.collect(deadline)
         if alone and deadline is not None and sequences and len(step.late) == len(sequences):
             step = self._wait_for_first(sequences, started + FIRST_MASK_SECONDS, step.seconds)
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
@@ -173,7 +184,7 @@ class GuidedProcessor(LogitPostProcessor):
     def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
         """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again."""
         while not self._pool.decided() and time.perf_counter() < until:
-            time.sleep(0.0005)  # interval between looks for the first mask, after the deadline
+            time.sleep(_LOOK_SECONDS)
         self._pool.submit(sequences)
         step = self._pool.collect(0.0)
         step.seconds += seconds
@@ -203,6 +214,7 @@ class GuidedProcessor(LogitPostProcessor):
         self._close([sequence_id])
 
     def _close(self, sequence_ids: Collection[int]) -> None:
+        self._kernel.wait()  # other sequences get their slots
         self._pool.free(sequence_ids)
         self._timed.difference_update(sequence_ids)
         self._opened = None  # a freed sequence that is prepared again is opened again

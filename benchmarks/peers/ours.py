@@ -8,7 +8,6 @@ from concurrent.futures import Future
 
 import numpy as np
 import torch
-import xgrammar  # noqa: F401  # the processor loads its kernel on a thread, which must not be measured
 from numpy.typing import NDArray
 
 from benchmarks.peers.loop import SleepingForward, Times, Way

@@ -210,14 +210,14 @@ class MaskPool(Protocol):
         """
 
     def submit(self, sequences: Sequence[GuidedSequence]) -> None:
-        """Send one step's new tokens to the workers; return in microseconds. One `collect` follows.
+        """Send one step's new tokens to the workers; return in microseconds. `collect` follows.
 
         Args:
             sequences: open sequences, each at most once. A tuple that is passed again, the same object, costs least.
         """
 
     def collect(self, deadline: float | None = None) -> StepMasks:
-        """Wait for the step's masks.
+        """Wait for the step's masks. While some are late, it may be called again.
 
         Args:
             deadline: seconds to wait at most. Rows that are not decided by then are late. None: a row is late only if

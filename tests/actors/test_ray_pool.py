@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from byte_vocabulary import BYTES
+from byte_vocabulary import BYTES, WORDS
 from driven_pool import compile_pids
 from ray_clusters import environment, run
 
@@ -153,7 +153,9 @@ def test_an_actor_gives_precedence_to_the_engine(pool: RayPool) -> None:
 
 def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) -> None:
     others = {each.pid for each in psutil.Process().children()}  # among them the fork server of the other tests' pool
-    pool = RayPool(BYTES, num_actors=1)
+    pinned: list[tuple[int, ...]] = []
+    pool = RayPool(BYTES, num_actors=1, slots=5, pin=lambda masks: pinned.append(masks.shape))
+    assert pinned == [(5, WORDS)], "before the actor is up"
     grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(WAIT)
     sequence = GuidedSequence("request", 1, [])
     pool.open(sequence, grammar)

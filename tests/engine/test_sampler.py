@@ -5,8 +5,10 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from engine.batch import Batch
 from engine.logits_processors import VllmConfig
@@ -14,7 +16,7 @@ from engine.logits_processors.processors import LogitsProcessors
 from engine.logprobs import TokenLogprobs
 from engine.sampler import SUPPRESSED, Sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import Sequence, uniforms
 from tests.engine.conftest import new_sequence
 
 VOCAB = 12
@@ -129,6 +131,80 @@ def test_truncation_is_each_row_s_own() -> None:
     found = [sampler.sample(logits.clone(), batch).token_ids for _ in range(300)]
     seen = [set(column) for column in zip(*found, strict=True)]
     assert seen == [{3}, {2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}, {3}]
+
+
+MIXED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"top_k": 7},
+    {"top_k": 1500, "top_p": 0.9},
+    {"top_p": 0.4},
+    {"top_p": 0.999},
+    {"top_k": 20, "top_p": 0.7, "temperature": 2.0},
+    {"min_p": 0.02, "top_p": 0.8},
+]
+
+
+def reference(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """The cumulative distribution of one row, in float64."""
+    scaled = logits.double().numpy() / params.temperature
+    weights = np.exp(scaled - scaled.max())
+    weights[weights < params.min_p] = 0
+    order = np.argsort(-weights, kind="stable")
+    if params.top_k > 0:
+        weights[order[params.top_k :]] = 0
+    if params.top_p < 1:
+        before = weights[order].cumsum() / weights.sum() - weights[order] / weights.sum()
+        weights[order[before >= params.top_p]] = 0
+    return np.asarray(weights.cumsum() / weights.sum())
+
+
+@pytest.mark.parametrize("vocab", [1, 12, 1024, 1025, 2500])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+def test_a_random_number_gives_the_token_of_the_distribution(vocab: int, spread: float) -> None:
+    """Whatever the other rows of the batch are, and in each block of the vocabulary."""
+    logits = torch.randn(len(MIXED), vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    logits += torch.linspace(0, 1e-3, vocab)  # no two are equal
+    logits[:, 1::3] = -torch.inf
+    sampler, batch = begun(*(sequence(seed=row, **params) for row, params in enumerate(MIXED)))
+    expected = [reference(row, SamplingParams(**params)) for row, params in zip(logits, MIXED, strict=True)]
+    numbers = [uniforms(row) for row in range(len(MIXED))]
+    for _ in range(40):
+        for token, cumulated, row in zip(
+            sampler.sample(logits.clone(), batch).token_ids, expected, numbers, strict=True
+        ):
+            number = next(row)
+            assert (cumulated[token - 1] if token else 0.0) - 1e-5 <= number <= cumulated[token] + 1e-5
+            assert token % 3 != 1
+
+
+def test_a_row_without_a_token_takes_no_random_number() -> None:
+    logits = torch.zeros(2, 5000)
+    (sampler, batch), (other, same) = (begun(sequence(seed=1), sequence(seed=2)) for _ in range(2))
+    first, second = (sampler.sample(logits, batch).token_ids for _ in range(2))
+    assert other.sample(logits, same, skip=frozenset({0})).token_ids[1] == first[1]
+    assert other.sample(logits, same).token_ids == [first[0], second[1]]
+
+
+class Reads(TorchFunctionMode):
+    """The names of the calls that wait for the device."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __torch_function__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = called.__name__
+        random = name == "tolist" and args[0].dtype == torch.float64  # a sequence's next random numbers
+        if name in ("tolist", "item", "nonzero", "numpy", "__bool__", "__float__", "__int__") and not random:
+            self.names.append(name)
+        return called(*args, **(kwargs or {}))
+
+
+def test_all_tokens_of_a_step_are_read_at_once() -> None:
+    sampler, batch = begun(sequence(top_k=5), sequence(), sequence(top_k=3, top_p=0.5), sequence(temperature=0.0))
+    with Reads() as reads:
+        sampler.sample(torch.randn(4, 3000), batch)
+    assert reads.names == ["tolist"]
 
 
 def test_a_forbidden_token_is_never_drawn() -> None:

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from fake_device import GPU, FakeDevice, fake_device
 from hypothesis import given
 from hypothesis import strategies as st
 
 from guided import kernel
 from guided.bitmask import pack, words
-from guided.kernel import apply_bitmask
+from guided.kernel import BitmaskKernel, apply_bitmask
+from guided.pinned_masks import pin_masks, pinned_end, unpin_masks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 """The last one is masked by torch."""
@@ -45,43 +52,97 @@ def test_forbidden_logits_become_minus_infinity(data: st.DataObject) -> None:
     assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 2], [0, 1], [3, 1], [4]], ids=str)
-@pytest.mark.parametrize("beyond", [0, 5])
-def test_the_cuda_way_masks_the_right_rows(monkeypatch: pytest.MonkeyPatch, rows: list[int], beyond: int) -> None:
-    """On a CPU, which has neither a current device nor pinned memory."""
-    empty = torch.empty
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **named: empty(*shape, **named))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    size = 4090
-    width = words(size) * 32 + beyond if beyond else size
-    allowed = [{row, row + 700, size - 1} for row in rows]
-    logits = noise(5, width, torch.float32)
-    expected = masked(logits, allowed, rows)
-    kernel._apply_on_cuda(logits, [pack(ids, size) for ids in allowed], rows)
+# -- the kernel on CUDA
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    with fake_device(monkeypatch) as device:
+        yield device
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize(("size", "beyond"), [(31, 0), (640, 5), (4090, 100), (50257, 64)])
+def test_the_kernel_masks_as_on_the_cpu(device: FakeDevice, dtype: torch.dtype, size: int, beyond: int) -> None:
+    """Masks in two tables, of which one is pinned in part, and rows that are not the batch's first."""
+    rng = np.random.default_rng(size)
+    tables = [rng.integers(-(1 << 31), 1 << 31, (9, words(size)), np.int64).astype(np.int32) for _ in range(2)]
+    pin_masks(tables[1], 3, GPU)
+    masks = [(tables[0], np.array([8, 0])), (tables[1], np.array([2, 5, 1]))]
+    rows = np.array([4, 0, 6, 1, 3])
+    logits = noise(7, size + beyond, dtype)
+    expected = logits.clone()
+    BitmaskKernel().apply(expected, masks, rows)
+    BitmaskKernel().apply(device.tensor(logits), masks, rows)
     assert torch.equal(logits, expected)
+    assert device.launched == [[False, False, True, False, True]], "which of the masks it read where they lie"
+
+
+def test_masks_that_are_not_pinned_are_copied_to_buffers_that_are_kept(device: FakeDevice) -> None:
+    kernel = BitmaskKernel()
+    addresses: set[int] = set()
+    for count in (1, 3, 60, 2):
+        table = np.stack([pack({row}, 640) for row in range(count)])
+        logits = torch.zeros(count, 640)
+        kernel.apply(device.tensor(logits), [(table, np.arange(count))], np.arange(count))
+        assert logits.isfinite().nonzero()[:, 1].tolist() == list(range(count))
+        addresses.add(device.addresses[0])
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("failure", ["driver", "code", "wrong", "exception", "none", "cpu"])
+def test_a_self_test_decides_whether_masks_are_read_where_they_lie(
+    device: FakeDevice, caplog: pytest.LogCaptureFixture, failure: str
+) -> None:
+    table = np.zeros((8, 20), np.int32)
+    address = table.ctypes.data
+    device.failure = failure
+    pin_masks(table, 4, torch.device("cpu") if failure == "cpu" else GPU)
+    assert pinned_end(address) == (address + 4 * 80 if failure == "none" else 0)
+    assert len(caplog.records) == (failure not in ("none", "cpu"))
+    unpin_masks(table)
+    unpin_masks(table)
+    pinned = [("register", address, 320, 0)]
+    unpinned = [("wait",), ("unregister", address)]
+    calls = {"driver": [], "cpu": [], "code": pinned, "exception": pinned}
+    assert device.calls == calls.get(failure, pinned + unpinned)
+    assert pinned_end(address) == 0
 
 
 def test_a_kernel_that_fails_is_replaced_by_torch_for_good(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device: FakeDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls: list[int] = []
-
-    def broken(logits: torch.Tensor, masks: Any, rows: list[int]) -> None:
-        calls.append(len(rows))
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(kernel, "_apply_on_cuda", broken)
-    monkeypatch.setattr(kernel, "_cuda_failed", False)
+    device.failure = "launch"
     for _ in range(3):
         logits = noise(2, 640, torch.float32)
         expected = masked(logits, [{3}, {600}], [0, 1])
-        kernel._apply_on_cuda_or_by_torch(logits, [pack({3}, 640), pack({600}, 640)], [0, 1])
+        apply_bitmask(device.tensor(logits), [pack({3}, 640), pack({600}, 640)], [0, 1])
         assert torch.equal(logits, expected)
-    assert calls == [2]
     assert [record.message for record in caplog.records] == [
-        "the kernel of masks failed on cpu: this process goes on with torch"
+        "the kernel of masks failed on cuda:0: this process goes on with torch"
     ]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from guided.mask_kernel import write_minus_infinity
+
+for capability, dtype in ((80, "fp32"), (90, "fp32"), (100, "fp32"), (80, "bf16"), (90, "fp16")):
+    numbers = dict.fromkeys(("width", "words", "stride"), "i32")
+    types = {"logits": "*" + dtype, "plan": "*i64", **numbers, "WORDS": "constexpr"}
+    source = ASTSource(write_minus_infinity, types, {"WORDS": 256})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    print(compiled.metadata.shared < 99 << 10, len(compiled.asm["cubin"]) > 0)
+"""
+
+
+def test_the_kernel_compiles_for_three_generations_of_gpus(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    found = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == ["True True"] * 5
 
 
 @pytest.mark.cuda
@@ -93,6 +154,16 @@ def test_on_cuda_it_is_as_on_the_cpu(dtype: torch.dtype, rows: list[int]) -> Non
     logits = noise(max(3, max(rows) + 1), 4090, dtype)
     on_gpu = logits.cuda()
     expected = masked(logits, allowed, rows)
-    apply_bitmask(on_gpu, [pack(ids, 4090) for ids in allowed], rows)
-    assert torch.equal(on_gpu.cpu(), expected)
+    table = np.stack([pack(ids, 4090) for ids in allowed])
+    segment = np.frombuffer(mmap.mmap(-1, 4 * table.nbytes), np.int32).reshape(-1, table.shape[1])
+    pin_masks(segment, 2 * len(rows), on_gpu.device)
+    assert pinned_end(segment.ctypes.data)
+    segment[: len(rows)] = segment[-len(rows) :] = table
+    for lines in (np.arange(len(rows)), np.arange(len(segment) - len(rows), len(segment))):  # pinned, and copied
+        masked_logits = on_gpu.clone()
+        subject = BitmaskKernel()
+        subject.apply(masked_logits, [(segment, lines)], rows)
+        assert torch.equal(masked_logits.cpu(), expected)
+        subject.wait()
+    unpin_masks(segment)
     assert not kernel._cuda_failed

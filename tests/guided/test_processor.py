@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
 import torch
 from byte_vocabulary import LETTERS, STOP
+from fake_device import FakeDevice, fake_device
 from faulty_pool import FaultyPool
 
 from guided.constraint import Constraint
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
+from guided.pools.protocol import StepMasks
+from guided.post_processor import ApplyReport
 from guided.processor import FIRST_MASK_SECONDS, DecodeStep, GuidedProcessor, decode_step
 from guided.sequence import GuidedSequence
 
@@ -57,6 +61,70 @@ def test_waits_for_the_first_mask(rows: int, looks: int, deadline: float | None,
     started = time.monotonic()
     assert subject.apply(torch.zeros(rows, WIDTH), deadline).late == late
     assert looks == 5 or time.monotonic() - started >= FIRST_MASK_SECONDS
+
+
+class RecordedPool(InlinePool):
+    """Notes the calls, also those of a device's events. All rows are late in the first `late` collects."""
+
+    def __init__(self, device: FakeDevice, late: int = 0) -> None:
+        super().__init__(LETTERS)
+        device.on_event = self._note
+        self._late = late
+        self.calls: list[str] = []
+        self.deadlines: list[float | None] = []
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+
+    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+        self.calls.append("submit")
+        super().submit(sequences)
+
+    def free(self, sequence_ids: Collection[int]) -> None:
+        self.calls.append("free")
+        super().free(sequence_ids)
+
+    def collect(self, deadline: float | None = None) -> StepMasks:
+        self.deadlines.append(deadline)
+        return StepMasks(late=[0]) if len(self.deadlines) <= self._late else super().collect(deadline)
+
+
+def applied(pool: RecordedPool, device: FakeDevice, deadline: float | None) -> tuple[GuidedProcessor, ApplyReport]:
+    subject = GuidedProcessor(pool)
+    subject.initialize("r", Constraint.choice(["ab"]))
+    subject.prepare([GuidedSequence("r", 7, [])])
+    return subject, subject.apply(device.tensor(torch.zeros(2, WIDTH)), deadline)
+
+
+def test_masks_are_not_overwritten_before_the_kernel_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_device(monkeypatch) as device:
+        pool = RecordedPool(device)
+        subject, _ = applied(pool, device, None)
+        subject.prepare([GuidedSequence("r", 7, [1])])
+        subject.apply(device.tensor(torch.zeros(2, WIDTH)))
+        subject.free("r")
+    step = ["submit", "record", "synchronize"]
+    assert pool.calls == [*step, *step, "free"]
+
+
+@pytest.mark.parametrize(
+    ("late", "busy", "late_rows", "looks", "last"),
+    [(3, 1000, [], 4, None), (1000, 3, [7], 4, 0.25), (0, 0, [], 1, None), (4, 3, [], 4, 0.25)],
+    ids=["masks before the forward pass", "masks after the deadline", "masks at once", "masks before the deadline"],
+)
+def test_the_deadline_counts_from_the_end_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, late: int, busy: int, late_rows: list[int], looks: int, last: float | None
+) -> None:
+    """Masks that are there before it are applied without a wait for the device."""
+    with fake_device(monkeypatch) as device:
+        device.busy = busy
+        pool = RecordedPool(device, late)
+        _, report = applied(pool, device, 0.25)
+    assert report.late == late_rows
+    assert pool.deadlines[looks:] == ([] if last is None else [last])
+    assert all(deadline is not None and deadline <= 0.001 for deadline in pool.deadlines[:looks])
+    assert "synchronize" not in pool.calls
+    assert len(device.launched) == 1
 
 
 def test_misuse_is_an_error() -> None:

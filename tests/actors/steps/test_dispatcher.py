@@ -9,7 +9,9 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
-from byte_vocabulary import tokens
+import torch
+from byte_vocabulary import WORDS, tokens
+from fake_device import GPU, fake_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
@@ -18,6 +20,8 @@ from thread_cluster import WAIT, Cluster, all_ready, close_all, grammar_named, o
 
 from actors.protocol import Failed
 from guided.errors import BackendError, ConstraintQuarantined, GuidedError, MaskTimeout, WorkerDied, to_wire
+from guided.kernel import BitmaskKernel
+from guided.pinned_masks import pin_masks, pinned_end
 from guided.pools.protocol import EndCause
 
 # placement
@@ -117,6 +121,44 @@ def test_a_slot_is_used_again_only_after_the_worker_has_freed_it(cluster: Cluste
         assert slot not in connection.sequences
     cluster.slow.release.set()
     until(lambda: bool(connection.table.ready[slot] < 0))
+
+
+def test_the_lowest_free_slot_is_used_first(cluster: Cluster) -> None:
+    """A GPU reads the masks of low slots where they lie."""
+    connection = cluster.actors[0].connection
+    cluster.end(1)
+    cluster.open(0, 1, 2)
+    cluster.step((0, ""), (1, ""), (2, ""))
+    for number in range(3, 20):
+        slot = number % 3
+        cluster.dispatcher.free([connection.sequences[slot].sequence.sequence_id])
+        (other, _) = (state.sequence.sequence_id for state in connection.sequences.values())
+        cluster.step((other, ""))  # with its message the free is sent
+        until(lambda slot=slot: bool(connection.table.ready[slot] < 0))
+        cluster.open(number)
+        cluster.step((number, ""))
+        assert set(connection.sequences) == {0, 1, 2}
+
+
+def test_pinned_masks_are_released_with_their_actor(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last kernel, and before the memory is unmapped. This step's kernel gets copies."""
+    with fake_device(monkeypatch) as device:
+        table = cluster.actors[0].connection.table
+        pin_masks(table.mask, 4, GPU)
+        cluster.open(1)
+        cluster.submit((1, "a"))
+        found = cluster.dispatcher.collect()
+        mask = table.mask.ctypes.data
+        assert pinned_end(mask) == mask + 4 * table.mask.strides[0]
+        cluster.end(0)
+        cluster.dispatcher.decided()
+        cluster.dispatcher.submit(())
+        assert [call[0] for call in device.calls] == ["register", "wait", "unregister"]
+        logits = torch.zeros(1, 32 * WORDS)
+        part = found.ready[0]
+        BitmaskKernel().apply(device.tensor(logits), [(part.masks, part.slots)], part.rows)
+        assert device.launched == [[False]]
+        assert logits.isfinite().nonzero()[:, 1].tolist() == tokens("b")
 
 
 def test_more_sequences_than_slots_wait_for_a_slot() -> None:
