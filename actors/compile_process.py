@@ -29,9 +29,9 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from msgspec.msgpack import Decoder
+from msgspec.msgpack import Decoder, encode
 
-from actors.packages import CompileResult, Package, buffer, pack, receive_package, send_package, socket_pair
+from actors.packages import CompileResult, Package, buffer, receive_package, send_package, socket_pair
 from actors.processes import (
     RETRY_SECONDS,
     START_SECONDS,
@@ -231,7 +231,7 @@ class CompileProcess:
             "try a simpler one, or another backend"
         )
         try:
-            send_package(self._jobs, pack(request))
+            send_package(self._jobs, encode(request))
             while not wait([self._jobs], min(0.01, deadline - time.monotonic())):  # then its memory is read
                 if self.growth > memory_bytes:
                     text = f"compiling this constraint with {request.backend} took more than {memory_bytes >> 20} MiB"
@@ -302,7 +302,7 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
         stream.send(str(os.getpid()).encode())
         while True:
             request = decode(buffer(receive_package(stream)))
-            send_package(stream, pack(_compile(backends, request)))
+            send_package(stream, encode(_compile(backends, request)))
             gc.collect()
             give_back_free_memory()
 

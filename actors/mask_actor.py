@@ -19,17 +19,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.msgpack import Decoder
 from numpy.typing import NDArray
 
-from actors.packages import buffer, receive_package
+from actors.packages import buffer, receive_package, send_package, socket_pair
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
-from actors.protocol import FIRST, IDLE, UNKNOWN, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
+from actors.protocol import FIRST, IDLE, UNKNOWN, WAKE, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
@@ -109,7 +108,7 @@ class MaskActor:
 
         self._remote = RemoteSteps(slots, words, self._serve, ray.get)
 
-    def _serve(self, end: Connection[Any, Any], receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
+    def _serve(self, end: socket.socket, receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
         def give_up() -> None:
             os._exit(1)
 
@@ -154,7 +153,7 @@ class RemoteSteps:
         self,
         slots: int,
         words: int,
-        serve: Callable[[Connection[Any, Any], ReceiveGrammar, SlotTable], None],
+        serve: Callable[[socket.socket, ReceiveGrammar, SlotTable], None],
         fetch: Callable[[list[Any]], list[Any]],
     ) -> None:
         self._segment = Segment(slots, words)
@@ -165,7 +164,7 @@ class RemoteSteps:
         self._news = threading.Event()
         """Set while there may be lines to wait for."""
         self._grammars = queue.SimpleQueue[list[Any]]()
-        self._end, server_end = Pipe()
+        self._end, server_end = socket_pair()
 
         def receive_grammar() -> Callable[[], Any]:
             reference = self._grammars.get()
@@ -184,7 +183,7 @@ class RemoteSteps:
         self._table.tokens[slots] = tokens
         self._table.target[slots] = target
         self._news.set()
-        self._end.send_bytes(frame)
+        send_package(self._end, frame)
 
     def collect(self) -> Lines:
         """Wait for changed lines. Those that are ready wait a few milliseconds for the others of their step."""
@@ -208,10 +207,11 @@ class RemoteSteps:
 
     def _failures(self, seconds: float) -> list[bytes]:
         """Wait for a message of the server, at most `seconds`. Return those about sequences that are over."""
-        self._end.poll(seconds)
+        wait([self._end], seconds)
         found: list[bytes] = []
-        while self._end.poll(0):
-            if frame := self._end.recv_bytes():  # if not, it only ends the wait
+        while wait([self._end], 0):
+            frame = bytes(buffer(receive_package(self._end)))
+            if frame != WAKE:
                 answer = _decode_answer(frame)
                 self._failed[answer.slot] = answer.version
                 self._sent_ready[answer.slot] = answer.version  # so that its line is sent
@@ -229,7 +229,7 @@ class RemoteSteps:
 
 
 def forward(
-    end: Connection[Any, Any],
+    end: socket.socket,
     grammars: socket.socket,
     table: SlotTable,
     deliver: Callable[[bytes, NDArray[np.intp], NDArray[np.int64], NDArray[np.int32]], object],
@@ -248,7 +248,7 @@ def forward(
     sent = table.target.copy()
 
     def forward_frame() -> None:
-        frame = end.recv_bytes()
+        frame = bytes(buffer(receive_package(end)))
         slots = np.flatnonzero(table.target != sent)  # each request of a mask has another version
         sent[slots] = target = table.target[slots]
         if table.mark["busy"][0, FIRST] == IDLE:
@@ -262,10 +262,10 @@ def forward(
         lines = collect()
         _write(lines, table)
         for failed in lines.failures:
-            end.send_bytes(failed)
+            send_package(end, failed)
         if table.mark["wake"][0]:
             table.mark["wake"] = 0
-            end.send_bytes(b"")
+            send_package(end, WAKE)
 
     def run(action: Callable[[], None]) -> None:
         try:

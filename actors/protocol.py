@@ -24,14 +24,13 @@ import struct
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actors.packages import Package, send_package
+from actors.packages import Package, buffer, receive_package, send_package
 from guided.errors import Wire
 from guided.pools.protocol import MAX_FORCED_TOKENS
 
@@ -54,10 +53,8 @@ BEAT_SECONDS = 0.2
 """Interval of a worker's heartbeat."""
 SLOW_SECONDS = 0.001
 """If the last mask of a row took longer than this, the next one is expected to be slow."""
-_LENGTH = struct.Struct("!i")
-"""What a `Connection` sends before each message."""
-_KINDS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
-"""Kinds of the sockets for steps, and for grammars (where each message is a package)."""
+WAKE = b"w"
+"""A frame of the worker that only ends a wait of the engine."""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end (SO_PEERCRED)."""
 _NONCE_BYTES = 32
@@ -76,41 +73,35 @@ class Channel:
     def __init__(self) -> None:
         self.path = f"\0guided-{os.getpid()}-{secrets.token_hex(8)}"
         """Where the worker connects to: an abstract address (unix(7)), which leaves no file."""
-        self._stream, self._grammars = (socket.socket(socket.AF_UNIX, kind) for kind in _KINDS)
-        for listening in (self._stream, self._grammars):
-            listening.bind(self.path)
-            listening.listen(1)
-        self._received = bytearray()
-        self._unsent: deque[memoryview] = deque()
+        self._steps = self._grammars = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._steps.bind(self.path)
+        self._steps.listen(2)
+        self._unsent: deque[bytes] = deque()
         self._unsent_grammars: deque[Package] = deque()
 
     def accept(self, timeout: float) -> bool:
         """Return whether the worker connected within `timeout` seconds. Nothing can connect after this."""
-        connected = []
-        for listening in (self._stream, self._grammars):
-            with listening:
-                listening.settimeout(timeout)
-                try:
-                    connected.append(listening.accept()[0])
-                except TimeoutError:
-                    return False
-        for stream in connected:
-            credentials = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # other users can see the address
-                stream.close()
+        with self._steps as listening:
+            listening.settimeout(timeout)
+            try:
+                self._steps, self._grammars = (listening.accept()[0] for _ in range(2))
+            except TimeoutError:
                 return False
-            stream.setblocking(False)
-        self._stream, self._grammars = connected
+        for end in (self._steps, self._grammars):
+            end.setblocking(False)
+            credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # other users can see the address
+                return False
         return True
 
     @property
     def fd(self) -> int:
         """The descriptor to poll: readable if there is a message; `POLLHUP` once the worker's end is closed."""
-        return self._stream.fileno()
+        return self._steps.fileno()
 
     def send(self, message: bytes) -> None:
         """Queue a message, and send what the socket takes now. A lost connection is noticed by its supervisor."""
-        self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+        self._unsent.append(message)
         self.push()
 
     def send_grammar(self, grammar: Package) -> None:
@@ -120,55 +111,39 @@ class Channel:
 
     def push(self) -> None:
         """Send what is left of the queues."""
-        with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
-            while self._unsent_grammars:
-                send_package(self._grammars, self._unsent_grammars[0])
-                self._unsent_grammars.popleft()
-        with contextlib.suppress(OSError):
-            while self._unsent:
-                sent = self._stream.send(self._unsent[0], socket.MSG_NOSIGNAL)
-                self._unsent[0] = self._unsent[0][sent:]
-                if not self._unsent[0]:
-                    self._unsent.popleft()
+        for end, unsent in ((self._grammars, self._unsent_grammars), (self._steps, self._unsent)):
+            with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
+                while unsent:
+                    send_package(end, unsent[0])
+                    unsent.popleft()
 
-    def receive(self) -> bytes | None:
+    def receive(self) -> bytes | mmap.mmap | None:
         """Return the next message that has arrived, or None."""
-        start = _LENGTH.size
-        while True:
-            if len(self._received) >= start:
-                end = start + max(0, *_LENGTH.unpack_from(self._received))
-                if len(self._received) >= end:
-                    message = bytes(self._received[start:end])
-                    del self._received[:end]
-                    return message
-            try:
-                chunk = self._stream.recv(1 << 18)
-            except OSError:  # nothing has arrived, or the connection is lost
-                return None
-            if not chunk:
-                return None
-            self._received += chunk
+        try:
+            return buffer(receive_package(self._steps))
+        except (EOFError, OSError):  # nothing has arrived, or the connection is lost
+            return None
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        self._stream.close()
+        self._steps.close()
         self._grammars.close()
 
 
-def connect(path: str) -> tuple[Connection[Any, Any], socket.socket]:
+def connect(path: str) -> tuple[socket.socket, socket.socket]:
     """Worker side: connect to `Channel.path`. Returns the ends for steps and for grammars."""
     with contextlib.ExitStack() as undo:
-        ends = [undo.enter_context(socket.socket(socket.AF_UNIX, kind)) for kind in _KINDS]
-        for end in ends:
-            end.connect(path)
-        stream, grammars = (end.detach() for end in ends)
-        return Connection(stream), socket.socket(fileno=grammars)
+        steps, grammars = (undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(2))
+        steps.connect(path)
+        grammars.connect(path)
+        undo.pop_all()
+    return steps, grammars
 
 
-def hang_up(end: Connection[Any, Any]) -> None:
+def hang_up(end: socket.socket) -> None:
     """Worker side: end the connection, also for a thread that waits for a message."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as stream:
-        stream.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
 
 
 class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
@@ -221,7 +196,7 @@ Request = Fill | Unload | Open | Edit | Free
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The sequence in a slot is over. From the worker: a frame is one `Failed`, or empty, which wakes the engine."""
+    """The sequence in a slot is over. From the worker: a frame is one `Failed`, or `WAKE`."""
 
     slot: int
     version: int

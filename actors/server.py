@@ -16,14 +16,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing.connection import Connection
+from mmap import mmap
+from multiprocessing.connection import wait
+from socket import socket
 from typing import Any
 
 import numpy as np
 from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
-from actors.packages import CompileResult
+from actors.packages import CompileResult, buffer, receive_package, send_package
 from actors.processes import thread_times
 from actors.protocol import (
     BEAT_SECONDS,
@@ -40,6 +42,7 @@ from actors.protocol import (
     SLOW_SECONDS,
     STEERED,
     THREADS,
+    WAKE,
     Edit,
     Failed,
     Fill,
@@ -109,7 +112,7 @@ class StepServer:
         self,
         worker: MaskWorker,
         backends: Backends,
-        end: Connection[Any, Any],
+        end: socket,
         receive_grammar: ReceiveGrammar,
         table: SlotTable,
         forced_tokens: bool,
@@ -170,7 +173,7 @@ class StepServer:
     def _serve(self) -> None:
         """Body of the first thread."""
         while True:
-            frame = self._end.recv_bytes()
+            frame = buffer(receive_package(self._end))
             with self._lock:
                 self._handle_frame(frame)
             self._news.set()
@@ -192,7 +195,7 @@ class StepServer:
                 self._news.wait()
                 self._news.clear()
             elif is_stuck:
-                self._end.poll(_STUCK_SECONDS)
+                wait([self._end], _STUCK_SECONDS)
             else:
                 time.sleep(_STUCK_SECONDS)
 
@@ -280,8 +283,8 @@ class StepServer:
         elif other is None:  # quick rows that the first thread has left, because of their grammar
             choices = [self._slow, self._quick]
         elif self._is_stuck():
-            while self._end.poll(0):
-                self._handle_frame(self._end.recv_bytes())
+            while wait([self._end], 0):
+                self._handle_frame(buffer(receive_package(self._end)))
             choices = [self._quick]
         else:
             choices = [self._slow]
@@ -296,7 +299,7 @@ class StepServer:
                 return slot, rows.pop(slot)
         return None
 
-    def _handle_frame(self, frame: bytes) -> None:
+    def _handle_frame(self, frame: bytes | mmap) -> None:
         for request in self._decode(frame):
             self._handle(request)
 
@@ -401,8 +404,8 @@ class StepServer:
     def _wake_engine(self) -> None:
         if self._wake[0]:
             self._wake[0] = 0
-            self._send(b"")
+            self._send(WAKE)
 
     def _send(self, answer: bytes) -> None:
         with self._sending:
-            self._end.send_bytes(answer)
+            send_package(self._end, answer)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
+from socket import socket
 from typing import Any
 
 import msgspec
@@ -33,6 +33,7 @@ from actors.protocol import (
     IDLE,
     OK,
     UNKNOWN,
+    WAKE,
     Edit,
     Failed,
     Fill,
@@ -69,7 +70,7 @@ class RemoteActor:
             give_up=self.server_ended.set,
         )
 
-        def start(end: Connection[Any, Any], receive_grammar: Callable[[], Any], table: SlotTable) -> None:
+        def start(end: socket, receive_grammar: Callable[[], Any], table: SlotTable) -> None:
             self._server_end = end
             serve(end, receive_grammar, table).start()
 
@@ -130,7 +131,7 @@ class Peer:
             return None
         frame = self.channel.receive()
         assert frame is not None
-        return Decoder(Failed).decode(frame) if frame else frame
+        return WAKE if frame == WAKE else Decoder(Failed).decode(frame)
 
     def wait(self, slot: int) -> str:
         """Wait until a slot's mask is ready; return what it allows."""
@@ -190,7 +191,7 @@ def test_masks_are_written_into_the_table(either: Peer) -> None:
     until(lambda: bool((table.mark["busy"] == IDLE).all() and table.mark["filled"] == 2))
     table.mark["wake"] = 1
     either.send(either.fill(0, "b"))
-    assert either.answer() == b"", "the engine waits: it is woken when all is done"
+    assert either.answer() == WAKE, "the engine waits: it is woken when all is done"
     assert either.wait(0) == "."
     assert table.ready[[1, 2, 4]].tolist() == [FREE] * 3
     table.target[3] = 2 * EDIT + 1
@@ -249,7 +250,7 @@ def test_quick_rows_do_not_wait_for_a_slow_one(either: Peer, slow: SlowGrammar) 
         either.table.mark["wake"] = 1
         either.send(either.fill(1, text))
         assert either.wait(1) == mask
-        assert either.answer() == b"", "woken while the slow row is still missing"
+        assert either.answer() == WAKE, "woken while the slow row is still missing"
     slow.release.set()
     assert either.wait(0) == "b"
 
