@@ -31,7 +31,7 @@ import msgspec
 import psutil
 from msgspec.msgpack import Decoder, encode
 
-from actors.packages import CompileResult, Package, buffer, receive_package, send_package, socket_pair
+from actors.packages import CompileResult, Package, buffer, receive, receive_package, send_package, socket_pair
 from actors.processes import (
     RETRY_SECONDS,
     START_SECONDS,
@@ -198,7 +198,7 @@ class CompileProcess:
     def __init__(self, jobs: socket.socket) -> None:
         self._jobs = jobs
         self._decode = Decoder(CompileResult).decode
-        self._process = psutil.Process(int(buffer(receive_package(jobs))))
+        self._process = psutil.Process(int(receive(jobs)[:]))
         self._fresh = resident_bytes(self._process)
         if not self._fresh:
             raise OSError("the memory of a compile process cannot be read")
@@ -301,7 +301,7 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         stream.send(str(os.getpid()).encode())
         while True:
-            request = decode(buffer(receive_package(stream)))
+            request = decode(receive(stream))
             send_package(stream, encode(_compile(backends, request)))
             gc.collect()
             give_back_free_memory()

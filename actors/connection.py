@@ -14,13 +14,11 @@ from msgspec.msgpack import Decoder, encode
 from numpy.typing import ArrayLike, NDArray
 
 from actors.protocol import (
+    ACTIVITIES,
     EDIT,
     FREE,
     IDLE,
-    IMPORTING,
-    LOADER,
     POSITION,
-    UNKNOWN,
     Channel,
     Edit,
     Failed,
@@ -82,22 +80,17 @@ class SequenceState:
 
 
 class Work(NamedTuple):
-    """What a thread of a worker was busy with at its last heartbeat (`SlotTable.mark`)."""
+    """What a thread of a worker is busy with, as of its last heartbeat (`SlotTable.mark`)."""
 
-    thread: int
+    wall: float
+    """Seconds until the heartbeat; negative if it began later."""
+    seconds: float
+    """The same without those in which it waited for a CPU."""
+    cpu: float
+    """Seconds that it ran."""
+    phase: Literal["fill", "load", "import"]
     subject: int
     """The slot that it fills, or the number of the grammar that it loads."""
-    seconds: float
-    """Seconds since it began, without those in which it waited for a CPU."""
-    wall: float
-    cpu: float
-
-    @property
-    def phase(self) -> Literal["fill", "load", "import"]:
-        """What it does."""
-        if self.thread != LOADER:
-            return "fill"
-        return "import" if self.subject >= IMPORTING else "load"
 
 
 def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -233,7 +226,7 @@ class WorkerConnection:
 
     def request_wakeup(self) -> None:
         """Have the worker send a message once it has filled what it was asked for."""
-        self.table.mark["wake"] = 1
+        self.table.wake[0] = 1
         self.channel.push()
 
     def receive(self) -> list[SequenceState]:
@@ -259,20 +252,23 @@ class WorkerConnection:
         return failed
 
     def work(self) -> list[Work]:
-        """Return what each busy thread of the worker does. From any thread."""
+        """Return what each busy thread of the worker does, what began last first. From any thread."""
         mark = self.table.mark[0]
-        threads = enumerate(zip(mark["busy"].tolist(), mark["spent"].tolist(), strict=True))
-        return [Work(thread, subject, *spent) for thread, (subject, spent) in threads if subject != IDLE]
+        busy, beat = mark["busy"].tolist(), float(mark["beat"])
+        walls = (beat - mark["since"]).tolist()
+        works = [
+            Work(wall, wall - waited, ran, phase, subject)
+            for phase, subject, wall, (ran, waited) in zip(ACTIVITIES, busy, walls, mark["times"].tolist(), strict=True)
+            if subject != IDLE
+        ]
+        return sorted(works)
 
     def concerned(self, work: Work) -> list[SequenceState]:
-        """Return the sequences without a mask that a thread is, or may be, busy with. From any thread."""
+        """Return the sequences without a mask that a thread is busy with. From any thread."""
         states = [state for state in list(self.sequences.values()) if not state.is_ready]
-        if work.subject == UNKNOWN:
-            return states
-        if work.thread == LOADER:
-            number = work.subject % IMPORTING
-            return [state for state in states if state.number == number and not state.has_answered]
-        return [state for state in states if state.slot == work.subject]
+        if work.phase == "fill":
+            return [state for state in states if state.slot == work.subject]
+        return [state for state in states if state.number == work.subject and not state.has_answered]
 
     def described(self, work: Work) -> str:
         """Return a text about what a thread is busy with, for the log. From any thread."""

@@ -126,7 +126,7 @@ class Dispatcher:
         self.workers.remove(worker)
         culprits = [] if culprit is None else worker.concerned(culprit)
         busy = {state for work in worker.work() for state in worker.concerned(work)}
-        if cause == "transfer":  # any of those that it should have begun with may be the reason
+        if not busy:  # any of those that it should have begun with may be the reason
             busy = {state for state in worker.sequences.values() if not state.is_ready}
         self._suspect(cause, culprits, busy)
         replays = self._max_replays if cause == "died" else max(1, self._max_replays)

@@ -26,9 +26,9 @@ import numpy as np
 from msgspec.msgpack import Decoder
 from numpy.typing import NDArray
 
-from actors.packages import buffer, receive_package, send_package, socket_pair
+from actors.packages import buffer, receive, receive_package, send_package, socket_pair
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
-from actors.protocol import FIRST, IDLE, UNKNOWN, WAKE, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
+from actors.protocol import WAKE, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
@@ -192,7 +192,7 @@ class RemoteSteps:
         deadline, has_news = time.monotonic() + _REPORT_SECONDS, False
         while True:
             self._news.clear()
-            table.mark["wake"] = 1  # the server sends a message when it has nothing left to fill
+            table.wake[0] = 1  # the server sends a message when it has nothing left to fill
             is_complete = bool(((self._failed == table.target) | (table.ready == table.target)).all())
             changed = table.ready != self._sent_ready  # after `is_complete`: rows are filled meanwhile
             if changed.any() and not has_news:
@@ -210,7 +210,7 @@ class RemoteSteps:
         wait([self._end], seconds)
         found: list[bytes] = []
         while wait([self._end], 0):
-            frame = bytes(buffer(receive_package(self._end)))
+            frame = bytes(receive(self._end))
             if frame != WAKE:
                 answer = _decode_answer(frame)
                 self._failed[answer.slot] = answer.version
@@ -248,23 +248,21 @@ def forward(
     sent = table.target.copy()
 
     def forward_frame() -> None:
-        frame = bytes(buffer(receive_package(end)))
+        frame = bytes(receive(end))
         slots = np.flatnonzero(table.target != sent)  # each request of a mask has another version
         sent[slots] = target = table.target[slots]
-        if table.mark["busy"][0, FIRST] == IDLE:
-            table.mark["busy"][0, FIRST] = UNKNOWN  # until the actor says which slot it is
         deliver(frame, slots, target, table.tokens[slots])
 
     def forward_grammar() -> None:
-        load(buffer(receive_package(grammars)))
+        load(receive(grammars))
 
     def return_lines() -> None:
         lines = collect()
         _write(lines, table)
         for failed in lines.failures:
             send_package(end, failed)
-        if table.mark["wake"][0]:
-            table.mark["wake"] = 0
+        if table.wake[0]:
+            table.wake[0] = 0
             send_package(end, WAKE)
 
     def run(action: Callable[[], None]) -> None:
@@ -287,9 +285,4 @@ def _write(lines: Lines, table: SlotTable) -> None:
     table.mask[slots] = masks
     for name, values in lines.columns.items():
         getattr(table, name)[slots] = values
-    mark = lines.mark.copy()  # Ray's arrays cannot be written
-    if (mark["busy"] == IDLE).all() and table.has_work():  # the engine has asked for more since the lines were read
-        mark["busy"][0, FIRST] = UNKNOWN
-    for name in mark.dtype.names or ():
-        if name != "wake":  # the engine's
-            table.mark[name] = mark[name]
+    table.mark[:] = lines.mark

@@ -73,6 +73,11 @@ def buffer(package: Package) -> bytes | mmap.mmap:
     return mmap.mmap(package.fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
 
 
+def receive(stream: socket.socket) -> bytes | mmap.mmap:
+    """Receive a message. Raises as `receive_package` does."""
+    return buffer(receive_package(stream))
+
+
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets for packages: each one is one message there."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -48,7 +48,7 @@ def enter_session() -> None:
             return
 
 
-def thread_times(thread: int, process: int | str = "self") -> tuple[float, float]:
+def thread_times(thread: int | None, process: int | str = "self") -> tuple[float, float]:
     """Return the seconds that a thread has run, and has waited for a CPU (proc(5)). Zeros where that is not known."""
     try:
         ran, waited, _ = map(int, Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split())

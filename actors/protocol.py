@@ -24,13 +24,13 @@ import struct
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actors.packages import Package, buffer, receive_package, send_package
+from actors.packages import Package, receive, send_package
 from guided.errors import Wire
 from guided.pools.protocol import MAX_FORCED_TOKENS
 
@@ -42,13 +42,12 @@ FREE = -1
 """`ready` of a slot that no sequence has held yet."""
 OK, FAILED, STEERED, CHECKED = 0, 1, 2, 4
 """Values of `status`. The last two may be combined."""
-IDLE, UNKNOWN = -1, -2
-"""`busy` of a thread that does nothing, and of an actor on another node that has not said yet what it fills."""
-IMPORTING = 1 << 30
-"""Added to the number of a grammar while its library is being imported."""
-FIRST, SECOND, LOADER = 0, 1, 2
-"""The threads of a worker by their place in the mark: two fill rows, the third loads grammars."""
-THREADS = 3
+IDLE = -1
+"""`busy` of a thread that does nothing."""
+ACTIVITIES: tuple[Literal["fill", "load", "import"], ...] = ("fill", "fill", "load", "import")
+"""What the threads of a worker do, by the place in the mark: two fill rows, the third loads grammars and imports
+libraries."""
+FIRST, SECOND, LOAD, IMPORT = range(len(ACTIVITIES))
 BEAT_SECONDS = 0.2
 """Interval of a worker's heartbeat."""
 SLOW_SECONDS = 0.001
@@ -58,10 +57,19 @@ WAKE = b"w"
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end (SO_PEERCRED)."""
 _NONCE_BYTES = 32
+_WAKE_OFFSET = 48
 _MARK_OFFSET = 64
-_SPENT = ("spent", "f8", (THREADS, 3))
-_MARK = np.dtype([_SPENT, ("beat", "i8"), ("filled", "i8"), ("busy", "i4", THREADS), ("heart", "i4"), ("wake", "i4")])
-_COLUMNS_OFFSET = 192
+_MARK = np.dtype(
+    [
+        ("since", "f8", len(ACTIVITIES)),
+        ("times", "f8", (len(ACTIVITIES), 2)),
+        ("beat", "f8"),
+        ("filled", "i8"),
+        ("busy", "i4", len(ACTIVITIES)),
+        ("heart", "i4"),
+    ]
+)
+_COLUMNS_OFFSET = 256
 _VETO = np.dtype([("length", "i4"), ("final", "i4"), ("keyword", "S24")])
 _LINE_BYTES = 8 + 8 + 4 + 4 + 4 + 4 * MAX_FORCED_TOKENS + _VETO.itemsize
 """Size of a line of the table, but for its mask."""
@@ -120,7 +128,7 @@ class Channel:
     def receive(self) -> bytes | mmap.mmap | None:
         """Return the next message that has arrived, or None."""
         try:
-            return buffer(receive_package(self._steps))
+            return receive(self._steps)
         except (EOFError, OSError):  # nothing has arrived, or the connection is lost
             return None
 
@@ -225,10 +233,12 @@ class SlotTable:
     mask: NDArray[np.int32]
     """`[slots, words]`, by the worker: the token bitmask."""
     mark: NDArray[np.void]
-    """`[1]`. `busy`: for each thread of the worker the slot that it fills, the number of the grammar that it loads, or
-    `IDLE`. `spent`: the seconds until the last heartbeat in which it was busy with that and did not wait for a CPU; all
-    in which it was busy with it; those in which it ran. `beat`: number of heartbeats, and `heart`: the id of their
-    thread. `filled`: number of masks so far. `wake`: the engine waits; the worker sends a message when it is done."""
+    """`[1]`, by the worker. For each of `ACTIVITIES`, `busy`: the slot that is filled, the number of the grammar that
+    is loaded, or `IDLE`; `since`: `time.monotonic()` of its beginning; `times`: seconds that the thread has run since
+    then, and waited for a CPU. `beat`: `time.monotonic()` of the last heartbeat, and `heart`: the id of its thread.
+    `filled`: number of masks so far."""
+    wake: NDArray[np.int32]
+    """`[1]`, by both: 1 while the engine waits. The worker then sends a message when it is done."""
 
     def has_work(self) -> bool:
         """Return whether the worker was asked for a mask, or to free a slot, and has not done so."""
@@ -255,6 +265,7 @@ class SlotTable:
             veto=column(_VETO),
             mask=column(np.int32, words),
             mark=np.ndarray(1, _MARK, memory, _MARK_OFFSET),
+            wake=np.ndarray(1, np.int32, memory, _WAKE_OFFSET),
         )
 
 

@@ -14,7 +14,6 @@ import psutil
 from actors import processes
 from actors.connection import Work, WorkerConnection
 from actors.processes import TICK_SECONDS, thread_state, thread_times
-from actors.protocol import UNKNOWN
 from guided.pools.protocol import EndCause
 
 LOAD_SECONDS = 10.0
@@ -66,7 +65,7 @@ class Watch:
         passed -= self._starved(int(mark["heart"]), passed)
         self._looked_at = now
         (beat, filled), self._seen = self._seen, (int(mark["beat"]), int(mark["filled"]))
-        works = [work for work in self._connection.work() if work.subject != UNKNOWN]
+        works = self._connection.work()
         self.silent = self.silent + passed if beat == self._seen[0] else 0.0
         if works or filled != self._seen[1] or not table.has_work():
             self._unread = 0.0
@@ -85,7 +84,6 @@ class Watch:
         return min(passed, max(0.0, self._times[1] - before[1]))
 
     def _verdict(self, works: list[Work]) -> Verdict | None:
-        works.sort(key=lambda work: work.seconds)
         hidden = 0.0
         """Seconds that the heartbeat could not add, because another thread held the interpreter lock."""
         if self.silent > _LOCKED_SECONDS and self._process is not None and self._state not in ("T", "t", "D", ""):

@@ -11,7 +11,7 @@ import time
 import pytest
 from thread_cluster import ConnectedPair
 
-from actors.packages import buffer, receive_package
+from actors.packages import receive
 from actors.protocol import Channel, Segment, attach, connect
 
 
@@ -33,7 +33,7 @@ def test_a_worker_that_does_not_read_blocks_nothing() -> None:
     for message in messages:
         pair.channel.send(message)
     received: list[bytes | None] = []
-    reader = threading.Thread(target=lambda: received.extend(bytes(buffer(receive_package(pair.end))) for _ in messages))
+    reader = threading.Thread(target=lambda: received.extend(bytes(receive(pair.end)) for _ in messages))
     reader.start()
     deadline = time.monotonic() + 30
     while reader.is_alive():
