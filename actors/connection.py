@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -51,8 +51,8 @@ class SequenceState:
     """Number of its grammar on that worker."""
     changed_from: int | None = None
     """Output tokens from this position on have changed since they were sent."""
-    waiting_since: float = 0.0
-    """`time.monotonic()` when it was first submitted and no worker could take it; 0 if one has."""
+    waits_until: float = math.inf
+    """`time.monotonic()` at which it fails if no worker can take it. Infinite: it does not wait for one."""
     replays: int = 0
     """Number of workers that ended while they were busy with it."""
     error: GuidedError | None = None
@@ -68,11 +68,6 @@ class SequenceState:
     def has_answered(self) -> bool:
         """The worker has computed a mask for it."""
         return self.worker is not None and bool(self.worker.table.ready[self.slot] >= 0)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that it has waited for a worker."""
-        return time.monotonic() - self.waiting_since if self.waiting_since else 0.0
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
@@ -163,10 +158,8 @@ class WorkerConnection:
         self.table = segment.table
         self.sequences: dict[int, SequenceState] = {}
         """The open sequences, by slot."""
-        self._loaded = LeastRecentlyUsed(max_cache_bytes)
-        """Keys of the grammars that the worker has."""
-        self._numbers: dict[str, int] = {}
-        """The number of each of them. One that is sent again gets a new number."""
+        self._loaded = LeastRecentlyUsed[int](max_cache_bytes)
+        """Numbers of the grammars that the worker has, by key. One that is sent again gets a new number."""
         self._count = count()
         self._segment = segment
         self._free_slots: list[int] = []
@@ -185,17 +178,19 @@ class WorkerConnection:
         slot = self._free_slots.pop()
         sequence, grammar = state.sequence, state.grammar
         tokens = list(sequence.output_token_ids)
-        if grammar.key not in self._loaded:
-            self._numbers[grammar.key] = next(self._count)
+        number, left = self._loaded.get(grammar.key), list[int]()
+        if number is None:
+            number = next(self._count)
             self.channel.send_grammar(grammar.dumped)
-        state.number = self._numbers[grammar.key]
+            left = self._loaded.add(grammar.key, number, grammar.nbytes)
+        state.number = number
         self.sequences[slot] = state
-        state.worker, state.slot, state.waiting_since = self, slot, 0.0
+        state.worker, state.slot, state.waits_until = self, slot, math.inf
         version = self._next_version(slot, len(tokens))
-        opening = (slot, version, state.number, tokens, sequence.request_id, sequence.budget, sequence.final)
+        opening = (slot, version, number, tokens, sequence.request_id, sequence.budget, sequence.final)
         self.requests.append(Open(*opening))
-        if left := self._loaded.use(grammar.key, grammar.nbytes):
-            self.requests.append(Unload([self._numbers.pop(key) for key in left]))
+        if left:
+            self.requests.append(Unload(left))
 
     def edit(self, state: SequenceState) -> None:
         """Send the part of a sequence's output that has changed, or that the worker may not know, in a message."""
@@ -246,9 +241,8 @@ class WorkerConnection:
                 failed.append(state)
                 key = state.grammar.key
                 # Perhaps its grammar was not loaded, for a passing lack of memory: the next sequence loads it again.
-                if not state.has_answered and self._numbers.get(key) == state.number:
-                    self._loaded.discard(key)
-                    self.requests.append(Unload([self._numbers.pop(key)]))
+                if not state.has_answered and self._loaded.get(key) == state.number:
+                    self.requests.append(Unload([self._loaded.remove(key)]))
         return failed
 
     def work(self) -> list[Work]:

@@ -23,12 +23,11 @@ from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec.msgpack import Decoder
 from numpy.typing import NDArray
 
 from actors.packages import buffer, receive, receive_package, send_package, socket_pair
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
-from actors.protocol import WAKE, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
+from actors.protocol import WAKE, Segment, SegmentName, SlotTable, attach, connect, hang_up
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
@@ -44,7 +43,6 @@ _IDLE_REPORT_SECONDS = 0.5
 """Otherwise it gets the heartbeat this often."""
 ANSWERS = "answers"
 """The concurrency group of `collect`, which waits for masks: it has a thread of its own."""
-_decode_answer = Decoder(Failed).decode
 _log = logging.getLogger(__name__)
 
 
@@ -158,9 +156,9 @@ class RemoteSteps:
     ) -> None:
         self._segment = Segment(slots, words)
         self._table = self._segment.table
-        self._sent_ready, self._sent_mask = self._table.ready.copy(), np.zeros_like(self._table.mask)
-        self._failed = np.zeros(slots, np.int64)
-        """The version at which each slot's sequence was over."""
+        self._sent_ready = self._table.ready.copy()
+        self._sent_status = self._table.status.copy()
+        self._sent_mask = np.zeros_like(self._table.mask)
         self._news = threading.Event()
         """Set while there may be lines to wait for."""
         self._grammars = queue.SimpleQueue[list[Any]]()
@@ -187,36 +185,29 @@ class RemoteSteps:
 
     def collect(self) -> Lines:
         """Wait for changed lines. Those that are ready wait a few milliseconds for the others of their step."""
-        table, failures = self._table, list[bytes]()
+        table = self._table
+        failures: list[bytes] = []
         self._news.wait(_IDLE_REPORT_SECONDS)
-        deadline, has_news = time.monotonic() + _REPORT_SECONDS, False
+        deadline = time.monotonic() + _REPORT_SECONDS
         while True:
             self._news.clear()
             table.wake[0] = 1  # the server sends a message when it has nothing left to fill
-            is_complete = bool(((self._failed == table.target) | (table.ready == table.target)).all())
-            changed = table.ready != self._sent_ready  # after `is_complete`: rows are filled meanwhile
-            if changed.any() and not has_news:
-                deadline, has_news = time.monotonic() + _TOGETHER_SECONDS, True
-            left = deadline - time.monotonic()
-            if is_complete or left <= 0:
+            has_work = table.has_work()
+            # After `has_work`: rows are filled meanwhile.
+            changed = (table.ready != self._sent_ready) | (table.status != self._sent_status)
+            while wait([self._end], 0):
+                frame = bytes(receive(self._end))
+                if frame != WAKE:
+                    failures.append(frame)
+            now = time.monotonic()
+            if changed.any():
+                deadline = min(deadline, now + _TOGETHER_SECONDS)
+            if not has_work or now >= deadline:
                 break
-            failures += self._failures(min(left, _TOGETHER_SECONDS))
-        if not is_complete:
+            wait([self._end], min(deadline - now, _TOGETHER_SECONDS))
+        if has_work:
             self._news.set()
         return self._lines(np.flatnonzero(changed), failures)
-
-    def _failures(self, seconds: float) -> list[bytes]:
-        """Wait for a message of the server, at most `seconds`. Return those about sequences that are over."""
-        wait([self._end], seconds)
-        found: list[bytes] = []
-        while wait([self._end], 0):
-            frame = bytes(receive(self._end))
-            if frame != WAKE:
-                answer = _decode_answer(frame)
-                self._failed[answer.slot] = answer.version
-                self._sent_ready[answer.slot] = answer.version  # so that its line is sent
-                found.append(frame)
-        return found
 
     def _lines(self, slots: NDArray[np.intp], failures: list[bytes]) -> Lines:
         table = self._table
@@ -224,7 +215,9 @@ class RemoteSteps:
         columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced", "veto")}
         masks = table.mask[slots]
         words = np.flatnonzero(masks != self._sent_mask[slots]).astype(np.int32)
-        self._sent_ready[slots], self._sent_mask[slots] = ready, masks
+        self._sent_ready[slots] = ready
+        self._sent_status[slots] = columns["status"]
+        self._sent_mask[slots] = masks
         return Lines(slots, {**columns, "ready": ready}, words, masks.reshape(-1)[words], table.mark.copy(), failures)
 
 

@@ -105,7 +105,6 @@ class RayPool(Dispatcher):
         return PoolStatus(
             name="ray",
             workers=[supervisor.status() for supervisor in self._supervisors],
-            compiling=self._compiler.compiling,
             backends=self._compiler.backends(),
             trouble=self.cluster.trouble,
             replays=self.replays,

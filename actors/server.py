@@ -367,9 +367,9 @@ class StepServer:
                 table.status[number] = status
             self._ready[number] = target
         else:
-            table.status[number] = FAILED
             _log.warning("request %s (slot %d) failed: %s: %s", slot.request_id, number, error.code, error)
             self._send(encode(Failed(number, target, to_wire(error))))
+            table.status[number] = FAILED  # the message is there
         self._busy[thread] = IDLE
         self._filled[0] += 1
 
