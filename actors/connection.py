@@ -24,6 +24,9 @@ from actors.protocol import (
     Failed,
     Fill,
     Free,
+    Indices,
+    Int32s,
+    Int64s,
     Open,
     Request,
     Segment,
@@ -88,7 +91,7 @@ class Work(NamedTuple):
     """The slot that it fills, or the number of the grammar that it loads."""
 
 
-def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[Int32s, Int64s]:
     """Return the newest output token of each sequence (0 if there is none), and the lengths of the outputs."""
     outputs = [sequence.output_token_ids for sequence in sequences]
     last = np.fromiter([tokens[-1] if tokens else 0 for tokens in outputs], np.int32, len(outputs))
@@ -118,7 +121,7 @@ class StepPart:
         """Return the sequences with a mask, as of the last `look`."""
         return [self.states[index] for index in np.flatnonzero(self.ready).tolist()]
 
-    def send_outputs(self, last: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
+    def send_outputs(self, last: Int32s, lengths: Int64s) -> None:
         """Send the new tokens of each row's output, and request the masks that were not requested yet.
 
         Args:
@@ -279,7 +282,7 @@ class WorkerConnection:
         self._segment.close()
 
 
-def _fill(slots: NDArray[np.intp]) -> Fill:
+def _fill(slots: Indices) -> Fill:
     return Fill(slots.astype(np.int32).tobytes())
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from actors.packages import buffer, receive, receive_package, send_package, socket_pair
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
-from actors.protocol import WAKE, Segment, SegmentName, SlotTable, attach, connect, hang_up
+from actors.protocol import WAKE, Indices, Int32s, Int64s, Segment, SegmentName, SlotTable, attach, connect, hang_up
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
@@ -56,82 +56,16 @@ class ActorLocation(NamedTuple):
     version: str
 
 
-class MaskActor:
-    """Runs one `MaskWorker`.
-
-    Args:
-        memory: limit of this process's memory in bytes.
-        forced_tokens: look ahead for tokens without an alternative.
-        backends: grammar libraries that are imported now. Others are when a grammar first needs them.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, memory: int, forced_tokens: bool, backends: Sequence[str]) -> None:
-        limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
-        leave_out_torch()
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
-        # Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python.
-        sys.setswitchinterval(0.00005)
-        self._backends = Backends(vocabulary)
-        for name in backends:
-            try:
-                self._backends[name]
-            except Exception:  # its grammars will get the error
-                _log.exception("the grammar library of %s cannot be imported", name)
-        self._worker = MaskWorker(vocabulary)
-        self._forced_tokens = forced_tokens
-        self._remote: RemoteSteps
-        enter_session()  # now, because the engine waits while an actor loads its libraries
-        watch_free_memory()
-
-    def location(self) -> ActorLocation:
-        """Return where this actor runs; also shows that it is alive."""
-        import ray  # the engine's process, which reads this class, never loads it
-
-        return ActorLocation(
-            os.getpid(), str(ray.get_runtime_context().get_node_id()), platform.node(), package_version()
-        )
-
-    def attach(self, path: str, segment: SegmentName) -> bool:
-        """Connect to the engine at `path` and serve steps. Returns False if its shared memory can't be reached."""
-        table = attach(segment)
-        if table is None:
-            return False
-        end, grammars = connect(path)
-        self._serve(end, lambda: partial(buffer, receive_package(grammars)), table)
-        return True
-
-    def serve_remotely(self, slots: int, words: int) -> None:
-        """Start to serve steps by `deliver` and `collect`, for an engine on another node."""
-        import ray
-
-        self._remote = RemoteSteps(slots, words, self._serve, ray.get)
-
-    def _serve(self, end: socket.socket, receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
-        def give_up() -> None:
-            os._exit(1)
-
-        StepServer(self._worker, self._backends, end, receive_grammar, table, self._forced_tokens, give_up).start()
-
-    def load(self, reference: list[Any]) -> None:
-        self._remote.load(reference)
-
-    def deliver(self, *frame: Any) -> None:
-        self._remote.deliver(*frame)
-
-    def collect(self) -> Lines:
-        return self._remote.collect()
-
-
 class Lines(NamedTuple):
     """Lines of a slot table that have changed."""
 
-    slots: NDArray[np.intp]
+    slots: Indices
     """`[n]`."""
     columns: dict[str, NDArray[Any]]
     """`[n, ...]`: what the worker has written, but for the masks. `ready` is the last."""
-    changed: NDArray[np.int32]
+    changed: Int32s
     """`[m]`: positions of the words that differ from those sent before, in the flattened masks `[n, words]`."""
-    mask: NDArray[np.int32]
+    mask: Int32s
     """`[m]`: the words there."""
     mark: NDArray[np.void]
     """The worker's mark."""
@@ -140,20 +74,21 @@ class Lines(NamedTuple):
 
 
 class RemoteSteps:
-    """Serves the steps of an engine on another node.
+    """Serves the steps of an engine on another node."""
 
-    Args:
-        serve: starts a `StepServer` with its end of a channel, its `receive_grammar`, and its table.
-        fetch: waits for the objects of references (`ray.get`).
-    """
-
-    def __init__(
+    def begin(
         self,
         slots: int,
         words: int,
         serve: Callable[[socket.socket, ReceiveGrammar, SlotTable], None],
         fetch: Callable[[list[Any]], list[Any]],
     ) -> None:
+        """Begin to serve.
+
+        Args:
+            serve: starts a `StepServer` with its end of a channel, its `receive_grammar`, and its table.
+            fetch: waits for the objects of references (`ray.get`).
+        """
         self._segment = Segment(slots, words)
         self._table = self._segment.table
         self._sent_ready = self._table.ready.copy()
@@ -174,9 +109,7 @@ class RemoteSteps:
         """Take over a grammar: the one reference of an encoded `CompileResult` in the object store. In order."""
         self._grammars.put(reference)
 
-    def deliver(
-        self, frame: bytes, slots: NDArray[np.intp], target: NDArray[np.int64], tokens: NDArray[np.int32]
-    ) -> None:
+    def deliver(self, frame: bytes, slots: Indices, target: Int64s, tokens: Int32s) -> None:
         """Take over a frame of requests, and the new values `[n]` of the engine's columns. Calls are made in order."""
         self._table.tokens[slots] = tokens
         self._table.target[slots] = target
@@ -209,7 +142,7 @@ class RemoteSteps:
             self._news.set()
         return self._lines(np.flatnonzero(changed), failures)
 
-    def _lines(self, slots: NDArray[np.intp], failures: list[bytes]) -> Lines:
+    def _lines(self, slots: Indices, failures: list[bytes]) -> Lines:
         table = self._table
         ready = table.ready[slots]  # before the others: a line that is filled again meanwhile has the older version
         columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced", "veto")}
@@ -221,11 +154,65 @@ class RemoteSteps:
         return Lines(slots, {**columns, "ready": ready}, words, masks.reshape(-1)[words], table.mark.copy(), failures)
 
 
+class MaskActor(RemoteSteps):
+    """Runs one `MaskWorker`.
+
+    Args:
+        memory: limit of this process's memory in bytes.
+        forced_tokens: look ahead for tokens without an alternative.
+        backends: grammar libraries that are imported now. Others are when a grammar first needs them.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, memory: int, forced_tokens: bool, backends: Sequence[str]) -> None:
+        limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
+        leave_out_torch()
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
+        # Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python.
+        sys.setswitchinterval(0.00005)
+        self._backends = Backends(vocabulary)
+        for name in backends:
+            try:
+                self._backends[name]
+            except Exception:  # its grammars will get the error
+                _log.exception("the grammar library of %s cannot be imported", name)
+        self._worker = MaskWorker(vocabulary)
+        self._forced_tokens = forced_tokens
+        enter_session()  # now, because the engine waits while an actor loads its libraries
+        watch_free_memory()
+
+    def location(self) -> ActorLocation:
+        """Return where this actor runs; also shows that it is alive."""
+        import ray  # the engine's process, which reads this class, never loads it
+
+        return ActorLocation(
+            os.getpid(), str(ray.get_runtime_context().get_node_id()), platform.node(), package_version()
+        )
+
+    def attach(self, path: str, segment: SegmentName) -> bool:
+        """Connect to the engine at `path` and serve steps. Returns False if its shared memory can't be reached."""
+        table = attach(segment)
+        if table is None:
+            return False
+        end, grammars = connect(path)
+        self._serve(end, lambda: partial(buffer, receive_package(grammars)), table)
+        return True
+
+    def serve_remotely(self, slots: int, words: int) -> None:
+        """Start to serve steps by `deliver` and `collect`, for an engine on another node."""
+        import ray
+
+        self.begin(slots, words, self._serve, ray.get)
+
+    def _serve(self, end: socket.socket, receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
+        give_up = partial(os._exit, 1)
+        StepServer(self._worker, self._backends, end, receive_grammar, table, self._forced_tokens, give_up).start()
+
+
 def forward(
     end: socket.socket,
     grammars: socket.socket,
     table: SlotTable,
-    deliver: Callable[[bytes, NDArray[np.intp], NDArray[np.int64], NDArray[np.int32]], object],
+    deliver: Callable[[bytes, Indices, Int64s, Int32s], object],
     load: Callable[[Any], object],
     collect: Callable[[], Lines],
 ) -> None:

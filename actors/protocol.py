@@ -59,12 +59,14 @@ _CREDENTIALS = struct.Struct("3i")
 _NONCE_BYTES = 32
 _WAKE_OFFSET = 48
 _MARK_OFFSET = 64
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Indices = NDArray[np.intp]
 _MARK = np.dtype(
     [
         ("since", "f8", len(ACTIVITIES)),
         ("times", "f8", (len(ACTIVITIES), 2)),
         ("beat", "f8"),
-        ("filled", "i8"),
         ("busy", "i4", len(ACTIVITIES)),
         ("heart", "i4"),
     ]
@@ -215,29 +217,28 @@ class Failed(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class SlotTable:
     """The columns, each with one writer, and the worker's progress mark."""
 
-    target: NDArray[np.int64]
+    target: Int64s
     """`[slots]`, by the engine: the version that a mask is wanted for; negative once the slot was freed."""
-    ready: NDArray[np.int64]
+    ready: Int64s
     """`[slots]`, by the worker: the version that `mask` is for; negative if no sequence holds the slot."""
-    tokens: NDArray[np.int32]
+    tokens: Int32s
     """`[slots]`, by the engine: the output token since the last mask."""
-    status: NDArray[np.int32]
+    status: Int32s
     """`[slots]`, by the worker: `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget;
     `CHECKED`: tokens may be taken back, see `veto`; or `FAILED`: the sequence is over, and a message says why."""
     seconds: NDArray[np.float32]
     """`[slots]`, by the worker: seconds that accepting the tokens and filling the mask took."""
-    forced: NDArray[np.int32]
+    forced: Int32s
     """`[slots, MAX_FORCED_TOKENS]`, by the worker: the tokens from here on that have no alternative; -1 behind them."""
     veto: NDArray[np.void]
     """`[slots]`, by the worker: the fields of a `VetoReport`, with status `CHECKED`."""
-    mask: NDArray[np.int32]
+    mask: Int32s
     """`[slots, words]`, by the worker: the token bitmask."""
     mark: NDArray[np.void]
     """`[1]`, by the worker. For each of `ACTIVITIES`, `busy`: the slot that is filled, the number of the grammar that
     is loaded, or `IDLE`; `since`: `time.monotonic()` of its beginning; `times`: seconds that the thread has run since
-    then, and waited for a CPU. `beat`: `time.monotonic()` of the last heartbeat, and `heart`: the id of its thread.
-    `filled`: number of masks so far."""
-    wake: NDArray[np.int32]
+    then, and waited for a CPU. `beat`: `time.monotonic()` of the last heartbeat, and `heart`: the id of its thread."""
+    wake: Int32s
     """`[1]`, by both: 1 while the engine waits. The worker then sends a message when it is done."""
 
     def has_work(self) -> bool:

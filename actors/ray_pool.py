@@ -11,7 +11,7 @@ import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from dataclasses import replace
 from functools import partial
@@ -43,6 +43,15 @@ from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import EndCause, Grammar, PoolStatus, WorkerState, WorkerStatus
 from guided.vocabulary import Vocabulary
 
+_SLOW_LOAD = (GrammarLoadTimeout, "was killed: it took too long to load a grammar")
+_STILL = (WorkerDied, "was killed: it did not run, or begin with what it was sent")
+_ENDS: Mapping[EndCause, tuple[type[GuidedError], str]] = {
+    "died": (WorkerDied, "died"),
+    "fill": (MaskTimeout, "was killed: a mask took too long"),
+    "memory": (BackendError, "was killed: it took too much memory"),
+    **dict.fromkeys(("load", "import"), _SLOW_LOAD),
+    **dict.fromkeys(("frozen", "transfer"), _STILL),
+}
 _log = logging.getLogger(__name__)
 
 
@@ -251,19 +260,10 @@ class Supervisor:
 
     def _error_of(self, cause: EndCause, pid: int) -> GuidedError:
         """Return the error of the sequences that are lost with this incarnation."""
-        worker = f"mask worker {self.index} (pid {pid}, incarnation {self._incarnation})"
         if self._stopping.is_set():
             return PoolUnavailable("the pool was shut down")
-        match cause:
-            case "fill":
-                return MaskTimeout(f"{worker} was killed: a mask took longer than {self._options.mask_limit:g} s")
-            case "load" | "import":
-                return GrammarLoadTimeout(f"{worker} was killed: it took too long to {cause} a grammar")
-            case "memory":
-                return BackendError(f"{worker} was killed: it took more than {self._memory >> 20} MiB of memory")
-            case "frozen" | "transfer":
-                return WorkerDied(f"{worker} was killed: it did not run, or begin with what it was sent ({cause})")
-        return WorkerDied(f"{worker} died")
+        kind, how = _ENDS[cause]
+        return kind(f"mask worker {self.index} (pid {pid}, incarnation {self._incarnation}) {how}")
 
     def _watched(self, session: Session, process: psutil.Process | None, connection: WorkerConnection) -> Verdict:
         """Wait until the incarnation ends or has to be ended."""

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from msgspec.msgpack import Decoder, encode
-from numpy.typing import NDArray
 
 from actors.packages import CompileResult, receive, send_package
 from actors.processes import thread_times
@@ -46,6 +45,7 @@ from actors.protocol import (
     Failed,
     Fill,
     Free,
+    Int32s,
     Open,
     Request,
     SlotTable,
@@ -128,7 +128,6 @@ class StepServer:
         mark = table.mark  # writing an item of a memoryview takes half of the time that it takes in an array
         self._busy = mark["busy"][0].data
         self._since = mark["since"][0].data
-        self._filled = mark["filled"].data
         self._seconds: Any = table.seconds.data
         self._ready = table.ready.data
         self._wake = table.wake.data
@@ -145,7 +144,6 @@ class StepServer:
         """Set when a frame was handled; cleared by the second thread."""
         self._decode = Decoder(list[Request]).decode
         self._read = Decoder(CompileResult).decode
-        self._sending = threading.Lock()
         loops = (self._serve, self._relieve, self._load_all, self._beat)
         self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
 
@@ -316,7 +314,7 @@ class StepServer:
                     if grammar.loaded is not None:
                         del self._grammars[number]
 
-    def _want_all(self, slots: NDArray[np.int32]) -> None:
+    def _want_all(self, slots: Int32s) -> None:
         table = self._table
         targets, tokens = table.target[slots].tolist(), table.tokens[slots].tolist()
         for number, target, token in zip(slots.tolist(), targets, tokens, strict=True):
@@ -368,10 +366,9 @@ class StepServer:
             self._ready[number] = target
         else:
             _log.warning("request %s (slot %d) failed: %s: %s", slot.request_id, number, error.code, error)
-            self._send(encode(Failed(number, target, to_wire(error))))
+            send_package(self._end, encode(Failed(number, target, to_wire(error))))
             table.status[number] = FAILED  # the message is there
         self._busy[thread] = IDLE
-        self._filled[0] += 1
 
     def _open(self, loaded: CompiledGrammar | GuidedError | None, opening: Open) -> None:
         assert loaded is not None
@@ -382,8 +379,4 @@ class StepServer:
     def _wake_engine(self) -> None:
         if self._wake[0]:
             self._wake[0] = 0
-            self._send(WAKE)
-
-    def _send(self, answer: bytes) -> None:
-        with self._sending:
-            send_package(self._end, answer)
+            send_package(self._end, WAKE)
