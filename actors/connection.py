@@ -267,9 +267,13 @@ class WorkerConnection:
             return [state for state in states if state.slot == work.subject]
         return [state for state in states if state.number == work.subject and not state.has_answered]
 
-    def described(self, work: Work) -> str:
-        """Return a text about what a thread is busy with, for the log. From any thread."""
-        text = f"; {work.phase}: {work.cpu:.1f} s of CPU in {work.wall:.1f} s"
+    def described(self, work: Work, silent: float) -> str:
+        """Return a text about what a thread is busy with, for the log. From any thread.
+
+        Args:
+            silent: seconds since the last heartbeat.
+        """
+        text = f"; {work.phase}: {work.cpu:.1f} s of CPU in {max(0.0, work.wall) + silent:.1f} s"
         for state in self.concerned(work):
             sequence, constraint = state.sequence, state.grammar.constraint
             text += f", sequence {sequence.sequence_id} of request {sequence.request_id}, constraint {constraint.key}"

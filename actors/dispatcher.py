@@ -129,6 +129,8 @@ class Dispatcher:
         if not busy:  # any of those that it should have begun with may be the reason
             busy = {state for state in worker.sequences.values() if not state.is_ready}
         self._suspect(cause, culprits, busy)
+        died = WorkerDied(f"{error.message} while it computed this request's mask")
+        died.retryable = False  # the mask may have ended it
         replays = self._max_replays if cause == "died" else max(1, self._max_replays)
         for state in worker.sequences.values():
             state.replays += state in busy
@@ -136,7 +138,7 @@ class Dispatcher:
             if cause == "died" and not replays:
                 is_lost = is_lost or state.has_answered
             if is_lost:
-                self._fail(state, _error_of(state, error, busy))
+                self._fail(state, died if state in busy and isinstance(error, WorkerDied) else error)
         for part in self._step.parts:
             if part.worker is worker:
                 self._step.take(part)
@@ -326,11 +328,3 @@ class Dispatcher:
             for state in self._late
             if state.error is not None or state.is_ready or (state.worker is None and now >= state.waits_until)
         )
-
-
-def _error_of(state: SequenceState, error: GuidedError, busy: Collection[SequenceState]) -> GuidedError:
-    """Return the error of a sequence that is lost. It is not retryable if its own mask may have ended the worker."""
-    if isinstance(error, WorkerDied) and state in busy:
-        error = WorkerDied(f"{error.message} while it computed this request's mask")
-        error.retryable = False
-    return error

@@ -37,8 +37,6 @@ _ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_g
 # The runtime environment of an actor that may be on another node. A result above this size would wait in the object
 # store there until this process asks for it. By default it is 100 KB, and the masks of 64 rows are 200 KB.
 _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
-
-
 _JOIN_SECONDS = 12.0
 """Time limit for joining a cluster, once this process has loaded Ray."""
 
@@ -52,15 +50,14 @@ def main() -> None:
     connections = _connections(control)
     first = next(connections)
     _, (options, sys.argv[0]) = first.recv()
+    patience = threading.Timer(_JOIN_SECONDS, _give_up, (first,))
     try:
         if directory:
             _leave_out_processes()
         else:  # without a raylet, Ray would try for a minute and a half
-            patience = threading.Timer(_JOIN_SECONDS, _give_up, (first,))
             patience.start()
         ray.init(**options)
-        if not directory:
-            patience.cancel()
+        patience.cancel()
         context = ray.get_runtime_context()
         threading.Thread(target=_exit_with_raylet, args=(str(context.get_node_id()),), daemon=True).start()
     except Exception as error:

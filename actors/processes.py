@@ -99,7 +99,7 @@ def memory_limit(wanted: int | None) -> int:
 
 def machine_bytes() -> int:
     """Return the memory of the machine, or of this container, in bytes."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = int(psutil.virtual_memory().total)
     for file in _CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number
             total = min(total, int(file.read_text()))

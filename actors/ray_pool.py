@@ -47,8 +47,8 @@ _SLOW_LOAD = (GrammarLoadTimeout, "was killed: it took too long to load a gramma
 _STILL = (WorkerDied, "was killed: it did not run, or begin with what it was sent")
 _ENDS: Mapping[EndCause, tuple[type[GuidedError], str]] = {
     "died": (WorkerDied, "died"),
-    "fill": (MaskTimeout, "was killed: a mask took too long"),
-    "memory": (BackendError, "was killed: it took too much memory"),
+    "fill": (MaskTimeout, "was killed: a mask took longer than {seconds:g} s"),
+    "memory": (BackendError, "was killed: it took more than {mib} MiB of memory"),
     **dict.fromkeys(("load", "import"), _SLOW_LOAD),
     **dict.fromkeys(("frozen", "transfer"), _STILL),
 }
@@ -213,14 +213,17 @@ class Supervisor:
             self._pool.announce(partial(self._pool.add, connection))
             if not self.started.done():
                 self.started.set_result(None)
+            watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
             try:
-                cause, culprit = self._watched(session, process, connection)
+                cause, culprit = self._watched(session, connection, watch)
             finally:
                 self._up, self._state = None, "restarting"
             error = self._error_of(cause, location.pid)
             if not self._stopping.is_set():
                 works = connection.work() if culprit is None else [culprit]
-                self._record_end(cause, error.message + "".join(map(connection.described, works)))
+                self._record_end(
+                    cause, error.message + "".join(connection.described(work, watch.silent) for work in works)
+                )
             if cause != "died" and process is not None:
                 kill(process)
             self._pool.announce(partial(self._pool.end, connection, error, cause, culprit))
@@ -263,11 +266,11 @@ class Supervisor:
         if self._stopping.is_set():
             return PoolUnavailable("the pool was shut down")
         kind, how = _ENDS[cause]
+        how = how.format(mib=self._memory >> 20, seconds=self._options.mask_limit)
         return kind(f"mask worker {self.index} (pid {pid}, incarnation {self._incarnation}) {how}")
 
-    def _watched(self, session: Session, process: psutil.Process | None, connection: WorkerConnection) -> Verdict:
+    def _watched(self, session: Session, connection: WorkerConnection, watch: Watch) -> Verdict:
         """Wait until the incarnation ends or has to be ended."""
-        watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
         poller = select.poll()
         for end in (connection.channel.fd, session):
             poller.register(end, 0)  # reports POLLHUP: the actor's process, or the driver, has ended
