@@ -172,22 +172,17 @@ class CompileProcess:
             BackendError: the process ended: it crashed, or was killed from outside.
         """
         deadline = time.monotonic() + seconds
-        timeout = CompileTimeout(
-            f"compiling this constraint with {request.backend} took more than {seconds:.2g} s; "
-            "try a simpler one, or another backend"
-        )
+        text = f"compiling this constraint with {request.backend} took more than"
         try:
             send_package(self._jobs, encode(request))
             while not wait([self._jobs], min(0.01, deadline - time.monotonic())):  # then its memory is read
                 if self.growth > memory_bytes:
-                    text = f"compiling this constraint with {request.backend} took more than {memory_bytes >> 20} MiB"
-                    raise ConstraintTooLarge(f"{text} of memory; try a smaller one, or another backend")
+                    limit = f"{memory_bytes >> 20} MiB of memory"
+                    raise ConstraintTooLarge(f"{text} {limit}; try a smaller one, or another backend")
                 if time.monotonic() >= deadline:
-                    raise timeout
+                    raise CompileTimeout(f"{text} {seconds:.2g} s; try a simpler one, or another backend")
             package = receive_package(self._jobs)
             return _decode_result(buffer(package)), package
-        except TimeoutError:
-            raise timeout from None
         except (EOFError, OSError):
             raise BackendError("compiling this constraint ended its process") from None
 

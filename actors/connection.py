@@ -64,8 +64,9 @@ class SequenceState:
     @property
     def is_ready(self) -> bool:
         """The mask after all output tokens that were sent is in the worker's table."""
-        table = self.worker.table if self.worker is not None else None
-        return table is not None and bool(table.ready[self.slot] == table.target[self.slot])
+        if self.worker is None:
+            return False
+        return bool(self.worker.table.ready[self.slot] == self.worker.table.target[self.slot])
 
     @property
     def has_answered(self) -> bool:
@@ -127,22 +128,20 @@ class StepPart:
         Args:
             last, lengths: `[rows of the whole step]`, see `last_tokens`.
         """
-        table, slots = self.table, self.slots
-        self.target = table.target[slots]
-        new = lengths[self.rows] - (self.target & POSITION)
-        usual = (new == 1) & (table.ready[slots] == self.target)
-        if usual.all():  # nearly always: each operation counts, because the engine waits for it
-            self.target += 1
-            table.tokens[slots], table.target[slots] = last[self.rows], self.target
-            self.worker.requests.append(self._fill)
-            return
-        for index in np.flatnonzero(~usual & (new != 0)).tolist():
-            self.worker.edit(self.states[index])
-        if usual.any():
-            table.tokens[slots[usual]] = last[self.rows[usual]]
-            table.target[slots[usual]] += 1
-            self.worker.requests.append(_fill(slots[usual]))
-        self.target = table.target[slots]
+        table, slots, rows, fill = self.table, self.slots, self.rows, self._fill
+        target = table.target[slots]
+        new = lengths[rows] - (target & POSITION)
+        usual = (new == 1) & (table.ready[slots] == target)
+        if not usual.all():  # seldom: in the usual case each operation counts, because the engine waits for it
+            for index in np.flatnonzero(~usual & (new != 0)).tolist():
+                self.worker.edit(self.states[index])
+            slots, rows = slots[usual], rows[usual]
+            fill = _fill(slots)
+        if len(slots):
+            table.tokens[slots] = last[rows]
+            table.target[slots] += 1
+            self.worker.requests.append(fill)
+        self.target = table.target[self.slots]
 
 
 class WorkerConnection:

@@ -233,9 +233,6 @@ def forward(
         sent[slots] = target = table.target[slots]
         deliver(frame, slots, target, table.tokens[slots])
 
-    def forward_grammar() -> None:
-        load(receive(grammars))
-
     def return_lines() -> None:
         lines = collect()
         _write(lines, table)
@@ -245,7 +242,7 @@ def forward(
             table.wake[0] = 0
             send_package(end, WAKE)
 
-    def run(action: Callable[[], None]) -> None:
+    def run(action: Callable[[], object]) -> None:
         try:
             while True:
                 action()
@@ -253,7 +250,7 @@ def forward(
             _log.info("a step channel ends: %s", error)
         hang_up(end)
 
-    for action in (forward_frame, forward_grammar, return_lines):
+    for action in (forward_frame, lambda: load(receive(grammars)), return_lines):
         threading.Thread(target=run, args=(action,), name="forwarder", daemon=True).start()
 
 

@@ -97,10 +97,10 @@ class RayPool(Dispatcher):
     def _stop_actors(self) -> None:
         """End the actors. One that still runs after some seconds ends with this process."""
         for supervisor in self._supervisors:
-            supervisor.stop()
+            supervisor.stopping.set()
         deadline = time.monotonic() + STOP_SECONDS
         for supervisor in self._supervisors:
-            supervisor.join(max(0.0, deadline - time.monotonic()))
+            supervisor.thread.join(max(0.0, deadline - time.monotonic()))
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         error = self.quarantine.error(constraint.key)
@@ -145,11 +145,12 @@ class Supervisor:
         self._up: tuple[WorkerConnection, ActorLocation] | None = None
         """Set while the actor is up."""
         self._watch: Watch | None = None
-        self._stopping = threading.Event()
+        self.stopping = threading.Event()
+        """Set to end the actor for good. `thread` ends then."""
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
-        self._thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
+        self.thread.start()
 
     def status(self) -> WorkerStatus:
         """Return a snapshot. From any thread."""
@@ -168,16 +169,8 @@ class Supervisor:
             silent=self._watch.silent if self._watch is not None and location else 0.0,
         )
 
-    def stop(self) -> None:
-        """Begin to end the actor for good. `join` waits for the end."""
-        self._stopping.set()
-
-    def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the end of the actor."""
-        self._thread.join(seconds)
-
     def _run(self) -> None:
-        while not self._stopping.is_set():
+        while not self.stopping.is_set():
             try:
                 self._live()
             except Exception as raised:
@@ -185,17 +178,17 @@ class Supervisor:
                 error = PoolUnavailable(f"mask actor {self.index} did not start: {reason}")
                 if not self.started.done():
                     self.started.set_exception(error)
-                if not self._stopping.is_set():
+                if not self.stopping.is_set():
                     self._state = "down"
                     self._record_end("not_started", error.message)
-                self._stopping.wait(RETRY_SECONDS)
+                self.stopping.wait(RETRY_SECONDS)
 
     def _live(self) -> None:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
         process: psutil.Process | None = None
         """None: it is on another node."""
-        session = self._pool.cluster.session(self._stopping)
+        session = self._pool.cluster.session(self.stopping)
         where = (*self._pool.cluster.reserved(self._options), self.index)
         arguments = (self._pool.vocabulary, self._memory, self._options.forced_tokens, self._options.preload)
         try:
@@ -219,7 +212,7 @@ class Supervisor:
             finally:
                 self._up, self._state = None, "restarting"
             error = self._error_of(cause, location.pid)
-            if not self._stopping.is_set():
+            if not self.stopping.is_set():
                 works = connection.work() if culprit is None else [culprit]
                 self._record_end(
                     cause, error.message + "".join(connection.described(work, watch.silent) for work in works)
@@ -263,7 +256,7 @@ class Supervisor:
 
     def _error_of(self, cause: EndCause, pid: int) -> GuidedError:
         """Return the error of the sequences that are lost with this incarnation."""
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             return PoolUnavailable("the pool was shut down")
         kind, how = _ENDS[cause]
         how = how.format(mib=self._memory >> 20, seconds=self._options.mask_limit)
@@ -274,7 +267,7 @@ class Supervisor:
         poller = select.poll()
         for end in (connection.channel.fd, session):
             poller.register(end, 0)  # reports POLLHUP: the actor's process, or the driver, has ended
-        while not poller.poll(TICK_SECONDS * 1000) and not self._stopping.is_set():
+        while not poller.poll(TICK_SECONDS * 1000) and not self.stopping.is_set():
             verdict = watch.look()
             if verdict is not None:
                 return verdict
