@@ -11,7 +11,6 @@ from prometheus_client.metrics_core import Metric
 
 from guided.pools.protocol import EndCause, PoolStatus
 
-
 _COUNTERS = (
     ("mask_replays", "Sequences opened on another mask actor after the end of theirs.", "replays"),
     ("grammar_found", "Constraints found in the cache of grammars.", "cache_hits"),
