@@ -160,11 +160,14 @@ class Session:
                 raise EOFError
         return ray.get(result)
 
-    def forward(self, path: str, segment: SegmentName) -> None:
-        """Connect the actor, which is on another node, to a step channel and a slot table of the engine's process.
+    def connect(self, path: str, segment: SegmentName) -> bool:
+        """Connect the actor to a step channel and a slot table of the engine's process.
 
-        Returns when the engine can send the first step.
+        Returns whether it is direct, when the engine can send the first step.
         """
+        if self.call("attach", path, segment):
+            return True
+        self.call("serve_remotely", segment.slots, segment.words)
         actor, table = self._actor, attach(segment)
         if table is None:
             raise PoolUnavailable("the memory of the engine's process cannot be mapped")
@@ -180,6 +183,7 @@ class Session:
             actor.load.remote([ray.put(np.frombuffer(grammar, np.uint8))])
 
         forward(*connect(path), table, actor.deliver.remote, load, lines)
+        return False
 
 
 def _described(error: Exception) -> PoolUnavailable:

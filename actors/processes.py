@@ -84,11 +84,11 @@ def kill(process: psutil.Process, after: float = 0.0) -> None:
 
 
 def package_version() -> str:
-    """Return the installed version of this package, or "" if it is not installed."""
+    """Return the installed version of this package, or "unknown"."""
     try:
         return version("guided")
     except PackageNotFoundError:
-        return ""
+        return "unknown"
 
 
 def memory_limit(wanted: int | None) -> int:

@@ -194,10 +194,11 @@ class Supervisor:
         try:
             location: ActorLocation = session.ask("bring the actor up", "create", *where, *arguments)
             self._incarnation += 1
-            if location.version != processes.package_version():
+            version = processes.package_version()
+            if location.version != version:
                 raise PoolUnavailable(
-                    f"{location.host} has version {location.version or 'unknown'} of guided, and this process "
-                    f"{processes.package_version() or 'unknown'}: install the same one on all nodes"
+                    f"{location.host} has version {location.version} of guided, and this process {version}: install "
+                    "the same one on all nodes"
                 )
             connection, is_local = self._connect(session, location.host, location.pid)
             process = psutil.Process(location.pid) if is_local else None
@@ -230,14 +231,10 @@ class Supervisor:
 
         Returns whether it is direct too: then the actor is on this node, and not in another container.
         """
-        action = "connect the actor"
-        slots, width = self._options.slots, words(self._pool.vocabulary.padded_vocab_size)
-        segment, channel = Segment(slots, width), Channel()
+        segment = Segment(self._options.slots, words(self._pool.vocabulary.padded_vocab_size))
+        channel = Channel()
         try:
-            is_local = session.ask(action, "call", "attach", channel.path, segment.name)
-            if not is_local:
-                session.ask(action, "call", "serve_remotely", slots, width)
-                session.ask(action, "forward", channel.path, segment.name)
+            is_local: bool = session.ask("connect the actor", "connect", channel.path, segment.name)
             if not channel.accept(START_SECONDS):
                 raise PoolUnavailable(f"the actor on {host} cannot connect to this process")
         except BaseException:

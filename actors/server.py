@@ -93,8 +93,8 @@ class _Slot:
     """The newest token of that output, if it is in the table."""
     wanted_at: float = 0.0
     """`time.monotonic()` of the request."""
-    freed: int | None = None
-    """Version of its `Free`, which came while the row was being filled."""
+    freed: int = 0
+    """Version of its `Free`. The slot is freed once the row is not being filled any more."""
 
 
 class StepServer:
@@ -247,8 +247,8 @@ class StepServer:
         """Fill the next row that a thread may fill. Returns whether there was one."""
         with self._lock:
             last, self._filling[thread] = self._filling[thread], None
-            if last is not None and last.freed is not None:
-                self._free(last.number, last.freed)
+            if last is not None and last.freed:
+                self._free(last)
             slot = self._next(thread)
             if slot is None:
                 return False
@@ -285,34 +285,29 @@ class StepServer:
 
     def _handle_frame(self, frame: Any) -> None:
         for request in self._decode(frame):
-            self._handle(request)
-
-    def _handle(self, request: Request) -> None:
-        match request:
-            case Fill():
-                self._want_all(np.frombuffer(request.slots, np.int32))
-            case Open():
-                grammar = self._grammars.setdefault(request.grammar, _Grammar())
-                slot = self._slots[request.slot] = _Slot(request.slot, grammar, request.request_id, grammar.seconds)
-                slot.changes.append(request)
-                self._want(slot, request.version)
-            case Edit():
-                slot = self._slots[request.slot]
-                slot.changes.append(request)
-                self._want(slot, request.version)
-            case Free():
-                self._wanted.pop(request.slot, None)
-                slot = self._slots[request.slot]
-                if slot in self._filling:
+            match request:
+                case Fill():
+                    self._want_all(np.frombuffer(request.slots, np.int32))
+                case Unload():
+                    for number in request.numbers:
+                        grammar = self._grammars[number]
+                        grammar.is_unloaded = True
+                        if grammar.loaded is not None:
+                            del self._grammars[number]
+                case Free():
+                    slot = self._slots[request.slot]
+                    self._wanted.pop(slot.number, None)
                     slot.freed = request.version
-                else:
-                    self._free(request.slot, request.version)
-            case Unload():
-                for number in request.numbers:
-                    grammar = self._grammars[number]
-                    grammar.is_unloaded = True
-                    if grammar.loaded is not None:
-                        del self._grammars[number]
+                    if slot not in self._filling:
+                        self._free(slot)
+                case Open() | Edit():
+                    if isinstance(request, Open):
+                        grammar = self._grammars.setdefault(request.grammar, _Grammar())
+                        slot = _Slot(request.slot, grammar, request.request_id, grammar.seconds)
+                        self._slots[request.slot] = slot
+                    slot = self._slots[request.slot]
+                    slot.changes.append(request)
+                    self._want(slot, request.version)
 
     def _want_all(self, slots: Int32s) -> None:
         table = self._table
@@ -329,11 +324,11 @@ class StepServer:
         self._wanted.pop(slot.number, None)
         self._wanted[slot.number] = slot
 
-    def _free(self, number: int, version: int) -> None:
-        self._worker.free([number])
-        self._slots.pop(number, None)
-        self._table.status[number] = OK
-        self._table.ready[number] = version
+    def _free(self, slot: _Slot) -> None:
+        self._worker.free([slot.number])
+        del self._slots[slot.number]
+        self._table.status[slot.number] = OK
+        self._ready[slot.number] = slot.freed
 
     def _fill(self, thread: int, slot: _Slot, target: int, token: int, changes: list[Open | Edit]) -> None:
         table, number = self._table, slot.number
