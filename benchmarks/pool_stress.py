@@ -31,6 +31,7 @@ from benchmarks.workload import DATA, read_rows, tekken
 
 SUPPORT = report.ROOT / "tests" / "support"
 GUIDED, UNGUIDED = 16, 8
+PLACES = ("import", "load", "fill:1", "idle")
 Row = dict[str, Any]
 _numbers = count()
 
@@ -172,7 +173,7 @@ def xgrammar(options: argparse.Namespace) -> Row:
 def frozen(options: argparse.Namespace) -> Row:
     """An actor that is frozen for ever while it imports, loads, fills, or is idle: the longest gap of its rows."""
     found = {}
-    for place in ("import", "load", "fill:1", "idle"):
+    for place in PLACES:
         with tempfile.TemporaryDirectory() as directory:
             os.environ["FAULTY_IMPORT"] = mark = f"{directory}/import"  # for the actors
             with driven() as made:
