@@ -169,10 +169,10 @@ class Dispatcher:
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
         self._closed = True
-        self._handle_events()
         error = PoolUnavailable("the pool is shut down")
         for state in self._sequences.values():
             self._fail(state, error)
+        self._handle_events()
         for worker in list(self.workers):
             self.end(worker, error)
 

@@ -233,14 +233,14 @@ def check_room(placement: NodePlacement, cpus: float, number: int, nodes: list[d
         )
 
 
-def _fits(found: dict[str, Any], placement: NodePlacement, here: str) -> bool:
+def _fits(found: dict[str, Any], placement: NodePlacement, here: str) -> Any:
     match placement.kind:
         case "local":
-            return bool(found["NodeID"] == here)
+            return found["NodeID"] == here
         case "resource":
-            return bool(found["Resources"].get(placement.name, 0) >= placement.amount)
+            return found["Resources"].get(placement.name, 0) >= placement.amount
         case "label":
-            return bool(found["Labels"].get(placement.name) == placement.value)
+            return found["Labels"].get(placement.name) == placement.value
     return True
 
 

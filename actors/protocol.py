@@ -24,11 +24,11 @@ import struct
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from actors.packages import Package, receive, send_package
 from guided.errors import Wire
@@ -73,6 +73,15 @@ _MARK = np.dtype(
 )
 _COLUMNS_OFFSET = 256
 _VETO = np.dtype([("length", "i4"), ("final", "i4"), ("keyword", "S24")])
+_COLUMNS: tuple[tuple[Any, ...], ...] = (
+    ("target", "i8"),
+    ("ready", "i8"),
+    ("tokens", "i4"),
+    ("status", "i4"),
+    ("seconds", "f4"),
+    ("forced", "i4", MAX_FORCED_TOKENS),
+    ("veto", _VETO),
+)
 _LINE_BYTES = 8 + 8 + 4 + 4 + 4 + 4 * MAX_FORCED_TOKENS + _VETO.itemsize
 """Size of a line of the table, but for its mask."""
 
@@ -248,26 +257,15 @@ class SlotTable:
     @classmethod
     def over(cls, memory: mmap.mmap, slots: int, words: int) -> SlotTable:
         """Return the table that lies in `memory`."""
+        columns: dict[str, NDArray[Any]] = {
+            "mark": np.ndarray(1, _MARK, memory, _MARK_OFFSET),
+            "wake": np.ndarray(1, np.int32, memory, _WAKE_OFFSET),
+        }
         offset = _COLUMNS_OFFSET
-
-        def column(dtype: DTypeLike, *shape: int) -> NDArray[Any]:
-            nonlocal offset
-            array = np.ndarray((slots, *shape), dtype, memory, offset)
-            offset += array.nbytes
-            return array
-
-        return cls(
-            target=column(np.int64),
-            ready=column(np.int64),
-            tokens=column(np.int32),
-            status=column(np.int32),
-            seconds=column(np.float32),
-            forced=column(np.int32, MAX_FORCED_TOKENS),
-            veto=column(_VETO),
-            mask=column(np.int32, words),
-            mark=np.ndarray(1, _MARK, memory, _MARK_OFFSET),
-            wake=np.ndarray(1, np.int32, memory, _WAKE_OFFSET),
-        )
+        for name, dtype, *shape in (*_COLUMNS, ("mask", "i4", words)):
+            columns[name] = np.ndarray((slots, *shape), dtype, memory, offset)
+            offset += columns[name].nbytes
+        return cls(**columns)
 
 
 def freed(version: int) -> int:
@@ -275,8 +273,7 @@ def freed(version: int) -> int:
     return ~(version // EDIT)
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentName:
+class SegmentName(NamedTuple):
     """What an actor needs to open a segment, and to verify that it is the right one."""
 
     pid: int

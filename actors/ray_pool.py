@@ -253,8 +253,6 @@ class Supervisor:
 
     def _error_of(self, cause: EndCause, pid: int) -> GuidedError:
         """Return the error of the sequences that are lost with this incarnation."""
-        if self.stopping.is_set():
-            return PoolUnavailable("the pool was shut down")
         kind, how = _ENDS[cause]
         how = how.format(mib=self._memory >> 20, seconds=self._options.mask_limit)
         return kind(f"mask worker {self.index} (pid {pid}, incarnation {self._incarnation}) {how}")

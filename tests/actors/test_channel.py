@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import select
 import threading
@@ -60,7 +59,7 @@ def test_only_the_nonce_proves_that_it_is_the_same_memory() -> None:
     segment = Segment(2, 2)
     assert attach(segment.name) is not None
     for wrong in ({"nonce": bytes(32)}, {"slots": 3}, {"fd": 10**6}, {"pid": 2**22}):
-        assert attach(dataclasses.replace(segment.name, **wrong)) is None
+        assert attach(segment.name._replace(**wrong)) is None
     segment.close()
     segment.close()
     assert attach(segment.name) is None
