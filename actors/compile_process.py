@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import os
 import resource
 import signal
@@ -29,9 +30,9 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from msgspec.msgpack import Decoder
+from msgspec.msgpack import Decoder, encode
 
-from actors.packages import CompileResult, Package, buffer, pack, receive_package, send_package, socket_pair
+from actors.packages import CompileResult, Package, buffer, receive, receive_package, send_package, socket_pair
 from actors.processes import (
     RETRY_SECONDS,
     START_SECONDS,
@@ -65,6 +66,7 @@ _WARM_UP = (
 )
 _FORK_SECONDS = 5.0
 """Time limit for a try to fork. It takes hundredths of a second on a quiet machine."""
+_decode_result = Decoder(CompileResult).decode
 _log = logging.getLogger(__name__)
 
 
@@ -77,6 +79,11 @@ class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 # the engine's side
+
+
+def closed() -> PoolUnavailable:
+    """Return the error of what comes too late."""
+    return PoolUnavailable("the pool is shut down")
 
 
 class ForkServer:
@@ -132,73 +139,12 @@ class ForkServer:
         self._control.close()
 
 
-class ForkServers:
-    """The fork server in use, and a warm one that replaces it at once when it is lost."""
-
-    def __init__(self, vocabulary: bytes) -> None:
-        self._vocabulary = os.memfd_create("vocabulary")
-        weakref.finalize(self, os.close, self._vocabulary)
-        with open(self._vocabulary, "wb", closefd=False) as file:
-            file.write(vocabulary)
-        self._servers: list[ForkServer] = []
-        self._closed = threading.Event()
-        self.ends = 0
-        """Number of fork servers that were lost."""
-        self._next_start = 0.0
-        """`time.monotonic()` before which none is started: one that ends at once is not replaced at once."""
-
-    def keep(self, is_quiet: bool) -> None:
-        """Replace what is lost. Call it every `TICK_SECONDS`, from a thread that lives until `close`.
-
-        Raises OSError if none can be started now.
-
-        Args:
-            is_quiet: nothing is compiled now. Only then a second one is started, which takes seconds of a core.
-        """
-        for server in list(self._servers):
-            if not server.look():
-                self._servers.remove(server)
-                server.close()
-                self.ends += 1
-                _log.error("a fork server of the compile processes was lost: it is replaced")
-        warm = sum(server.is_warm for server in self._servers)
-        now = time.monotonic()
-        if len(self._servers) == warm < 1 + is_quiet and now >= self._next_start and not self._closed.is_set():
-            self._next_start = now + RETRY_SECONDS
-            self._servers.append(ForkServer(self._vocabulary))
-
-    def fork(self) -> CompileProcess:
-        """Start a compile process, once that is possible. Raises `PoolUnavailable` after `close`."""
-        pause = 0.0
-        while not self._closed.wait(pause):
-            pause = TICK_SECONDS
-            for server in [server for server in self._servers if server.is_warm]:
-                try:
-                    return server.fork()
-                except OSError as error:
-                    pause = RETRY_SECONDS
-                    _log.error("cannot start a compile process, will try again: %s", error)
-        raise closed()
-
-    def close(self) -> None:
-        """End all for good."""
-        self._closed.set()
-        for server in self._servers:
-            server.close()
-
-
-def closed() -> PoolUnavailable:
-    """Return the error of what comes too late."""
-    return PoolUnavailable("the pool is shut down")
-
-
 class CompileProcess:
     """One compile process. Used by one thread at a time."""
 
     def __init__(self, jobs: socket.socket) -> None:
         self._jobs = jobs
-        self._decode = Decoder(CompileResult).decode
-        self._process = psutil.Process(int(buffer(receive_package(jobs))))
+        self._process = psutil.Process(int(receive(jobs)[:]))
         self._fresh = resident_bytes(self._process)
         if not self._fresh:
             raise OSError("the memory of a compile process cannot be read")
@@ -226,22 +172,17 @@ class CompileProcess:
             BackendError: the process ended: it crashed, or was killed from outside.
         """
         deadline = time.monotonic() + seconds
-        timeout = CompileTimeout(
-            f"compiling this constraint with {request.backend} took more than {seconds:.2g} s; "
-            "try a simpler one, or another backend"
-        )
+        text = f"compiling this constraint with {request.backend} took more than"
         try:
-            send_package(self._jobs, pack(request))
+            send_package(self._jobs, encode(request))
             while not wait([self._jobs], min(0.01, deadline - time.monotonic())):  # then its memory is read
                 if self.growth > memory_bytes:
-                    text = f"compiling this constraint with {request.backend} took more than {memory_bytes >> 20} MiB"
-                    raise ConstraintTooLarge(f"{text} of memory; try a smaller one, or another backend")
+                    limit = f"{memory_bytes >> 20} MiB of memory"
+                    raise ConstraintTooLarge(f"{text} {limit}; try a smaller one, or another backend")
                 if time.monotonic() >= deadline:
-                    raise timeout
+                    raise CompileTimeout(f"{text} {seconds:.2g} s; try a simpler one, or another backend")
             package = receive_package(self._jobs)
-            return self._decode(buffer(package)), package
-        except TimeoutError:
-            raise timeout from None
+            return _decode_result(buffer(package)), package
         except (EOFError, OSError):
             raise BackendError("compiling this constraint ended its process") from None
 
@@ -249,6 +190,85 @@ class CompileProcess:
         """Kill the process. Idempotent."""
         self._jobs.close()
         kill(self._process)
+
+
+class CompileProcesses:
+    """Compile processes, the fork server that they come from, and a warm one that replaces it when it is lost.
+
+    Args:
+        closing: once it is set, no process is waited for.
+    """
+
+    def __init__(self, vocabulary: bytes, closing: threading.Event) -> None:
+        self._vocabulary = os.memfd_create("vocabulary")
+        weakref.finalize(self, os.close, self._vocabulary)
+        with open(self._vocabulary, "wb", closefd=False) as file:
+            file.write(vocabulary)
+        self._closing = closing
+        self._servers: list[ForkServer] = []
+        self._idle: list[CompileProcess] = []
+        """The one that was used last is used next: under a light load there is one process."""
+        self.ends = 0
+        """Number of fork servers that were lost."""
+        self._next_start = 0.0
+        """`time.monotonic()` before which none is started: one that ends at once is not replaced at once."""
+
+    def keep(self, is_quiet: bool) -> None:
+        """Replace the fork servers that are lost. Call it every `TICK_SECONDS`, from a thread that lives until `close`.
+
+        Raises OSError if none can be started now.
+
+        Args:
+            is_quiet: nothing is compiled now. Only then a second one is started, which takes seconds of a core.
+        """
+        for server in list(self._servers):
+            if not server.look():
+                self._servers.remove(server)
+                server.close()
+                self.ends += 1
+                _log.error("a fork server of the compile processes was lost: it is replaced")
+        warm = sum(server.is_warm for server in self._servers)
+        now = time.monotonic()
+        if len(self._servers) == warm < 1 + is_quiet and now >= self._next_start:
+            self._next_start = now + RETRY_SECONDS
+            self._servers.append(ForkServer(self._vocabulary))
+
+    def take(self, deadline: float = math.inf) -> CompileProcess:
+        """Return an idle process, or a new one once that is possible.
+
+        Raises:
+            PoolUnavailable: the compiler is being closed.
+            TimeoutError: there is none at `deadline`, a `time.monotonic()`.
+        """
+        pause = 0.0
+        while not self._closing.wait(pause):
+            with contextlib.suppress(IndexError):
+                while True:
+                    process = self._idle.pop()
+                    if process.alive:
+                        return process
+                    process.kill()
+            pause = TICK_SECONDS
+            for server in [server for server in self._servers if server.is_warm]:
+                try:
+                    return server.fork()
+                except OSError as error:
+                    pause = RETRY_SECONDS
+                    _log.error("cannot start a compile process, will try again: %s", error)
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+        raise closed()
+
+    def give_back(self, process: CompileProcess) -> None:
+        """Take back a process that waits for a request."""
+        self._idle.append(process)
+
+    def close(self) -> None:
+        """End all, but for those that are given back later. Idempotent."""
+        for process in self._idle:
+            process.kill()
+        for server in self._servers:
+            server.close()
 
 
 # the program
@@ -301,8 +321,8 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         stream.send(str(os.getpid()).encode())
         while True:
-            request = decode(buffer(receive_package(stream)))
-            send_package(stream, pack(_compile(backends, request)))
+            request = decode(receive(stream))
+            send_package(stream, encode(_compile(backends, request)))
             gc.collect()
             give_back_free_memory()
 

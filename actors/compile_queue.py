@@ -54,7 +54,7 @@ class CompileQueue:
     def expired(self, before: float) -> list[Task]:
         """Take out all tasks that were submitted before a time."""
         old = [task for task in self.waiting if task.submitted < before]
-        self.waiting = [task for task in self.waiting if task.submitted >= before]
+        del self.waiting[: len(old)]  # they are in the order of submission
         return old
 
     def take(self) -> Task | None:

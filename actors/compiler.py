@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from actors.compile_process import CompileProcess, CompileRequest, ForkServers, closed
+from actors.compile_process import CompileProcess, CompileProcesses, CompileRequest, closed
 from actors.compile_queue import CompileQueue, Task
 from actors.packages import CompileResult, Package
 from actors.processes import TICK_SECONDS
 from guided.backends import BACKENDS
-from guided.compilation import conclusion, is_about_backend
+from guided.compilation import first_able
 from guided.constraint import Constraint
 from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, PoolUnavailable, from_wire
 from guided.pools.grammar_cache import GrammarCache
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Compiler:
-    """Warm compile processes, a thread for each constraint that is being compiled, and the cache. For any thread."""
+    """A thread for each constraint that is being compiled, the queue, and the cache. For any thread."""
 
     def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._limits = options.compile_limits
@@ -42,20 +42,13 @@ class Compiler:
         self._crashes: Counter[str] = Counter()
         self._timeouts: Counter[str] = Counter()
         self._closing = threading.Event()
-        self._fork_servers = ForkServers(vocabulary.to_bytes())
-        self._idle: list[CompileProcess] = []
-        """The one that was used last is used next: under a light load there is one process."""
+        self._processes = CompileProcesses(vocabulary.to_bytes(), self._closing)
         count = self._limits.processes or max(4, min(16, available_cpus()))
         self._queue = CompileQueue(self._limits.waiting)
-        self._threads = [threading.Thread(target=self._work, args=(index,), daemon=True) for index in range(count)]
-        self._threads.append(threading.Thread(target=self._keep, daemon=True))
+        targets = [self._keep, self._warm_up, *[self._work] * count]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def compiling(self) -> int:
-        """Number of constraints that are being compiled, or wait for it."""
-        return self._cache.compiling
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         return self._cache.get(constraint, backends, partial(self._enqueue, constraint, backends))
@@ -79,10 +72,14 @@ class Compiler:
         return [BackendStatus(name, self._crashes[name], self._timeouts[name]) for name in BACKENDS]
 
     def counts(self) -> dict[str, int]:
-        """Return counters of `PoolStatus`."""
+        """Return numbers of `PoolStatus`."""
         cache = self._cache
-        servers = self._fork_servers
-        return {"cache_hits": cache.hits, "shared_compilations": cache.shared, "fork_server_ends": servers.ends}
+        return {
+            "compiling": cache.compiling,
+            "cache_hits": cache.hits,
+            "shared_compilations": cache.shared,
+            "fork_server_ends": self._processes.ends,
+        }
 
     def close(self) -> None:
         """End the processes. Constraints that wait or are being compiled fail with `PoolUnavailable`."""
@@ -93,29 +90,31 @@ class Compiler:
             thread.join()
         for task in self._queue.waiting:
             task.future.set_exception(closed())
-        for process in self._idle:
-            process.kill()
+        self._processes.close()
 
     def _keep(self) -> None:
         """Body of a thread: keep fork servers, which end with this thread, and refuse what has waited too long."""
         while not self._closing.wait(TICK_SECONDS):
             try:
-                self._fork_servers.keep(is_quiet=not self._queue.running)
+                self._processes.keep(is_quiet=not self._queue.running)
             except OSError as error:  # this thread must not end: it would take all compile processes with it
                 _log.error("cannot start a fork server of the compile processes, will try again: %s", error)
-            limit = self._limits.wait_seconds
             with self._changed:
-                expired = self._queue.expired(time.monotonic() - limit)
+                expired = self._queue.expired(time.monotonic() - self._limits.wait_seconds)
             for task in expired:  # without the lock: the cache has one too
-                text = f"this constraint waited {limit:g} s for others: try again later"
-                task.future.set_exception(CompileQueueFull(text))
-        self._fork_servers.close()
+                task.future.set_exception(self._waited())
+        self._processes.close()
 
-    def _work(self, index: int) -> None:
+    def _waited(self) -> CompileQueueFull:
+        return CompileQueueFull(f"this constraint waited {self._limits.wait_seconds:g} s for others: try again later")
+
+    def _warm_up(self) -> None:
+        """Body of a thread: have a process before the first constraint."""
+        with contextlib.suppress(PoolUnavailable):
+            self._processes.give_back(self._processes.take())
+
+    def _work(self) -> None:
         """Body of a thread: compile one constraint after the other."""
-        if index == 0:  # warm up before the first constraint
-            with contextlib.suppress(PoolUnavailable):
-                self._idle.append(self._take())
         while (task := self._next()) is not None:
             try:
                 task.future.set_result(self._compile(task))
@@ -141,33 +140,27 @@ class Compiler:
 
     def _compile(self, task: Task) -> Grammar:
         """Compile with the first backend that can enforce all of a constraint."""
-        spent = 0.0
+        limit = left = self._limits.seconds
         """Seconds, without the time that processes take to start."""
-        failed: list[tuple[str, GuidedError]] = []
-        for index, name in enumerate(task.backends):
-            process = self._take()
+
+        def attempt(name: str) -> Grammar:
+            nonlocal left
+            try:
+                process = self._processes.take(task.submitted + self._limits.wait_seconds)
+            except TimeoutError:
+                raise self._waited() from None
             # A tenth of the time limit is kept for each backend that may still be tried: most need far less.
-            share = 1 - 0.1 * (len(task.backends) - index - 1)
+            kept = 0.1 * limit * (len(task.backends) - task.backends.index(name) - 1)
             request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
             began = time.monotonic()
             try:
-                result, package = self._run(process, request, self._limits.seconds * share - spent)
-            except GuidedError as error:
-                if not is_about_backend(error):  # but about the constraint
-                    raise
-                failed.append((name, error))
-                spent += time.monotonic() - began
-            else:
-                return Grammar(
-                    task.key,
-                    name,
-                    task.constraint,
-                    spent + time.monotonic() - began,
-                    checked=result.checked,
-                    nbytes=result.nbytes,
-                    dumped=package,
-                )
-        raise conclusion(failed)
+                result, package = self._run(process, request, left - kept)
+            finally:
+                left -= time.monotonic() - began
+            checked, size = result.checked, result.nbytes
+            return Grammar(task.key, name, task.constraint, limit - left, checked=checked, nbytes=size, dumped=package)
+
+        return first_able(task.backends, attempt)
 
     def _run(self, process: CompileProcess, request: CompileRequest, seconds: float) -> tuple[CompileResult, Package]:
         """Compile with one backend. Raises what `CompileProcess.compile` raises, and the error of the result."""
@@ -186,21 +179,9 @@ class Compiler:
             raise
         finally:  # also if the answer is garbled
             if is_reusable:
-                self._idle.append(process)
+                self._processes.give_back(process)
             else:
                 process.kill()
         if result.error is not None:
             raise from_wire(result.error)
         return result, package
-
-    def _take(self) -> CompileProcess:
-        """Return an idle process, or a new one. Raises `PoolUnavailable` if the compiler is being closed."""
-        while not self._closing.is_set():
-            try:
-                process = self._idle.pop()
-            except IndexError:
-                return self._fork_servers.fork()
-            if process.alive:
-                return process
-            process.kill()
-        raise closed()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -14,18 +14,19 @@ from msgspec.msgpack import Decoder, encode
 from numpy.typing import ArrayLike, NDArray
 
 from actors.protocol import (
+    ACTIVITIES,
     EDIT,
     FREE,
     IDLE,
-    IMPORTING,
-    LOADER,
     POSITION,
-    UNKNOWN,
     Channel,
     Edit,
     Failed,
     Fill,
     Free,
+    Indices,
+    Int32s,
+    Int64s,
     Open,
     Request,
     Segment,
@@ -54,8 +55,8 @@ class SequenceState:
     """Number of its grammar on that worker."""
     changed_from: int | None = None
     """Output tokens from this position on have changed since they were sent."""
-    waiting_since: float = 0.0
-    """`time.monotonic()` when it was first submitted and no worker could take it; 0 if one has."""
+    waits_until: float = math.inf
+    """`time.monotonic()` at which it fails if no worker can take it. Infinite: it does not wait for one."""
     replays: int = 0
     """Number of workers that ended while they were busy with it."""
     error: GuidedError | None = None
@@ -64,18 +65,14 @@ class SequenceState:
     @property
     def is_ready(self) -> bool:
         """The mask after all output tokens that were sent is in the worker's table."""
-        table = self.worker.table if self.worker is not None else None
-        return table is not None and bool(table.ready[self.slot] == table.target[self.slot])
+        if self.worker is None:
+            return False
+        return bool(self.worker.table.ready[self.slot] == self.worker.table.target[self.slot])
 
     @property
     def has_answered(self) -> bool:
         """The worker has computed a mask for it."""
         return self.worker is not None and bool(self.worker.table.ready[self.slot] >= 0)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that it has waited for a worker."""
-        return time.monotonic() - self.waiting_since if self.waiting_since else 0.0
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
@@ -83,25 +80,20 @@ class SequenceState:
 
 
 class Work(NamedTuple):
-    """What a thread of a worker was busy with at its last heartbeat (`SlotTable.mark`)."""
+    """What a thread of a worker is busy with, as of its last heartbeat (`SlotTable.mark`)."""
 
-    thread: int
+    wall: float
+    """Seconds until the heartbeat; negative if it began later."""
+    seconds: float
+    """The same without those in which it waited for a CPU."""
+    cpu: float
+    """Seconds that it ran."""
+    phase: Literal["fill", "load", "import"]
     subject: int
     """The slot that it fills, or the number of the grammar that it loads."""
-    seconds: float
-    """Seconds since it began, without those in which it waited for a CPU."""
-    wall: float
-    cpu: float
-
-    @property
-    def phase(self) -> Literal["fill", "load", "import"]:
-        """What it does."""
-        if self.thread != LOADER:
-            return "fill"
-        return "import" if self.subject >= IMPORTING else "load"
 
 
-def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[Int32s, Int64s]:
     """Return the newest output token of each sequence (0 if there is none), and the lengths of the outputs."""
     outputs = [sequence.output_token_ids for sequence in sequences]
     last = np.fromiter([tokens[-1] if tokens else 0 for tokens in outputs], np.int32, len(outputs))
@@ -131,28 +123,26 @@ class StepPart:
         """Return the sequences with a mask, as of the last `look`."""
         return [self.states[index] for index in np.flatnonzero(self.ready).tolist()]
 
-    def send_outputs(self, last: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
+    def send_outputs(self, last: Int32s, lengths: Int64s) -> None:
         """Send the new tokens of each row's output, and request the masks that were not requested yet.
 
         Args:
             last, lengths: `[rows of the whole step]`, see `last_tokens`.
         """
-        table, slots = self.table, self.slots
-        self.target = table.target[slots]
-        new = lengths[self.rows] - (self.target & POSITION)
-        usual = (new == 1) & (table.ready[slots] == self.target)
-        if usual.all():  # nearly always: each operation counts, because the engine waits for it
-            self.target += 1
-            table.tokens[slots], table.target[slots] = last[self.rows], self.target
-            self.worker.requests.append(self._fill)
-            return
-        for index in np.flatnonzero(~usual & (new != 0)).tolist():
-            self.worker.edit(self.states[index])
-        if usual.any():
-            table.tokens[slots[usual]] = last[self.rows[usual]]
-            table.target[slots[usual]] += 1
-            self.worker.requests.append(_fill(slots[usual]))
-        self.target = table.target[slots]
+        table, slots, rows, fill = self.table, self.slots, self.rows, self._fill
+        target = table.target[slots]
+        new = lengths[rows] - (target & POSITION)
+        usual = (new == 1) & (table.ready[slots] == target)
+        if not usual.all():  # seldom: in the usual case each operation counts, because the engine waits for it
+            for index in np.flatnonzero(~usual & (new != 0)).tolist():
+                self.worker.edit(self.states[index])
+            slots, rows = slots[usual], rows[usual]
+            fill = _fill(slots)
+        if len(slots):
+            table.tokens[slots] = last[rows]
+            table.target[slots] += 1
+            self.worker.requests.append(fill)
+        self.target = table.target[self.slots]
 
 
 class WorkerConnection:
@@ -171,10 +161,8 @@ class WorkerConnection:
         self.table = segment.table
         self.sequences: dict[int, SequenceState] = {}
         """The open sequences, by slot."""
-        self._loaded = LeastRecentlyUsed(max_cache_bytes)
-        """Keys of the grammars that the worker has."""
-        self._numbers: dict[str, int] = {}
-        """The number of each of them. One that is sent again gets a new number."""
+        self._loaded = LeastRecentlyUsed[int](max_cache_bytes)
+        """Numbers of the grammars that the worker has, by key. One that is sent again gets a new number."""
         self._count = count()
         self._segment = segment
         self._free_slots: list[int] = []
@@ -193,17 +181,19 @@ class WorkerConnection:
         slot = self._free_slots.pop()
         sequence, grammar = state.sequence, state.grammar
         tokens = list(sequence.output_token_ids)
-        if grammar.key not in self._loaded:
-            self._numbers[grammar.key] = next(self._count)
+        number, left = self._loaded.get(grammar.key), list[int]()
+        if number is None:
+            number = next(self._count)
             self.channel.send_grammar(grammar.dumped)
-        state.number = self._numbers[grammar.key]
+            left = self._loaded.add(grammar.key, number, grammar.nbytes)
+        state.number = number
         self.sequences[slot] = state
-        state.worker, state.slot, state.waiting_since = self, slot, 0.0
+        state.worker, state.slot, state.waits_until = self, slot, math.inf
         version = self._next_version(slot, len(tokens))
-        opening = (slot, version, state.number, tokens, sequence.request_id, sequence.budget, sequence.final)
+        opening = (slot, version, number, tokens, sequence.request_id, sequence.budget, sequence.final)
         self.requests.append(Open(*opening))
-        if left := self._loaded.use(grammar.key, grammar.nbytes):
-            self.requests.append(Unload([self._numbers.pop(key) for key in left]))
+        if left:
+            self.requests.append(Unload(left))
 
     def edit(self, state: SequenceState) -> None:
         """Send the part of a sequence's output that has changed, or that the worker may not know, in a message."""
@@ -235,7 +225,7 @@ class WorkerConnection:
 
     def request_wakeup(self) -> None:
         """Have the worker send a message once it has filled what it was asked for."""
-        self.table.mark["wake"] = 1
+        self.table.wake[0] = 1
         self.channel.push()
 
     def receive(self) -> list[SequenceState]:
@@ -255,30 +245,36 @@ class WorkerConnection:
                 failed.append(state)
                 key = state.grammar.key
                 # Perhaps its grammar was not loaded, for a passing lack of memory: the next sequence loads it again.
-                if not state.has_answered and self._numbers.get(key) == state.number:
-                    self._loaded.discard(key)
-                    self.requests.append(Unload([self._numbers.pop(key)]))
+                if not state.has_answered and self._loaded.get(key) == state.number:
+                    self.requests.append(Unload([self._loaded.remove(key)]))
         return failed
 
     def work(self) -> list[Work]:
-        """Return what each busy thread of the worker does. From any thread."""
+        """Return what each busy thread of the worker does, what began last first. From any thread."""
         mark = self.table.mark[0]
-        threads = enumerate(zip(mark["busy"].tolist(), mark["spent"].tolist(), strict=True))
-        return [Work(thread, subject, *spent) for thread, (subject, spent) in threads if subject != IDLE]
+        busy, beat = mark["busy"].tolist(), float(mark["beat"])
+        walls = (beat - mark["since"]).tolist()
+        works = [
+            Work(wall, wall - waited, ran, phase, subject)
+            for phase, subject, wall, (ran, waited) in zip(ACTIVITIES, busy, walls, mark["times"].tolist(), strict=True)
+            if subject != IDLE
+        ]
+        return sorted(works)
 
     def concerned(self, work: Work) -> list[SequenceState]:
-        """Return the sequences without a mask that a thread is, or may be, busy with. From any thread."""
+        """Return the sequences without a mask that a thread is busy with. From any thread."""
         states = [state for state in list(self.sequences.values()) if not state.is_ready]
-        if work.subject == UNKNOWN:
-            return states
-        if work.thread == LOADER:
-            number = work.subject % IMPORTING
-            return [state for state in states if state.number == number and not state.has_answered]
-        return [state for state in states if state.slot == work.subject]
+        if work.phase == "fill":
+            return [state for state in states if state.slot == work.subject]
+        return [state for state in states if state.number == work.subject and not state.has_answered]
 
-    def described(self, work: Work) -> str:
-        """Return a text about what a thread is busy with, for the log. From any thread."""
-        text = f"; {work.phase}: {work.cpu:.1f} s of CPU in {work.wall:.1f} s"
+    def described(self, work: Work, silent: float) -> str:
+        """Return a text about what a thread is busy with, for the log. From any thread.
+
+        Args:
+            silent: seconds since the last heartbeat.
+        """
+        text = f"; {work.phase}: {work.cpu:.1f} s of CPU in {max(0.0, work.wall) + silent:.1f} s"
         for state in self.concerned(work):
             sequence, constraint = state.sequence, state.grammar.constraint
             text += f", sequence {sequence.sequence_id} of request {sequence.request_id}, constraint {constraint.key}"
@@ -292,7 +288,7 @@ class WorkerConnection:
         self._segment.close()
 
 
-def _fill(slots: NDArray[np.intp]) -> Fill:
+def _fill(slots: Indices) -> Fill:
     return Fill(slots.astype(np.int32).tobytes())
 
 

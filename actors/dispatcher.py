@@ -9,7 +9,7 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -126,9 +126,11 @@ class Dispatcher:
         self.workers.remove(worker)
         culprits = [] if culprit is None else worker.concerned(culprit)
         busy = {state for work in worker.work() for state in worker.concerned(work)}
-        if cause == "transfer":  # any of those that it should have begun with may be the reason
+        if not busy:  # any of those that it should have begun with may be the reason
             busy = {state for state in worker.sequences.values() if not state.is_ready}
         self._suspect(cause, culprits, busy)
+        died = WorkerDied(f"{error.message} while it computed this request's mask")
+        died.retryable = False  # the mask may have ended it
         replays = self._max_replays if cause == "died" else max(1, self._max_replays)
         for state in worker.sequences.values():
             state.replays += state in busy
@@ -136,7 +138,7 @@ class Dispatcher:
             if cause == "died" and not replays:
                 is_lost = is_lost or state.has_answered
             if is_lost:
-                self._fail(state, _error_of(state, error, busy))
+                self._fail(state, died if state in busy and isinstance(error, WorkerDied) else error)
         for part in self._step.parts:
             if part.worker is worker:
                 self._step.take(part)
@@ -149,17 +151,15 @@ class Dispatcher:
 
     def _suspect(self, cause: EndCause, culprits: Collection[SequenceState], busy: Collection[SequenceState]) -> None:
         """Note which constraint has ended a worker."""
-        if cause == "died":
-            culprits = busy
-        keys = {state.grammar.constraint.key for state in culprits}
-        if cause == "died":
-            states = [state for state in self._sequences.values() if state.grammar.constraint.key in keys]
-            had_mask = any(state.has_answered or state.sequence.output_token_ids for state in states)
-            if had_mask or len(keys) > 1:  # then it need not be the cause
-                return
-        if cause in ("died", "load", "fill"):
-            for key in keys:
-                self.quarantine.note(key)
+        if cause not in ("died", "load", "fill"):
+            return
+        keys = {state.grammar.constraint.key for state in (busy if cause == "died" else culprits)}
+        states = [state for state in self._sequences.values() if state.grammar.constraint.key in keys]
+        had_mask = any(state.has_answered or state.sequence.output_token_ids for state in states)
+        if cause == "died" and (had_mask or len(keys) > 1):  # then it need not be the cause
+            return
+        for key in keys:
+            self.quarantine.note(key)
 
     def _fail(self, state: SequenceState, error: GuidedError) -> None:
         """Fail a sequence for another reason than a worker's answer."""
@@ -169,10 +169,10 @@ class Dispatcher:
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
         self._closed = True
-        self._handle_events()
         error = PoolUnavailable("the pool is shut down")
         for state in self._sequences.values():
             self._fail(state, error)
+        self._handle_events()
         for worker in list(self.workers):
             self.end(worker, error)
 
@@ -222,12 +222,20 @@ class Dispatcher:
             if changed.worker is not None and changed.changed_from is not None:
                 changed.worker.edit(changed)
         self._changed.clear()
-        rows: dict[WorkerConnection, tuple[list[int], list[SequenceState]]] = {}
+        rows = dict[int, SequenceState]()
         for row, sequence in enumerate(sequences):
             state = self._sequences.get(sequence.sequence_id)
             if state is None:
                 step.failed[row] = BackendError(f"sequence {sequence.sequence_id} is not open")
-                continue
+            else:
+                rows[row] = state
+        self._add_rows(step, rows)
+        return step
+
+    def _add_rows(self, step: _Step, rows: Mapping[int, SequenceState]) -> None:
+        """Add rows to a step: open the sequences that have no worker, and group the rows by worker."""
+        parts: dict[WorkerConnection, dict[int, SequenceState]] = {}
+        for row, state in rows.items():
             if state.worker is None and state.error is None:
                 self._place(state)
             if state.error is not None:
@@ -235,34 +243,30 @@ class Dispatcher:
             elif state.worker is None:
                 step.waiting[row] = state
             else:
-                of_worker = rows.setdefault(state.worker, ([], []))
-                of_worker[0].append(row)
-                of_worker[1].append(state)
-        step.parts = [StepPart(worker, *of_worker) for worker, of_worker in rows.items()]
-        return step
+                parts.setdefault(state.worker, {})[row] = state
+        step.parts += [StepPart(worker, list(part), list(part.values())) for worker, part in parts.items()]
 
     def _place(self, state: SequenceState) -> None:
         """Open a sequence, if a worker can take it now. Fail it if it waited too long, or its grammar ends workers."""
+        able = [worker for worker in self.workers if worker.has_slot()]
+        error: GuidedError | None = self.quarantine.error(state.grammar.constraint.key)
         if self._closed:
-            self._fail(state, PoolUnavailable("the pool is shut down"))
-            return
-        error = self.quarantine.error(state.grammar.constraint.key)
+            error = PoolUnavailable("the pool is shut down")
+        elif not able:
+            now = time.monotonic()
+            state.waits_until = min(state.waits_until, now + self._pool_wait)
+            if now >= state.waits_until:
+                error = PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s")
         if error is not None:
             self._fail(state, error)
-            return
-        able = [each for each in self.workers if each.has_slot()]
-        if not able:
-            state.waiting_since = state.waiting_since or time.monotonic()
-            if state.waited >= self._pool_wait:
-                self._fail(state, PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s"))
-            return
-        # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So its
-        # sequences share one worker, and others avoid that worker as long as there are such sequences.
-        apart = bool(self._holding)
-        holder = next((each.worker for each in self._holding if each.worker is not None), self.workers[-1])
-        holds = state in self._holding
-        worker = min(able, key=lambda each: (apart and (each is holder) != holds, len(each.sequences)))
-        worker.open(state)
+        elif able:
+            # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
+            # its sequences share one worker, and others avoid that worker as long as there are such sequences.
+            apart = bool(self._holding)
+            holder = next((other.worker for other in self._holding if other.worker is not None), self.workers[-1])
+            holds = state in self._holding
+            worker = min(able, key=lambda worker: (apart and (worker is holder) != holds, len(worker.sequences)))
+            worker.open(state)
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         step = self._step
@@ -299,16 +303,9 @@ class Dispatcher:
                 worker.request_wakeup()
                 self._changed.update(worker.receive())
             self._handle_events()
-            for row, state in list(step.waiting.items()):
-                if state.worker is None and state.error is None:
-                    self._place(state)
-                if state.error is not None:
-                    step.failed[row] = state.error
-                elif state.worker is not None:
-                    step.parts.append(StepPart(state.worker, [row], [state]))
-                else:
-                    continue
-                del step.waiting[row]
+            waiting = dict(step.waiting)
+            step.waiting.clear()
+            self._add_rows(step, waiting)
             send_all(self.workers)
             undecided, now = step.look(), time.monotonic()
             if not undecided or now >= deadline:
@@ -323,19 +320,11 @@ class Dispatcher:
         self._handle_events()
         for worker in self.workers:
             self._changed.update(worker.receive())
-        has_slot = any(worker.has_slot() for worker in self.workers)
+        now = time.monotonic()
+        if any(worker.has_slot() for worker in self.workers):
+            now = math.inf  # those that wait for one can be opened now
         return sorted(
             state.sequence.sequence_id
             for state in self._late
-            if state.error is not None
-            or state.is_ready
-            or (state.worker is None and (has_slot or state.waited >= self._pool_wait))
+            if state.error is not None or state.is_ready or (state.worker is None and now >= state.waits_until)
         )
-
-
-def _error_of(state: SequenceState, error: GuidedError, busy: Collection[SequenceState]) -> GuidedError:
-    """Return the error of a sequence that is lost. It is not retryable if its own mask may have ended the worker."""
-    if isinstance(error, WorkerDied) and state in busy:
-        error = WorkerDied(f"{error.message} while it computed this request's mask")
-        error.retryable = False
-    return error

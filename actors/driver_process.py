@@ -37,8 +37,6 @@ _ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_g
 # The runtime environment of an actor that may be on another node. A result above this size would wait in the object
 # store there until this process asks for it. By default it is 100 KB, and the masks of 64 rows are 200 KB.
 _ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
-
-
 _JOIN_SECONDS = 12.0
 """Time limit for joining a cluster, once this process has loaded Ray."""
 
@@ -52,15 +50,14 @@ def main() -> None:
     connections = _connections(control)
     first = next(connections)
     _, (options, sys.argv[0]) = first.recv()
+    patience = threading.Timer(_JOIN_SECONDS, _give_up, (first,))
     try:
         if directory:
             _leave_out_processes()
         else:  # without a raylet, Ray would try for a minute and a half
-            patience = threading.Timer(_JOIN_SECONDS, _give_up, (first,))
             patience.start()
         ray.init(**options)
-        if not directory:
-            patience.cancel()
+        patience.cancel()
         context = ray.get_runtime_context()
         threading.Thread(target=_exit_with_raylet, args=(str(context.get_node_id()),), daemon=True).start()
     except Exception as error:
@@ -163,11 +160,14 @@ class Session:
                 raise EOFError
         return ray.get(result)
 
-    def forward(self, path: str, segment: SegmentName) -> None:
-        """Connect the actor, which is on another node, to a step channel and a slot table of the engine's process.
+    def connect(self, path: str, segment: SegmentName) -> bool:
+        """Connect the actor to a step channel and a slot table of the engine's process.
 
-        Returns when the engine can send the first step.
+        Returns whether it is direct, when the engine can send the first step.
         """
+        if self.call("attach", path, segment):
+            return True
+        self.call("serve_remotely", segment.slots, segment.words)
         actor, table = self._actor, attach(segment)
         if table is None:
             raise PoolUnavailable("the memory of the engine's process cannot be mapped")
@@ -183,6 +183,7 @@ class Session:
             actor.load.remote([ray.put(np.frombuffer(grammar, np.uint8))])
 
         forward(*connect(path), table, actor.deliver.remote, load, lines)
+        return False
 
 
 def _described(error: Exception) -> PoolUnavailable:
@@ -232,14 +233,14 @@ def check_room(placement: NodePlacement, cpus: float, number: int, nodes: list[d
         )
 
 
-def _fits(found: dict[str, Any], placement: NodePlacement, here: str) -> bool:
+def _fits(found: dict[str, Any], placement: NodePlacement, here: str) -> Any:
     match placement.kind:
         case "local":
-            return bool(found["NodeID"] == here)
+            return found["NodeID"] == here
         case "resource":
-            return bool(found["Resources"].get(placement.name, 0) >= placement.amount)
+            return found["Resources"].get(placement.name, 0) >= placement.amount
         case "label":
-            return bool(found["Labels"].get(placement.name) == placement.value)
+            return found["Labels"].get(placement.name) == placement.value
     return True
 
 

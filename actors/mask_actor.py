@@ -19,17 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec.msgpack import Decoder
 from numpy.typing import NDArray
 
-from actors.packages import buffer, receive_package
+from actors.packages import buffer, receive, receive_package, send_package, socket_pair
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
-from actors.protocol import FIRST, IDLE, UNKNOWN, Failed, Segment, SegmentName, SlotTable, attach, connect, hang_up
+from actors.protocol import WAKE, Indices, Int32s, Int64s, Segment, SegmentName, SlotTable, attach, connect, hang_up
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
@@ -45,7 +43,6 @@ _IDLE_REPORT_SECONDS = 0.5
 """Otherwise it gets the heartbeat this often."""
 ANSWERS = "answers"
 """The concurrency group of `collect`, which waits for masks: it has a thread of its own."""
-_decode_answer = Decoder(Failed).decode
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +56,105 @@ class ActorLocation(NamedTuple):
     version: str
 
 
-class MaskActor:
+class Lines(NamedTuple):
+    """Lines of a slot table that have changed."""
+
+    slots: Indices
+    """`[n]`."""
+    columns: dict[str, NDArray[Any]]
+    """`[n, ...]`: what the worker has written, but for the masks. `ready` is the last."""
+    changed: Int32s
+    """`[m]`: positions of the words that differ from those sent before, in the flattened masks `[n, words]`."""
+    mask: Int32s
+    """`[m]`: the words there."""
+    mark: NDArray[np.void]
+    """The worker's mark."""
+    failures: list[bytes]
+    """Frames with a `Failed` each."""
+
+
+class RemoteSteps:
+    """Serves the steps of an engine on another node."""
+
+    def begin(
+        self,
+        slots: int,
+        words: int,
+        serve: Callable[[socket.socket, ReceiveGrammar, SlotTable], None],
+        fetch: Callable[[list[Any]], list[Any]],
+    ) -> None:
+        """Begin to serve.
+
+        Args:
+            serve: starts a `StepServer` with its end of a channel, its `receive_grammar`, and its table.
+            fetch: waits for the objects of references (`ray.get`).
+        """
+        self._segment = Segment(slots, words)
+        self._table = self._segment.table
+        self._sent_ready = self._table.ready.copy()
+        self._sent_status = self._table.status.copy()
+        self._sent_mask = np.zeros_like(self._table.mask)
+        self._news = threading.Event()
+        """Set while there may be lines to wait for."""
+        self._grammars = queue.SimpleQueue[list[Any]]()
+        self._end, server_end = socket_pair()
+
+        def receive_grammar() -> Callable[[], Any]:
+            reference = self._grammars.get()
+            return lambda: fetch(reference)[0]
+
+        serve(server_end, receive_grammar, self._table)
+
+    def load(self, reference: list[Any]) -> None:
+        """Take over a grammar: the one reference of an encoded `CompileResult` in the object store. In order."""
+        self._grammars.put(reference)
+
+    def deliver(self, frame: bytes, slots: Indices, target: Int64s, tokens: Int32s) -> None:
+        """Take over a frame of requests, and the new values `[n]` of the engine's columns. Calls are made in order."""
+        self._table.tokens[slots] = tokens
+        self._table.target[slots] = target
+        self._news.set()
+        send_package(self._end, frame)
+
+    def collect(self) -> Lines:
+        """Wait for changed lines. Those that are ready wait a few milliseconds for the others of their step."""
+        table = self._table
+        failures: list[bytes] = []
+        self._news.wait(_IDLE_REPORT_SECONDS)
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while True:
+            self._news.clear()
+            table.wake[0] = 1  # the server sends a message when it has nothing left to fill
+            has_work = table.has_work()
+            # After `has_work`: rows are filled meanwhile.
+            changed = (table.ready != self._sent_ready) | (table.status != self._sent_status)
+            while wait([self._end], 0):
+                frame = bytes(receive(self._end))
+                if frame != WAKE:
+                    failures.append(frame)
+            now = time.monotonic()
+            if changed.any():
+                deadline = min(deadline, now + _TOGETHER_SECONDS)
+            if not has_work or now >= deadline:
+                break
+            wait([self._end], min(deadline - now, _TOGETHER_SECONDS))
+        if has_work:
+            self._news.set()
+        return self._lines(np.flatnonzero(changed), failures)
+
+    def _lines(self, slots: Indices, failures: list[bytes]) -> Lines:
+        table = self._table
+        ready = table.ready[slots]  # before the others: a line that is filled again meanwhile has the older version
+        columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced", "veto")}
+        masks = table.mask[slots]
+        words = np.flatnonzero(masks != self._sent_mask[slots]).astype(np.int32)
+        self._sent_ready[slots] = ready
+        self._sent_status[slots] = columns["status"]
+        self._sent_mask[slots] = masks
+        return Lines(slots, {**columns, "ready": ready}, words, masks.reshape(-1)[words], table.mark.copy(), failures)
+
+
+class MaskActor(RemoteSteps):
     """Runs one `MaskWorker`.
 
     Args:
@@ -82,7 +177,6 @@ class MaskActor:
                 _log.exception("the grammar library of %s cannot be imported", name)
         self._worker = MaskWorker(vocabulary)
         self._forced_tokens = forced_tokens
-        self._remote: RemoteSteps
         enter_session()  # now, because the engine waits while an actor loads its libraries
         watch_free_memory()
 
@@ -107,132 +201,18 @@ class MaskActor:
         """Start to serve steps by `deliver` and `collect`, for an engine on another node."""
         import ray
 
-        self._remote = RemoteSteps(slots, words, self._serve, ray.get)
+        self.begin(slots, words, self._serve, ray.get)
 
-    def _serve(self, end: Connection[Any, Any], receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
-        def give_up() -> None:
-            os._exit(1)
-
+    def _serve(self, end: socket.socket, receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
+        give_up = partial(os._exit, 1)
         StepServer(self._worker, self._backends, end, receive_grammar, table, self._forced_tokens, give_up).start()
-
-    def load(self, reference: list[Any]) -> None:
-        self._remote.load(reference)
-
-    def deliver(self, *frame: Any) -> None:
-        self._remote.deliver(*frame)
-
-    def collect(self) -> Lines:
-        return self._remote.collect()
-
-
-class Lines(NamedTuple):
-    """Lines of a slot table that have changed."""
-
-    slots: NDArray[np.intp]
-    """`[n]`."""
-    columns: dict[str, NDArray[Any]]
-    """`[n, ...]`: what the worker has written, but for the masks. `ready` is the last."""
-    changed: NDArray[np.int32]
-    """`[m]`: positions of the words that differ from those sent before, in the flattened masks `[n, words]`."""
-    mask: NDArray[np.int32]
-    """`[m]`: the words there."""
-    mark: NDArray[np.void]
-    """The worker's mark."""
-    failures: list[bytes]
-    """Frames with a `Failed` each."""
-
-
-class RemoteSteps:
-    """Serves the steps of an engine on another node.
-
-    Args:
-        serve: starts a `StepServer` with its end of a channel, its `receive_grammar`, and its table.
-        fetch: waits for the objects of references (`ray.get`).
-    """
-
-    def __init__(
-        self,
-        slots: int,
-        words: int,
-        serve: Callable[[Connection[Any, Any], ReceiveGrammar, SlotTable], None],
-        fetch: Callable[[list[Any]], list[Any]],
-    ) -> None:
-        self._segment = Segment(slots, words)
-        self._table = self._segment.table
-        self._sent_ready, self._sent_mask = self._table.ready.copy(), np.zeros_like(self._table.mask)
-        self._failed = np.zeros(slots, np.int64)
-        """The version at which each slot's sequence was over."""
-        self._news = threading.Event()
-        """Set while there may be lines to wait for."""
-        self._grammars = queue.SimpleQueue[list[Any]]()
-        self._end, server_end = Pipe()
-
-        def receive_grammar() -> Callable[[], Any]:
-            reference = self._grammars.get()
-            return lambda: fetch(reference)[0]
-
-        serve(server_end, receive_grammar, self._table)
-
-    def load(self, reference: list[Any]) -> None:
-        """Take over a grammar: the one reference of an encoded `CompileResult` in the object store. In order."""
-        self._grammars.put(reference)
-
-    def deliver(
-        self, frame: bytes, slots: NDArray[np.intp], target: NDArray[np.int64], tokens: NDArray[np.int32]
-    ) -> None:
-        """Take over a frame of requests, and the new values `[n]` of the engine's columns. Calls are made in order."""
-        self._table.tokens[slots] = tokens
-        self._table.target[slots] = target
-        self._news.set()
-        self._end.send_bytes(frame)
-
-    def collect(self) -> Lines:
-        """Wait for changed lines. Those that are ready wait a few milliseconds for the others of their step."""
-        table, failures = self._table, list[bytes]()
-        self._news.wait(_IDLE_REPORT_SECONDS)
-        deadline, has_news = time.monotonic() + _REPORT_SECONDS, False
-        while True:
-            self._news.clear()
-            table.mark["wake"] = 1  # the server sends a message when it has nothing left to fill
-            is_complete = bool(((self._failed == table.target) | (table.ready == table.target)).all())
-            changed = table.ready != self._sent_ready  # after `is_complete`: rows are filled meanwhile
-            if changed.any() and not has_news:
-                deadline, has_news = time.monotonic() + _TOGETHER_SECONDS, True
-            left = deadline - time.monotonic()
-            if is_complete or left <= 0:
-                break
-            failures += self._failures(min(left, _TOGETHER_SECONDS))
-        if not is_complete:
-            self._news.set()
-        return self._lines(np.flatnonzero(changed), failures)
-
-    def _failures(self, seconds: float) -> list[bytes]:
-        """Wait for a message of the server, at most `seconds`. Return those about sequences that are over."""
-        self._end.poll(seconds)
-        found: list[bytes] = []
-        while self._end.poll(0):
-            if frame := self._end.recv_bytes():  # if not, it only ends the wait
-                answer = _decode_answer(frame)
-                self._failed[answer.slot] = answer.version
-                self._sent_ready[answer.slot] = answer.version  # so that its line is sent
-                found.append(frame)
-        return found
-
-    def _lines(self, slots: NDArray[np.intp], failures: list[bytes]) -> Lines:
-        table = self._table
-        ready = table.ready[slots]  # before the others: a line that is filled again meanwhile has the older version
-        columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced", "veto")}
-        masks = table.mask[slots]
-        words = np.flatnonzero(masks != self._sent_mask[slots]).astype(np.int32)
-        self._sent_ready[slots], self._sent_mask[slots] = ready, masks
-        return Lines(slots, {**columns, "ready": ready}, words, masks.reshape(-1)[words], table.mark.copy(), failures)
 
 
 def forward(
-    end: Connection[Any, Any],
+    end: socket.socket,
     grammars: socket.socket,
     table: SlotTable,
-    deliver: Callable[[bytes, NDArray[np.intp], NDArray[np.int64], NDArray[np.int32]], object],
+    deliver: Callable[[bytes, Indices, Int64s, Int32s], object],
     load: Callable[[Any], object],
     collect: Callable[[], Lines],
 ) -> None:
@@ -248,26 +228,21 @@ def forward(
     sent = table.target.copy()
 
     def forward_frame() -> None:
-        frame = end.recv_bytes()
+        frame = bytes(receive(end))
         slots = np.flatnonzero(table.target != sent)  # each request of a mask has another version
         sent[slots] = target = table.target[slots]
-        if table.mark["busy"][0, FIRST] == IDLE:
-            table.mark["busy"][0, FIRST] = UNKNOWN  # until the actor says which slot it is
         deliver(frame, slots, target, table.tokens[slots])
-
-    def forward_grammar() -> None:
-        load(buffer(receive_package(grammars)))
 
     def return_lines() -> None:
         lines = collect()
         _write(lines, table)
         for failed in lines.failures:
-            end.send_bytes(failed)
-        if table.mark["wake"][0]:
-            table.mark["wake"] = 0
-            end.send_bytes(b"")
+            send_package(end, failed)
+        if table.wake[0]:
+            table.wake[0] = 0
+            send_package(end, WAKE)
 
-    def run(action: Callable[[], None]) -> None:
+    def run(action: Callable[[], object]) -> None:
         try:
             while True:
                 action()
@@ -275,7 +250,7 @@ def forward(
             _log.info("a step channel ends: %s", error)
         hang_up(end)
 
-    for action in (forward_frame, forward_grammar, return_lines):
+    for action in (forward_frame, lambda: load(receive(grammars)), return_lines):
         threading.Thread(target=run, args=(action,), name="forwarder", daemon=True).start()
 
 
@@ -287,9 +262,4 @@ def _write(lines: Lines, table: SlotTable) -> None:
     table.mask[slots] = masks
     for name, values in lines.columns.items():
         getattr(table, name)[slots] = values
-    mark = lines.mark.copy()  # Ray's arrays cannot be written
-    if (mark["busy"] == IDLE).all() and table.has_work():  # the engine has asked for more since the lines were read
-        mark["busy"][0, FIRST] = UNKNOWN
-    for name in mark.dtype.names or ():
-        if name != "wake":  # the engine's
-            table.mark[name] = mark[name]
+    table.mark[:] = lines.mark

@@ -10,11 +10,10 @@ import fcntl
 import mmap
 import os
 import socket
+import struct
 import weakref
-from typing import Any
 
 import msgspec
-from msgspec.msgpack import encode
 
 from guided.constraint import Constraint
 from guided.errors import Wire
@@ -23,6 +22,7 @@ _SMALL_BYTES = 64 << 10
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _IN_MEMORY = b"m"
 """Message that a descriptor comes with."""
+_DESCRIPTOR = struct.Struct("i")
 
 
 class CompileResult(msgspec.Struct, array_like=True, frozen=True):
@@ -57,11 +57,8 @@ class SealedMemory:
 Package = bytes | SealedMemory
 
 
-def pack(message: Any) -> Package:
-    """Return a message as a package."""
-    content = encode(message)
-    if len(content) < _SMALL_BYTES:
-        return content
+def seal(content: bytes) -> SealedMemory:
+    """Copy a message into sealed memory."""
     fd = os.memfd_create("guided-package", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -70,10 +67,15 @@ def pack(message: Any) -> Package:
 
 
 def buffer(package: Package) -> bytes | mmap.mmap:
-    """Return the encoded message. The mapping is private: some kernels refuse a shared one of sealed memory."""
+    """Return the message. The mapping is private: some kernels refuse a shared one of sealed memory."""
     if isinstance(package, bytes):
         return package
     return mmap.mmap(package.fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+
+
+def receive(stream: socket.socket) -> bytes | mmap.mmap:
+    """Receive a message. Raises as `receive_package` does."""
+    return buffer(receive_package(stream))
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -84,9 +86,11 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 def send_package(stream: socket.socket, package: Package) -> None:
     """Send a package. Raises OSError as `sendmsg` does."""
     if isinstance(package, bytes):
-        stream.send(package, socket.MSG_NOSIGNAL)
-    else:
-        socket.send_fds(stream, [_IN_MEMORY], [package.fd], socket.MSG_NOSIGNAL)
+        if len(package) < _SMALL_BYTES:
+            stream.send(package)
+            return
+        package = seal(package)
+    socket.send_fds(stream, [_IN_MEMORY], [package.fd])
 
 
 def receive_package(stream: socket.socket) -> Package:
@@ -96,12 +100,13 @@ def receive_package(stream: socket.socket) -> Package:
         EOFError: the other end is closed.
         OSError: what was received is no package.
     """
-    # Without the flag, a process that is started meanwhile would inherit the descriptor.
-    content, descriptors, _, _ = socket.recv_fds(stream, _SMALL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    # Without the flag, which `socket.recv_fds` leaves out, a process that is started meanwhile inherits the descriptor.
+    size = socket.CMSG_LEN(_DESCRIPTOR.size)
+    content, received, _, _ = stream.recvmsg(_SMALL_BYTES, size, socket.MSG_CMSG_CLOEXEC)
     if not content:
         raise EOFError
-    if content == _IN_MEMORY:
-        if not descriptors:
-            raise OSError("there is no room for another descriptor")
-        return SealedMemory(*descriptors)
-    return content
+    if content != _IN_MEMORY:
+        return content
+    for _, _, descriptor in received:
+        return SealedMemory(*_DESCRIPTOR.unpack(descriptor))
+    raise OSError("there is no room for another descriptor")

@@ -48,7 +48,7 @@ def enter_session() -> None:
             return
 
 
-def thread_times(thread: int, process: int | str = "self") -> tuple[float, float]:
+def thread_times(thread: int | None, process: int | str = "self") -> tuple[float, float]:
     """Return the seconds that a thread has run, and has waited for a CPU (proc(5)). Zeros where that is not known."""
     try:
         ran, waited, _ = map(int, Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split())
@@ -84,11 +84,11 @@ def kill(process: psutil.Process, after: float = 0.0) -> None:
 
 
 def package_version() -> str:
-    """Return the installed version of this package, or "" if it is not installed."""
+    """Return the installed version of this package, or "unknown"."""
     try:
         return version("guided")
     except PackageNotFoundError:
-        return ""
+        return "unknown"
 
 
 def memory_limit(wanted: int | None) -> int:
@@ -99,7 +99,7 @@ def memory_limit(wanted: int | None) -> int:
 
 def machine_bytes() -> int:
     """Return the memory of the machine, or of this container, in bytes."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = int(psutil.virtual_memory().total)
     for file in _CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number
             total = min(total, int(file.read_text()))

@@ -24,14 +24,13 @@ import struct
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from actors.packages import Package, send_package
+from actors.packages import Package, receive, send_package
 from guided.errors import Wire
 from guided.pools.protocol import MAX_FORCED_TOKENS
 
@@ -43,29 +42,46 @@ FREE = -1
 """`ready` of a slot that no sequence has held yet."""
 OK, FAILED, STEERED, CHECKED = 0, 1, 2, 4
 """Values of `status`. The last two may be combined."""
-IDLE, UNKNOWN = -1, -2
-"""`busy` of a thread that does nothing, and of an actor on another node that has not said yet what it fills."""
-IMPORTING = 1 << 30
-"""Added to the number of a grammar while its library is being imported."""
-FIRST, SECOND, LOADER = 0, 1, 2
-"""The threads of a worker by their place in the mark: two fill rows, the third loads grammars."""
-THREADS = 3
+IDLE = -1
+"""`busy` of a thread that does nothing."""
+ACTIVITIES: tuple[Literal["fill", "load", "import"], ...] = ("fill", "fill", "load", "import")
+"""What the threads of a worker do, by the place in the mark: two fill rows, the third loads grammars and imports
+libraries."""
+FIRST, SECOND, LOAD, IMPORT = range(len(ACTIVITIES))
 BEAT_SECONDS = 0.2
 """Interval of a worker's heartbeat."""
 SLOW_SECONDS = 0.001
 """If the last mask of a row took longer than this, the next one is expected to be slow."""
-_LENGTH = struct.Struct("!i")
-"""What a `Connection` sends before each message."""
-_KINDS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
-"""Kinds of the sockets for steps, and for grammars (where each message is a package)."""
+WAKE = b"w"
+"""A frame of the worker that only ends a wait of the engine."""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end (SO_PEERCRED)."""
 _NONCE_BYTES = 32
+_WAKE_OFFSET = 48
 _MARK_OFFSET = 64
-_SPENT = ("spent", "f8", (THREADS, 3))
-_MARK = np.dtype([_SPENT, ("beat", "i8"), ("filled", "i8"), ("busy", "i4", THREADS), ("heart", "i4"), ("wake", "i4")])
-_COLUMNS_OFFSET = 192
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Indices = NDArray[np.intp]
+_MARK = np.dtype(
+    [
+        ("since", "f8", len(ACTIVITIES)),
+        ("times", "f8", (len(ACTIVITIES), 2)),
+        ("beat", "f8"),
+        ("busy", "i4", len(ACTIVITIES)),
+        ("heart", "i4"),
+    ]
+)
+_COLUMNS_OFFSET = 256
 _VETO = np.dtype([("length", "i4"), ("final", "i4"), ("keyword", "S24")])
+_COLUMNS: tuple[tuple[Any, ...], ...] = (
+    ("target", "i8"),
+    ("ready", "i8"),
+    ("tokens", "i4"),
+    ("status", "i4"),
+    ("seconds", "f4"),
+    ("forced", "i4", MAX_FORCED_TOKENS),
+    ("veto", _VETO),
+)
 _LINE_BYTES = 8 + 8 + 4 + 4 + 4 + 4 * MAX_FORCED_TOKENS + _VETO.itemsize
 """Size of a line of the table, but for its mask."""
 
@@ -76,41 +92,35 @@ class Channel:
     def __init__(self) -> None:
         self.path = f"\0guided-{os.getpid()}-{secrets.token_hex(8)}"
         """Where the worker connects to: an abstract address (unix(7)), which leaves no file."""
-        self._stream, self._grammars = (socket.socket(socket.AF_UNIX, kind) for kind in _KINDS)
-        for listening in (self._stream, self._grammars):
-            listening.bind(self.path)
-            listening.listen(1)
-        self._received = bytearray()
-        self._unsent: deque[memoryview] = deque()
+        self._steps = self._grammars = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._steps.bind(self.path)
+        self._steps.listen(2)
+        self._unsent: deque[bytes] = deque()
         self._unsent_grammars: deque[Package] = deque()
 
     def accept(self, timeout: float) -> bool:
         """Return whether the worker connected within `timeout` seconds. Nothing can connect after this."""
-        connected = []
-        for listening in (self._stream, self._grammars):
-            with listening:
-                listening.settimeout(timeout)
-                try:
-                    connected.append(listening.accept()[0])
-                except TimeoutError:
-                    return False
-        for stream in connected:
-            credentials = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # other users can see the address
-                stream.close()
+        with self._steps as listening:
+            listening.settimeout(timeout)
+            try:
+                self._steps, self._grammars = (listening.accept()[0] for _ in range(2))
+            except TimeoutError:
                 return False
-            stream.setblocking(False)
-        self._stream, self._grammars = connected
+        for end in (self._steps, self._grammars):
+            end.setblocking(False)
+            credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # other users can see the address
+                return False
         return True
 
     @property
     def fd(self) -> int:
         """The descriptor to poll: readable if there is a message; `POLLHUP` once the worker's end is closed."""
-        return self._stream.fileno()
+        return self._steps.fileno()
 
     def send(self, message: bytes) -> None:
         """Queue a message, and send what the socket takes now. A lost connection is noticed by its supervisor."""
-        self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+        self._unsent.append(message)
         self.push()
 
     def send_grammar(self, grammar: Package) -> None:
@@ -120,55 +130,39 @@ class Channel:
 
     def push(self) -> None:
         """Send what is left of the queues."""
-        with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
-            while self._unsent_grammars:
-                send_package(self._grammars, self._unsent_grammars[0])
-                self._unsent_grammars.popleft()
-        with contextlib.suppress(OSError):
-            while self._unsent:
-                sent = self._stream.send(self._unsent[0], socket.MSG_NOSIGNAL)
-                self._unsent[0] = self._unsent[0][sent:]
-                if not self._unsent[0]:
-                    self._unsent.popleft()
+        for end, unsent in ((self._grammars, self._unsent_grammars), (self._steps, self._unsent)):
+            with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
+                while unsent:
+                    send_package(end, unsent[0])
+                    unsent.popleft()
 
-    def receive(self) -> bytes | None:
+    def receive(self) -> bytes | mmap.mmap | None:
         """Return the next message that has arrived, or None."""
-        start = _LENGTH.size
-        while True:
-            if len(self._received) >= start:
-                end = start + max(0, *_LENGTH.unpack_from(self._received))
-                if len(self._received) >= end:
-                    message = bytes(self._received[start:end])
-                    del self._received[:end]
-                    return message
-            try:
-                chunk = self._stream.recv(1 << 18)
-            except OSError:  # nothing has arrived, or the connection is lost
-                return None
-            if not chunk:
-                return None
-            self._received += chunk
+        try:
+            return receive(self._steps)
+        except (EOFError, OSError):  # nothing has arrived, or the connection is lost
+            return None
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        self._stream.close()
+        self._steps.close()
         self._grammars.close()
 
 
-def connect(path: str) -> tuple[Connection[Any, Any], socket.socket]:
+def connect(path: str) -> tuple[socket.socket, socket.socket]:
     """Worker side: connect to `Channel.path`. Returns the ends for steps and for grammars."""
     with contextlib.ExitStack() as undo:
-        ends = [undo.enter_context(socket.socket(socket.AF_UNIX, kind)) for kind in _KINDS]
-        for end in ends:
-            end.connect(path)
-        stream, grammars = (end.detach() for end in ends)
-        return Connection(stream), socket.socket(fileno=grammars)
+        steps, grammars = (undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(2))
+        steps.connect(path)
+        grammars.connect(path)
+        undo.pop_all()
+    return steps, grammars
 
 
-def hang_up(end: Connection[Any, Any]) -> None:
+def hang_up(end: socket.socket) -> None:
     """Worker side: end the connection, also for a thread that waits for a message."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as stream:
-        stream.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
 
 
 class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
@@ -221,7 +215,7 @@ Request = Fill | Unload | Open | Edit | Free
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The sequence in a slot is over. From the worker: a frame is one `Failed`, or empty, which wakes the engine."""
+    """The sequence in a slot is over. From the worker: a frame is one `Failed`, or `WAKE`."""
 
     slot: int
     version: int
@@ -232,28 +226,29 @@ class Failed(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class SlotTable:
     """The columns, each with one writer, and the worker's progress mark."""
 
-    target: NDArray[np.int64]
+    target: Int64s
     """`[slots]`, by the engine: the version that a mask is wanted for; negative once the slot was freed."""
-    ready: NDArray[np.int64]
+    ready: Int64s
     """`[slots]`, by the worker: the version that `mask` is for; negative if no sequence holds the slot."""
-    tokens: NDArray[np.int32]
+    tokens: Int32s
     """`[slots]`, by the engine: the output token since the last mask."""
-    status: NDArray[np.int32]
+    status: Int32s
     """`[slots]`, by the worker: `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget;
     `CHECKED`: tokens may be taken back, see `veto`; or `FAILED`: the sequence is over, and a message says why."""
     seconds: NDArray[np.float32]
     """`[slots]`, by the worker: seconds that accepting the tokens and filling the mask took."""
-    forced: NDArray[np.int32]
+    forced: Int32s
     """`[slots, MAX_FORCED_TOKENS]`, by the worker: the tokens from here on that have no alternative; -1 behind them."""
     veto: NDArray[np.void]
     """`[slots]`, by the worker: the fields of a `VetoReport`, with status `CHECKED`."""
-    mask: NDArray[np.int32]
+    mask: Int32s
     """`[slots, words]`, by the worker: the token bitmask."""
     mark: NDArray[np.void]
-    """`[1]`. `busy`: for each thread of the worker the slot that it fills, the number of the grammar that it loads, or
-    `IDLE`. `spent`: the seconds until the last heartbeat in which it was busy with that and did not wait for a CPU; all
-    in which it was busy with it; those in which it ran. `beat`: number of heartbeats, and `heart`: the id of their
-    thread. `filled`: number of masks so far. `wake`: the engine waits; the worker sends a message when it is done."""
+    """`[1]`, by the worker. For each of `ACTIVITIES`, `busy`: the slot that is filled, the number of the grammar that
+    is loaded, or `IDLE`; `since`: `time.monotonic()` of its beginning; `times`: seconds that the thread has run since
+    then, and waited for a CPU. `beat`: `time.monotonic()` of the last heartbeat, and `heart`: the id of its thread."""
+    wake: Int32s
+    """`[1]`, by both: 1 while the engine waits. The worker then sends a message when it is done."""
 
     def has_work(self) -> bool:
         """Return whether the worker was asked for a mask, or to free a slot, and has not done so."""
@@ -262,25 +257,15 @@ class SlotTable:
     @classmethod
     def over(cls, memory: mmap.mmap, slots: int, words: int) -> SlotTable:
         """Return the table that lies in `memory`."""
+        columns: dict[str, NDArray[Any]] = {
+            "mark": np.ndarray(1, _MARK, memory, _MARK_OFFSET),
+            "wake": np.ndarray(1, np.int32, memory, _WAKE_OFFSET),
+        }
         offset = _COLUMNS_OFFSET
-
-        def column(dtype: DTypeLike, *shape: int) -> NDArray[Any]:
-            nonlocal offset
-            array = np.ndarray((slots, *shape), dtype, memory, offset)
-            offset += array.nbytes
-            return array
-
-        return cls(
-            target=column(np.int64),
-            ready=column(np.int64),
-            tokens=column(np.int32),
-            status=column(np.int32),
-            seconds=column(np.float32),
-            forced=column(np.int32, MAX_FORCED_TOKENS),
-            veto=column(_VETO),
-            mask=column(np.int32, words),
-            mark=np.ndarray(1, _MARK, memory, _MARK_OFFSET),
-        )
+        for name, dtype, *shape in (*_COLUMNS, ("mask", "i4", words)):
+            columns[name] = np.ndarray((slots, *shape), dtype, memory, offset)
+            offset += columns[name].nbytes
+        return cls(**columns)
 
 
 def freed(version: int) -> int:
@@ -288,8 +273,7 @@ def freed(version: int) -> int:
     return ~(version // EDIT)
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentName:
+class SegmentName(NamedTuple):
     """What an actor needs to open a segment, and to verify that it is the right one."""
 
     pid: int

@@ -11,7 +11,7 @@ import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from dataclasses import replace
 from functools import partial
@@ -44,6 +44,15 @@ from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import EndCause, Grammar, PoolStatus, WorkerState, WorkerStatus
 from guided.vocabulary import Vocabulary
 
+_SLOW_LOAD = (GrammarLoadTimeout, "was killed: it took too long to load a grammar")
+_STILL = (WorkerDied, "was killed: it did not run, or begin with what it was sent")
+_ENDS: Mapping[EndCause, tuple[type[GuidedError], str]] = {
+    "died": (WorkerDied, "died"),
+    "fill": (MaskTimeout, "was killed: a mask took longer than {seconds:g} s"),
+    "memory": (BackendError, "was killed: it took more than {mib} MiB of memory"),
+    **dict.fromkeys(("load", "import"), _SLOW_LOAD),
+    **dict.fromkeys(("frozen", "transfer"), _STILL),
+}
 _log = logging.getLogger(__name__)
 
 
@@ -93,10 +102,10 @@ class RayPool(Dispatcher):
     def _stop_actors(self) -> None:
         """End the actors. One that still runs after some seconds ends with this process."""
         for supervisor in self._supervisors:
-            supervisor.stop()
+            supervisor.stopping.set()
         deadline = time.monotonic() + STOP_SECONDS
         for supervisor in self._supervisors:
-            supervisor.join(max(0.0, deadline - time.monotonic()))
+            supervisor.thread.join(max(0.0, deadline - time.monotonic()))
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         error = self.quarantine.error(constraint.key)
@@ -110,7 +119,6 @@ class RayPool(Dispatcher):
         return PoolStatus(
             name="ray",
             workers=[supervisor.status() for supervisor in self._supervisors],
-            compiling=self._compiler.compiling,
             backends=self._compiler.backends(),
             trouble=self.cluster.trouble,
             replays=self.replays,
@@ -142,11 +150,12 @@ class Supervisor:
         self._up: tuple[WorkerConnection, ActorLocation] | None = None
         """Set while the actor is up."""
         self._watch: Watch | None = None
-        self._stopping = threading.Event()
+        self.stopping = threading.Event()
+        """Set to end the actor for good. `thread` ends then."""
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
-        self._thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
+        self.thread.start()
 
     def status(self) -> WorkerStatus:
         """Return a snapshot. From any thread."""
@@ -165,16 +174,8 @@ class Supervisor:
             silent=self._watch.silent if self._watch is not None and location else 0.0,
         )
 
-    def stop(self) -> None:
-        """Begin to end the actor for good. `join` waits for the end."""
-        self._stopping.set()
-
-    def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the end of the actor."""
-        self._thread.join(seconds)
-
     def _run(self) -> None:
-        while not self._stopping.is_set():
+        while not self.stopping.is_set():
             try:
                 self._live()
             except Exception as raised:
@@ -182,26 +183,27 @@ class Supervisor:
                 error = PoolUnavailable(f"mask actor {self.index} did not start: {reason}")
                 if not self.started.done():
                     self.started.set_exception(error)
-                if not self._stopping.is_set():
+                if not self.stopping.is_set():
                     self._state = "down"
                     self._record_end("not_started", error.message)
-                self._stopping.wait(RETRY_SECONDS)
+                self.stopping.wait(RETRY_SECONDS)
 
     def _live(self) -> None:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
         process: psutil.Process | None = None
         """None: it is on another node."""
-        session = self._pool.cluster.session(self._stopping)
+        session = self._pool.cluster.session(self.stopping)
         where = (*self._pool.cluster.reserved(self._options), self.index)
         arguments = (self._pool.vocabulary, self._memory, self._options.forced_tokens, self._options.preload)
         try:
             location: ActorLocation = session.ask("bring the actor up", "create", *where, *arguments)
             self._incarnation += 1
-            if location.version != processes.package_version():
+            version = processes.package_version()
+            if location.version != version:
                 raise PoolUnavailable(
-                    f"{location.host} has version {location.version or 'unknown'} of guided, and this process "
-                    f"{processes.package_version() or 'unknown'}: install the same one on all nodes"
+                    f"{location.host} has version {location.version} of guided, and this process {version}: install "
+                    "the same one on all nodes"
                 )
             connection, is_local = self._connect(session, location.host, location.pid)
             process = psutil.Process(location.pid) if is_local else None
@@ -212,14 +214,17 @@ class Supervisor:
             self._pool.announce(partial(self._pool.add, connection))
             if not self.started.done():
                 self.started.set_result(None)
+            watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
             try:
-                cause, culprit = self._watched(session, process, connection)
+                cause, culprit = self._watched(session, connection, watch)
             finally:
                 self._up, self._state = None, "restarting"
             error = self._error_of(cause, location.pid)
-            if not self._stopping.is_set():
+            if not self.stopping.is_set():
                 works = connection.work() if culprit is None else [culprit]
-                self._record_end(cause, error.message + "".join(map(connection.described, works)))
+                self._record_end(
+                    cause, error.message + "".join(connection.described(work, watch.silent) for work in works)
+                )
             if cause != "died" and process is not None:
                 kill(process)
             self._pool.announce(partial(self._pool.end, connection, error, cause, culprit))
@@ -233,14 +238,10 @@ class Supervisor:
 
         Returns whether it is direct too: then the actor is on this node, and not in another container.
         """
-        action = "connect the actor"
-        slots, width = self._options.slots, words(self._pool.vocabulary.padded_vocab_size)
-        segment, channel = Segment(slots, width), Channel()
+        segment = Segment(self._options.slots, words(self._pool.vocabulary.padded_vocab_size))
+        channel = Channel()
         try:
-            is_local = session.ask(action, "call", "attach", channel.path, segment.name)
-            if not is_local:
-                session.ask(action, "call", "serve_remotely", slots, width)
-                session.ask(action, "forward", channel.path, segment.name)
+            is_local: bool = session.ask("connect the actor", "connect", channel.path, segment.name)
             if not channel.accept(START_SECONDS):
                 raise PoolUnavailable(f"the actor on {host} cannot connect to this process")
         except BaseException:
@@ -259,27 +260,16 @@ class Supervisor:
 
     def _error_of(self, cause: EndCause, pid: int) -> GuidedError:
         """Return the error of the sequences that are lost with this incarnation."""
-        worker = f"mask worker {self.index} (pid {pid}, incarnation {self._incarnation})"
-        if self._stopping.is_set():
-            return PoolUnavailable("the pool was shut down")
-        match cause:
-            case "fill":
-                return MaskTimeout(f"{worker} was killed: a mask took longer than {self._options.mask_limit:g} s")
-            case "load" | "import":
-                return GrammarLoadTimeout(f"{worker} was killed: it took too long to {cause} a grammar")
-            case "memory":
-                return BackendError(f"{worker} was killed: it took more than {self._memory >> 20} MiB of memory")
-            case "frozen" | "transfer":
-                return WorkerDied(f"{worker} was killed: it did not run, or begin with what it was sent ({cause})")
-        return WorkerDied(f"{worker} died")
+        kind, how = _ENDS[cause]
+        how = how.format(mib=self._memory >> 20, seconds=self._options.mask_limit)
+        return kind(f"mask worker {self.index} (pid {pid}, incarnation {self._incarnation}) {how}")
 
-    def _watched(self, session: Session, process: psutil.Process | None, connection: WorkerConnection) -> Verdict:
+    def _watched(self, session: Session, connection: WorkerConnection, watch: Watch) -> Verdict:
         """Wait until the incarnation ends or has to be ended."""
-        watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
         poller = select.poll()
         for end in (connection.channel.fd, session):
             poller.register(end, 0)  # reports POLLHUP: the actor's process, or the driver, has ended
-        while not poller.poll(TICK_SECONDS * 1000) and not self._stopping.is_set():
+        while not poller.poll(TICK_SECONDS * 1000) and not self.stopping.is_set():
             verdict = watch.look()
             if verdict is not None:
                 return verdict

@@ -13,37 +13,39 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import count
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
+from socket import socket
 from typing import Any
 
 import numpy as np
 from msgspec.msgpack import Decoder, encode
-from numpy.typing import NDArray
 
-from actors.packages import CompileResult
+from actors.packages import CompileResult, receive, send_package
 from actors.processes import thread_times
 from actors.protocol import (
+    ACTIVITIES,
     BEAT_SECONDS,
     CHECKED,
     EDIT,
     FAILED,
     FIRST,
     IDLE,
-    IMPORTING,
-    LOADER,
+    IMPORT,
+    LOAD,
     OK,
     POSITION,
     SECOND,
     SLOW_SECONDS,
     STEERED,
-    THREADS,
+    WAKE,
     Edit,
     Failed,
     Fill,
     Free,
+    Int32s,
     Open,
     Request,
     SlotTable,
@@ -59,8 +61,6 @@ _STUCK_SECONDS = 0.002
 ReceiveGrammar = Callable[[], Callable[[], Any]]
 """Waits for the next grammar of the engine, and returns a function that fetches it, an encoded `CompileResult`. Raises
 EOFError when the connection is lost."""
-_Wanted = tuple[int, int]
-"""Version of a mask, and its newest token, if that is in the table."""
 _log = logging.getLogger(__name__)
 
 
@@ -76,22 +76,25 @@ class _Grammar:
     """What its quickest mask took, at most: an estimate for the first one of a sequence."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
     """An open sequence."""
 
+    number: int
     grammar: _Grammar
     request_id: str
-    edit: int
-    """The edit count of its output."""
     seconds: float
     """What its last mask took, or the estimate for the first."""
-    wanted_at: float
-    """`time.monotonic()` at which its mask was requested."""
-    changes: list[Open | Edit]
+    changes: list[Open | Edit] = field(default_factory=list)
     """What the engine has sent, and the thread that fills the row next has to apply."""
-    freed: int | None = None
-    """Version of its `Free`, which came while the row was being filled."""
+    target: int = 0
+    """Version of the mask that was requested last."""
+    token: int = -1
+    """The newest token of that output, if it is in the table."""
+    wanted_at: float = 0.0
+    """`time.monotonic()` of the request."""
+    freed: int = 0
+    """Version of its `Free`. The slot is freed once the row is not being filled any more."""
 
 
 class StepServer:
@@ -109,7 +112,7 @@ class StepServer:
         self,
         worker: MaskWorker,
         backends: Backends,
-        end: Connection[Any, Any],
+        end: socket,
         receive_grammar: ReceiveGrammar,
         table: SlotTable,
         forced_tokens: bool,
@@ -124,39 +127,32 @@ class StepServer:
         self._give_up = give_up
         mark = table.mark  # writing an item of a memoryview takes half of the time that it takes in an array
         self._busy = mark["busy"][0].data
-        self._spent: Any = mark["spent"][0].data
-        self._filled = mark["filled"].data
+        self._since = mark["since"][0].data
         self._seconds: Any = table.seconds.data
-        self._ready, self._wake = table.ready.data, mark["wake"]
+        self._ready = table.ready.data
+        self._wake = table.wake.data
         self._lock = threading.Lock()
         """For the following. The second thread reads from `end` only while the first one fills a row."""
-        self._since = [0.0] * THREADS
-        """`time.monotonic()` at which each thread began with what it does."""
-        self._thread_ids = [0] * THREADS
         self._slots: dict[int, _Slot] = {}
-        self._quick: dict[int, _Wanted] = {}
-        self._slow: dict[int, _Wanted] = {}
-        """Requested masks by slot: those that are expected to be quick, in the order of the requests; the others."""
-        self._waiting: dict[int, _Wanted] = {}
-        """Slots that wait for their grammar to be loaded."""
+        self._wanted: dict[int, _Slot] = {}
+        """Those of which a mask is wanted, in the order of the requests."""
         self._grammars: dict[int, _Grammar] = {}
         """By number: those that may be opened, or that are being loaded."""
-        self._filling: list[int | None] = [None, None]
-        """The slot that each thread fills."""
+        self._filling: list[_Slot | None] = [None, None]
+        """What each of the first two threads fills."""
         self._news = threading.Event()
         """Set when a frame was handled; cleared by the second thread."""
         self._decode = Decoder(list[Request]).decode
         self._read = Decoder(CompileResult).decode
-        self._sending = threading.Lock()
+        loops = (self._serve, self._relieve, self._load_all, self._beat)
+        self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
 
     def start(self) -> None:
         """Serve, on daemon threads."""
-        for index, loop in enumerate((self._serve, self._relieve, self._load_all, self._beat)):
-            threading.Thread(target=self._run, args=(index, loop), name=loop.__name__, daemon=True).start()
+        for thread in self._threads:
+            thread.start()
 
-    def _run(self, index: int, loop: Callable[[], None]) -> None:
-        if index < THREADS:
-            self._thread_ids[index] = threading.get_native_id()
+    def _run(self, loop: Callable[[], None]) -> None:
         # A thread of this class does not take the CPU from the engine's thread when it is woken up (sched(7)).
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
@@ -170,7 +166,7 @@ class StepServer:
     def _serve(self) -> None:
         """Body of the first thread."""
         while True:
-            frame = self._end.recv_bytes()
+            frame = receive(self._end)
             with self._lock:
                 self._handle_frame(frame)
             self._news.set()
@@ -184,7 +180,7 @@ class StepServer:
             if self._fill_next(SECOND):
                 continue
             with self._lock:  # rows may have been left because of their grammar
-                is_done = not self._slow and not self._quick and self._filling[FIRST] is None
+                is_done = self._filling[FIRST] is None and next(self._able(), None) is None
                 is_stuck = self._is_stuck()
             if is_done or is_stuck:
                 self._wake_engine()
@@ -192,7 +188,7 @@ class StepServer:
                 self._news.wait()
                 self._news.clear()
             elif is_stuck:
-                self._end.poll(_STUCK_SECONDS)
+                wait([self._end], _STUCK_SECONDS)
             else:
                 time.sleep(_STUCK_SECONDS)
 
@@ -200,53 +196,47 @@ class StepServer:
         """Body of the third thread."""
         for number in count():
             loaded = self._load(number, self._receive_grammar())
-            self._busy[LOADER] = IDLE
+            self._busy[LOAD] = self._busy[IMPORT] = IDLE
             with self._lock:
                 grammar = self._grammars.setdefault(number, _Grammar())
                 grammar.loaded = loaded
                 if grammar.is_unloaded:
                     del self._grammars[number]
-                for slot in [slot for slot in self._waiting if self._slots[slot].grammar is grammar]:
-                    self._want(slot, self._slots[slot], self._waiting[slot])
             del grammar, loaded  # they would stay in memory until the next one comes
             self._news.set()
 
     def _load(self, number: int, fetch: Callable[[], Any]) -> CompiledGrammar | GuidedError:
-        self._begin(LOADER, number + IMPORTING)
         try:
+            self._begin(IMPORT, number)
             with guard("loading a grammar"):
                 result = self._read(fetch())
             with guard(result.backend):
                 backend = self._backends[result.backend]
-                self._begin(LOADER, number)
+                self._begin(LOAD, number)
+                self._busy[IMPORT] = IDLE
                 return backend.load(result.constraint, result.dumped)
         except GuidedError as error:
             return from_wire(to_wire(error))  # without its traceback, which would keep the memory
 
-    def _begin(self, thread: int, subject: int) -> None:
-        self._since[thread] = now = time.monotonic()
-        self._spent[thread, 0] = -1e-9 * now  # until the next heartbeat: none, and less for what began later
-        self._spent[thread, 1] = 0.0
-        self._busy[thread] = subject
+    def _begin(self, activity: int, subject: int) -> None:
+        self._since[activity] = time.monotonic()
+        self._busy[activity] = subject
 
     def _beat(self) -> None:
-        """Body of the heartbeat. It publishes how long the other threads have been busy."""
-        mark = self._table.mark
+        """Body of the heartbeat. It publishes how long the other threads have run, and waited for a CPU."""
+        mark = self._table.mark[0]
         mark["heart"] = threading.get_native_id()
-        began, before = np.zeros(THREADS), np.zeros((THREADS, 2))
+        threads = [*self._threads[:-1], self._threads[LOAD]]
+        began, before = np.zeros(len(ACTIVITIES)), np.zeros((len(ACTIVITIES), 2))
         """Since when each thread is busy, and its `thread_times` at the first heartbeat after that."""
         while True:
-            is_busy = mark["busy"][0] != IDLE  # first: what begins after this has another `since`
-            since = np.array(self._since)
-            times = np.array(list(map(thread_times, self._thread_ids)))
-            before = np.where((since != began)[:, None], times, before)
+            now = time.monotonic()  # first: if this thread waits for a CPU now, the others seem to have waited more
+            since = mark["since"].copy()
+            times = np.array([thread_times(thread.native_id) for thread in threads])
+            before[since != began] = times[since != began]
             began = since
-            ran, waited = (times - before).T
-            wall = time.monotonic() - since
-            spent = np.column_stack((wall - waited, wall, ran)) * is_busy[:, None]
-            still = since == self._since  # a thread that has begun with something else is measured next time
-            mark["spent"][0, still] = spent[still]
-            mark["beat"] += 1
+            mark["times"] = times - before
+            mark["beat"] = now
             time.sleep(BEAT_SECONDS)
 
     def _is_stuck(self) -> bool:
@@ -257,140 +247,123 @@ class StepServer:
         """Fill the next row that a thread may fill. Returns whether there was one."""
         with self._lock:
             last, self._filling[thread] = self._filling[thread], None
-            if last is not None and (version := self._slots[last].freed) is not None:
-                self._free(last, version)
-            found = self._next(thread)
-            if found is None:
+            if last is not None and last.freed:
+                self._free(last)
+            slot = self._next(thread)
+            if slot is None:
                 return False
-            slot, wanted = found
-            state = self._slots[slot]
-            changes = state.changes
-            if changes:
-                state.changes = []
+            del self._wanted[slot.number]
+            wanted = slot.target, slot.token, slot.changes
+            slot.changes = []
             self._filling[thread] = slot
-            self._begin(thread, slot)
-        self._fill(thread, slot, state, wanted, changes)
+            self._begin(thread, slot.number)
+        self._fill(thread, slot, *wanted)
         return True
 
-    def _next(self, thread: int) -> tuple[int, _Wanted] | None:
+    def _able(self, avoided: _Slot | None = None) -> Iterator[_Slot]:
+        """Return what may be filled now: its grammar is there, and it is not that of another row."""
+        grammar = avoided and avoided.grammar
+        return (
+            slot for slot in self._wanted.values() if slot.grammar.loaded is not None and slot.grammar is not grammar
+        )
+
+    def _next(self, thread: int) -> _Slot | None:
         """Choose the next row. Each thread avoids the grammar that the other one uses."""
+        is_stuck = self._is_stuck()
+        while is_stuck and wait([self._end], 0):
+            self._handle_frame(receive(self._end))
         other = self._filling[1 - thread]
-        if thread == FIRST:
-            choices = [self._quick]
-        elif other is None:  # quick rows that the first thread has left, because of their grammar
-            choices = [self._slow, self._quick]
-        elif self._is_stuck():
-            while self._end.poll(0):
-                self._handle_frame(self._end.recv_bytes())
-            choices = [self._quick]
-        else:
-            choices = [self._slow]
-        slots, avoided = self._slots, None if other is None else self._slots[other].grammar
-        for rows in choices:
-            able = (slot for slot in rows if slots[slot].grammar is not avoided)
-            if rows is self._quick:
-                slot = next(able, None)
-            else:  # quicker ones first, but each one waits about as long as it takes, at most
-                slot = min(able, key=lambda slot: slots[slot].wanted_at + slots[slot].seconds, default=None)
-            if slot is not None:
-                return slot, rows.pop(slot)
-        return None
+        able = self._able(other)
+        if thread == SECOND and not is_stuck:
+            # Quicker ones first, but each one waits about as long as it takes, at most.
+            slow = (slot for slot in able if slot.seconds >= SLOW_SECONDS)
+            slot = min(slow, key=lambda slot: slot.wanted_at + slot.seconds, default=None)
+            if slot is not None or other is not None:
+                return slot
+            able = self._able()  # quick rows that the first thread has left, because of their grammar
+        return next((slot for slot in able if slot.seconds < SLOW_SECONDS), None)
 
-    def _handle_frame(self, frame: bytes) -> None:
+    def _handle_frame(self, frame: Any) -> None:
         for request in self._decode(frame):
-            self._handle(request)
+            match request:
+                case Fill():
+                    self._want_all(np.frombuffer(request.slots, np.int32))
+                case Unload():
+                    for number in request.numbers:
+                        grammar = self._grammars[number]
+                        grammar.is_unloaded = True
+                        if grammar.loaded is not None:
+                            del self._grammars[number]
+                case Free():
+                    slot = self._slots[request.slot]
+                    self._wanted.pop(slot.number, None)
+                    slot.freed = request.version
+                    if slot not in self._filling:
+                        self._free(slot)
+                case Open() | Edit():
+                    if isinstance(request, Open):
+                        grammar = self._grammars.setdefault(request.grammar, _Grammar())
+                        slot = _Slot(request.slot, grammar, request.request_id, grammar.seconds)
+                        self._slots[request.slot] = slot
+                    slot = self._slots[request.slot]
+                    slot.changes.append(request)
+                    self._want(slot, request.version)
 
-    def _handle(self, request: Request) -> None:
-        match request:
-            case Fill():
-                self._want_all(np.frombuffer(request.slots, np.int32))
-            case Edit():
-                state = self._slots[request.slot]
-                state.changes.append(request)
-                state.edit = request.version // EDIT
-                self._want(request.slot, state, (request.version, -1))
-            case Open():
-                grammar = self._grammars.setdefault(request.grammar, _Grammar())
-                state = _Slot(grammar, request.request_id, request.version // EDIT, grammar.seconds, 0.0, [request])
-                self._slots[request.slot] = state
-                self._want(request.slot, state, (request.version, -1))
-            case Free():
-                self._forget(request.slot)
-                if request.slot in self._filling:
-                    self._slots[request.slot].freed = request.version
-                else:
-                    self._free(request.slot, request.version)
-            case Unload():
-                for number in request.numbers:
-                    grammar = self._grammars[number]
-                    grammar.is_unloaded = True
-                    if grammar.loaded is not None:
-                        del self._grammars[number]
-
-    def _want_all(self, slots: NDArray[np.int32]) -> None:
+    def _want_all(self, slots: Int32s) -> None:
         table = self._table
         targets, tokens = table.target[slots].tolist(), table.tokens[slots].tolist()
-        for slot, target, token in zip(slots.tolist(), targets, tokens, strict=True):
-            state = self._slots.get(slot)
-            if state is not None and target // EDIT == state.edit:  # if not, `Edit` or `Free` follows
-                self._want(slot, state, (target, token))
+        for number, target, token in zip(slots.tolist(), targets, tokens, strict=True):
+            slot = self._slots.get(number)
+            if slot is not None and target // EDIT == slot.target // EDIT:  # if not, `Edit` or `Free` follows
+                self._want(slot, target, token)
 
-    def _want(self, slot: int, state: _Slot, wanted: _Wanted) -> None:
-        self._forget(slot)
-        state.wanted_at = time.monotonic()
-        if state.grammar.loaded is None:
-            self._waiting[slot] = wanted
-        elif state.seconds >= SLOW_SECONDS:
-            self._slow[slot] = wanted
-        else:
-            self._quick[slot] = wanted
+    def _want(self, slot: _Slot, target: int, token: int = -1) -> None:
+        slot.target = target
+        slot.token = token
+        slot.wanted_at = time.monotonic()
+        self._wanted.pop(slot.number, None)
+        self._wanted[slot.number] = slot
 
-    def _forget(self, slot: int) -> None:
-        for rows in (self._quick, self._slow, self._waiting):
-            rows.pop(slot, None)
+    def _free(self, slot: _Slot) -> None:
+        self._worker.free([slot.number])
+        del self._slots[slot.number]
+        self._table.status[slot.number] = OK
+        self._ready[slot.number] = slot.freed
 
-    def _free(self, slot: int, version: int) -> None:
-        self._worker.free([slot])
-        self._slots.pop(slot, None)
-        self._table.status[slot] = OK
-        self._table.ready[slot] = version
-
-    def _fill(self, thread: int, slot: int, state: _Slot, wanted: _Wanted, changes: list[Open | Edit]) -> None:
-        table, (target, token) = self._table, wanted
-        started = self._since[thread]
+    def _fill(self, thread: int, slot: _Slot, target: int, token: int, changes: list[Open | Edit]) -> None:
+        table, number = self._table, slot.number
         try:
             for change in changes:
                 if isinstance(change, Open):
-                    self._open(state.grammar.loaded, change)
+                    self._open(slot.grammar.loaded, change)
                 else:
-                    self._worker.edit(slot, change.start, change.tokens)
-            known, length = self._worker.length(slot), target & POSITION
+                    self._worker.edit(number, change.start, change.tokens)
+            known, length = self._worker.length(number), target & POSITION
             if length - known in (0, 1):
-                error = self._worker.fill(slot, [token][: length - known], table.mask[slot])
+                error = self._worker.fill(number, [token][: length - known], table.mask[number])
             else:
-                error = BackendError(f"the worker knows {known} output tokens of slot {slot}, not {length}")
+                error = BackendError(f"the worker knows {known} output tokens of slot {number}, not {length}")
         except GuidedError as raised:
             error = raised
         if error is None and self._forced_tokens:
-            self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
-        seconds = time.monotonic() - started
-        state.seconds = self._seconds[slot] = seconds
-        state.grammar.seconds = min(state.grammar.seconds, seconds)
+            self._worker.look_ahead(number, table.mask[number], table.forced[number])
+        seconds = time.monotonic() - self._since[thread]
+        slot.seconds = self._seconds[number] = seconds
+        slot.grammar.seconds = min(slot.grammar.seconds, seconds)
         if error is None:
-            status = STEERED if slot in self._worker.steered else OK
-            vetoed = self._worker.vetoed.get(slot)
+            status = STEERED if number in self._worker.steered else OK
+            vetoed = self._worker.vetoed.get(number)
             if vetoed is not None:
                 status |= CHECKED
-                table.veto[slot] = vetoed.report()
+                table.veto[number] = vetoed.report()
             if status:
-                table.status[slot] = status
-            self._ready[slot] = target
+                table.status[number] = status
+            self._ready[number] = target
         else:
-            table.status[slot] = FAILED
-            _log.warning("request %s (slot %d) failed: %s: %s", state.request_id, slot, error.code, error)
-            self._send(encode(Failed(slot, target, to_wire(error))))
+            _log.warning("request %s (slot %d) failed: %s: %s", slot.request_id, number, error.code, error)
+            send_package(self._end, encode(Failed(number, target, to_wire(error))))
+            table.status[number] = FAILED  # the message is there
         self._busy[thread] = IDLE
-        self._filled[0] += 1
 
     def _open(self, loaded: CompiledGrammar | GuidedError | None, opening: Open) -> None:
         assert loaded is not None
@@ -401,8 +374,4 @@ class StepServer:
     def _wake_engine(self) -> None:
         if self._wake[0]:
             self._wake[0] = 0
-            self._send(b"")
-
-    def _send(self, answer: bytes) -> None:
-        with self._sending:
-            self._end.send_bytes(answer)
+            send_package(self._end, WAKE)

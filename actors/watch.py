@@ -14,7 +14,6 @@ import psutil
 from actors import processes
 from actors.connection import Work, WorkerConnection
 from actors.processes import TICK_SECONDS, thread_state, thread_times
-from actors.protocol import UNKNOWN
 from guided.pools.protocol import EndCause
 
 LOAD_SECONDS = 10.0
@@ -52,40 +51,41 @@ class Watch:
         self._unread = 0.0
         """Seconds in which the actor was asked for masks and began with none."""
         self._looked_at = time.monotonic()
-        self._seen = (0, 0)
-        """Number of heartbeats and of masks."""
+        self._seen = (0.0, 0)
+        """The last heartbeat, and the sum of the versions of all masks, which changes with each."""
         self._state = ""
-        self._times = (0.0, 0.0)
-        """Of the heartbeat's thread: see `thread_state` and `thread_times`."""
+        """Of the heartbeat's thread: see `thread_state`."""
+        self._waited = 0.0
+        """Seconds that this thread has waited for a CPU."""
 
     def look(self) -> Verdict | None:
         """Look at the actor. Call it every `TICK_SECONDS`."""
         table, now = self._connection.table, time.monotonic()
         mark = table.mark[0]
-        passed = min(now - self._looked_at, 2 * TICK_SECONDS)  # if it is more, this process was late itself
-        passed -= self._starved(int(mark["heart"]), passed)
+        passed = self._counted(int(mark["heart"]), now - self._looked_at)
         self._looked_at = now
-        (beat, filled), self._seen = self._seen, (int(mark["beat"]), int(mark["filled"]))
-        works = [work for work in self._connection.work() if work.subject != UNKNOWN]
-        self.silent = self.silent + passed if beat == self._seen[0] else 0.0
-        if works or filled != self._seen[1] or not table.has_work():
+        before, self._seen = self._seen, (float(mark["beat"]), int(table.ready.sum()))
+        works = self._connection.work()
+        self.silent = self.silent + passed if before[0] == self._seen[0] else 0.0
+        if works or before[1] != self._seen[1] or not table.has_work():
             self._unread = 0.0
         elif not self._connection.requests:  # while there are any, the engine has not sent all
             self._unread += passed
         return self._verdict(works)
 
-    def _starved(self, heart: int, passed: float) -> float:
-        """Return how many of the last seconds the heartbeat's thread has waited for a CPU."""
+    def _counted(self, heart: int, passed: float) -> float:
+        """Return how many of the seconds since the last look count: not those of waiting for a CPU."""
+        passed = min(passed, 2 * TICK_SECONDS)  # if it is more, this process was late itself
         if self._process is None:
-            return 0.0
-        before, self._times = self._times, thread_times(heart, self._process.pid)
-        self._state = thread_state(heart, self._process.pid)
-        if self._state == "R" and before == self._times:  # it has waited all the time: that is counted at its end
             return passed
-        return min(passed, max(0.0, self._times[1] - before[1]))
+        before = self._waited
+        _, self._waited = thread_times(heart, self._process.pid)
+        self._state = thread_state(heart, self._process.pid)
+        if self._state == "R":  # it waits now: that is in its times later
+            return 0.0
+        return max(0.0, passed - (self._waited - before))
 
     def _verdict(self, works: list[Work]) -> Verdict | None:
-        works.sort(key=lambda work: work.seconds)
         hidden = 0.0
         """Seconds that the heartbeat could not add, because another thread held the interpreter lock."""
         if self.silent > _LOCKED_SECONDS and self._process is not None and self._state not in ("T", "t", "D", ""):

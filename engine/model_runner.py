@@ -12,7 +12,7 @@ import torch
 from engine.attention import PagedContext, Prefill
 from engine.batch import Batch, Chunk
 from engine.block_manager import BlockManager
-from engine.kv_cache import KVCache, gather_bytes
+from engine.kv_cache import KVCache
 from engine.model_loader import LoadedModel
 from engine.ranks import CacheSize, Selection, run_steps
 from engine.sequence import Sequence
@@ -129,4 +129,4 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
         # A step may take more than the profiled one, and 3 % of the free memory stays unused.
-        return int(free * 0.97 - peak * 1.1) - 2 * gather_bytes(device)
+        return int(free * 0.97 - peak * 1.1)

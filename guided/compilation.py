@@ -6,6 +6,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,6 +35,7 @@ _QUICK_SECONDS = 0.03
 """A grammar that compiles in less CPU time is not large."""
 _TRIAL_MASKS = 40
 """Masks of a large grammar that are computed for trial."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +66,26 @@ def compile_constraint(
         UnsupportedConstraint: none of `names` can enforce it; gives the reason for each.
         BackendError: a library failed, and no other can enforce it.
     """
+    return first_able(names, partial(compile_with, backends, constraint), when_refused)
+
+
+def first_able(
+    names: Sequence[str],
+    attempt: Callable[[str], _T],
+    when_refused: Callable[[str, GuidedError], None] = lambda name, refusal: None,
+) -> _T:
+    """Return what `attempt` returns for the first backend of which it raises no error. See `compile_constraint`."""
     failed: list[tuple[str, GuidedError]] = []
     for name in names:
         try:
-            return compile_with(backends, constraint, name)
+            return attempt(name)
         except GuidedError as error:
-            if not is_about_backend(error):
+            # Another backend may succeed, unless the error is about the constraint.
+            if not isinstance(error, UnsupportedConstraint | ConstraintTooLarge | CompileTimeout | InternalError):
                 raise
             failed.append((name, error))
             when_refused(name, error)
-    raise conclusion(failed)
+    raise _conclusion(failed)
 
 
 def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compiled:
@@ -95,12 +108,7 @@ def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compi
     return Compiled(name, grammar, time.perf_counter() - started, max(0, held_bytes() - before))
 
 
-def is_about_backend(error: GuidedError) -> bool:
-    """Whether the error is about the backend, so that another one may succeed, and not about the constraint."""
-    return isinstance(error, UnsupportedConstraint | ConstraintTooLarge | CompileTimeout | InternalError)
-
-
-def conclusion(failed: Sequence[tuple[str, GuidedError]]) -> GuidedError:
+def _conclusion(failed: Sequence[tuple[str, GuidedError]]) -> GuidedError:
     """Return one error for the failures of all backends that were tried: `(name, error)`, at least one.
 
     Internal errors come first, then timeouts (both may not happen again, so neither is cached), then a size over a

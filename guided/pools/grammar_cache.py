@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Generic, TypeVar
 
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint
@@ -19,6 +20,7 @@ from guided.pools.protocol import Grammar
 _LEAST_BYTES = 4096
 """Minimum size of an entry: a cached error takes memory too."""
 DEFAULT_CACHE_BYTES = 64 << 20
+_V = TypeVar("_V")
 
 
 def cache_key(constraint: Constraint, backends: Sequence[str]) -> str:
@@ -26,35 +28,38 @@ def cache_key(constraint: Constraint, backends: Sequence[str]) -> str:
     return ":".join((constraint.key, *backends))
 
 
-class LeastRecentlyUsed:
-    """Keys with sizes in bytes. While they have more than `max_bytes`, the least recently used one leaves.
+class LeastRecentlyUsed(Generic[_V]):
+    """Values with sizes in bytes, by key. While they have more than `max_bytes`, the least recently used one leaves.
 
     The newest one stays, whatever its size. Not thread-safe.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._values: OrderedDict[str, tuple[_V, int]] = OrderedDict()
         self._total = 0
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._sizes
+    def get(self, key: str) -> _V | None:
+        """Return a value, which counts as used now, or None."""
+        if key not in self._values:
+            return None
+        self._values.move_to_end(key)
+        return self._values[key][0]
 
-    def use(self, key: str, nbytes: int) -> list[str]:
-        """Add a key, or note that it is used again. Returns the keys that leave."""
-        nbytes = max(nbytes, _LEAST_BYTES)
-        self._total += nbytes - self._sizes.pop(key, 0)
-        self._sizes[key] = nbytes
-        left: list[str] = []
-        while self._total > self._max_bytes and len(self._sizes) > 1:
-            oldest, size = self._sizes.popitem(last=False)
-            self._total -= size
-            left.append(oldest)
+    def add(self, key: str, value: _V, nbytes: int) -> list[_V]:
+        """Add a value with a new key. Returns those that leave."""
+        self._values[key] = value, max(nbytes, _LEAST_BYTES)
+        self._total += self._values[key][1]
+        left: list[_V] = []
+        while self._total > self._max_bytes and len(self._values) > 1:
+            left.append(self.remove(next(iter(self._values))))
         return left
 
-    def discard(self, key: str) -> None:
-        """Remove a key."""
-        self._total -= self._sizes.pop(key, 0)
+    def remove(self, key: str) -> _V:
+        """Remove a value, and return it."""
+        value, nbytes = self._values.pop(key)
+        self._total -= nbytes
+        return value
 
 
 class GrammarCache:
@@ -65,20 +70,18 @@ class GrammarCache:
     """
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        self._futures: dict[str, Future[Grammar]] = {}
-        self._kept = LeastRecentlyUsed(max_bytes)
-        """Keys of the futures that are done."""
+        self._pending: dict[str, Future[Grammar]] = {}
+        self._done = LeastRecentlyUsed[Future[Grammar]](max_bytes)
         self.hits = 0
         """Number of constraints that were here, compiled."""
         self.shared = 0
         """Number of constraints that wait, or waited, for the compilation of an equal one."""
-        self._lock = threading.RLock()  # a future may be done when its callback is added
+        self._lock = threading.RLock()  # to start one compilation may end another one
 
     @property
     def compiling(self) -> int:
         """Number of constraints that are being compiled, or wait for it."""
-        with self._lock:
-            return sum(not future.done() for future in self._futures.values())
+        return len(self._pending)
 
     def get(
         self, constraint: Constraint, backends: Sequence[str], start: Callable[[str], Future[Grammar]]
@@ -90,24 +93,22 @@ class GrammarCache:
         """
         key = cache_key(constraint, backends)
         with self._lock:
-            if (known := self._futures.get(key)) is not None and known.done():
-                self._use(key, known)
-            if key not in self._futures:
-                self._futures[key] = future = start(key)
-                future.add_done_callback(partial(self._use, key))
+            if (future := self._done.get(key)) is not None:
+                self.hits += 1
                 return future
-            self.hits += self._futures[key].done()
-            self.shared += not self._futures[key].done()
-            return self._futures[key]
+            if (future := self._pending.get(key)) is not None:
+                self.shared += 1
+                return future
+            future = self._pending[key] = start(key)
+        future.add_done_callback(partial(self._keep, key))
+        return future
 
-    def _use(self, key: str, future: Future[Grammar]) -> None:
-        """Note that a future is done, or used again. Forgets it if the same constraint may succeed next time."""
+    def _keep(self, key: str, future: Future[Grammar]) -> None:
+        """Move a future that is done, unless the same constraint may succeed next time."""
         error = future.exception()
         with self._lock:
-            if self._futures.get(key) is not future:
-                return
-            if error is not None and not isinstance(error, InvalidConstraint):
-                del self._futures[key]
-                return
-            for left in self._kept.use(key, 0 if error is not None else future.result().nbytes):
-                del self._futures[left]
+            del self._pending[key]
+            if error is None:
+                self._done.add(key, future, future.result().nbytes)
+            elif isinstance(error, InvalidConstraint):
+                self._done.add(key, future, 0)

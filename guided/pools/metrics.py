@@ -11,50 +11,34 @@ from prometheus_client.metrics_core import Metric
 
 from guided.pools.protocol import EndCause, PoolStatus
 
+_COUNTERS = (
+    ("mask_replays", "Sequences opened on another mask actor after the end of theirs.", "replays"),
+    ("grammar_found", "Constraints found in the cache of grammars.", "cache_hits"),
+    ("grammar_shared", "Constraints that waited for the compilation of an equal one.", "shared_compilations"),
+    ("constraints_quarantined", "Constraints that were refused because they ended mask actors.", "quarantines"),
+    ("compile_server_ends", "Fork servers of the compile processes that were lost.", "fork_server_ends"),
+)
+"""Name and text of each counter, and the field of `PoolStatus`."""
+
 
 def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
     """Yield the metrics of these pools, summed."""
     workers = [worker for pool in pools for worker in pool.workers]
     backends = [backend for pool in pools for backend in pool.backends]
+    states = Counter(worker.state for worker in workers)
     gauges = (
         ("grammar_compiling", "Constraints that are being compiled or queued.", sum(pool.compiling for pool in pools)),
-        ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
-        (
-            "mask_actors_down",
-            "Mask actors that did not start at the last attempt.",
-            sum(worker.state == "down" for worker in workers),
-        ),
+        ("mask_actors_up", "Mask actors that are up.", states["up"]),
+        ("mask_actors_down", "Mask actors that did not start at the last attempt.", states["down"]),
         ("mask_actors", "Mask actors, up or not.", len(workers)),
         ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
     )
-    counters = (
-        (
-            "mask_replays",
-            "Sequences opened on another mask actor after the end of theirs.",
-            sum(pool.replays for pool in pools),
-        ),
-        ("grammar_found", "Constraints found in the cache of grammars.", sum(pool.cache_hits for pool in pools)),
-        (
-            "grammar_shared",
-            "Constraints that waited for the compilation of an equal one.",
-            sum(pool.shared_compilations for pool in pools),
-        ),
-        (
-            "constraints_quarantined",
-            "Constraints that were refused because they ended mask actors.",
-            sum(pool.quarantines for pool in pools),
-        ),
-        (
-            "compile_server_ends",
-            "Fork servers of the compile processes that were lost.",
-            sum(pool.fork_server_ends for pool in pools),
-        ),
-        ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
-    )
     for name, text, value in gauges:
         yield GaugeMetricFamily(f"guided_{name}", text, value=value)
-    for name, text, value in counters:
-        yield CounterMetricFamily(f"guided_{name}", text, value=value)
+    for name, text, attribute in _COUNTERS:
+        yield CounterMetricFamily(f"guided_{name}", text, value=sum(getattr(pool, attribute) for pool in pools))
+    restarts = sum(worker.restarts for worker in workers)
+    yield CounterMetricFamily("guided_mask_actor_restarts", "Mask actors replaced.", value=restarts)
     crashes, timeouts = Counter[str](), Counter[str]()
     ends: Counter[str] = Counter(dict.fromkeys(get_args(EndCause), 0))  # Prometheus sees no increase in a new counter
     for backend in backends:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import select
 import threading
@@ -11,6 +10,7 @@ import time
 import pytest
 from thread_cluster import ConnectedPair
 
+from actors.packages import receive
 from actors.protocol import Channel, Segment, attach, connect
 
 
@@ -32,7 +32,7 @@ def test_a_worker_that_does_not_read_blocks_nothing() -> None:
     for message in messages:
         pair.channel.send(message)
     received: list[bytes | None] = []
-    reader = threading.Thread(target=lambda: received.extend(pair.end.recv_bytes() for _ in messages))
+    reader = threading.Thread(target=lambda: received.extend(bytes(receive(pair.end)) for _ in messages))
     reader.start()
     deadline = time.monotonic() + 30
     while reader.is_alive():
@@ -59,7 +59,7 @@ def test_only_the_nonce_proves_that_it_is_the_same_memory() -> None:
     segment = Segment(2, 2)
     assert attach(segment.name) is not None
     for wrong in ({"nonce": bytes(32)}, {"slots": 3}, {"fd": 10**6}, {"pid": 2**22}):
-        assert attach(dataclasses.replace(segment.name, **wrong)) is None
+        assert attach(segment.name._replace(**wrong)) is None
     segment.close()
     segment.close()
     assert attach(segment.name) is None

@@ -9,6 +9,7 @@ others are settings. `faulty("segfault@fill:3")` makes a constraint with a fault
     reject       rejects an allowed token (`accept`) wait     `=PATH`: until the file exists, while other threads run
     freeze       stops the process (SIGSTOP)         burn     `=SECONDS` of CPU time
     eat          takes memory, 32 MiB at a time, up to `=MIB` (4096), then waits without end
+    watch        from now on, writes the longest seconds without the interpreter lock to `=PATH` with the process id
 
 Places are `compile`, `load` (into an actor), `accept` and `fill`. A position is a number of tokens;
 without it the fault is at all positions. The compile process computes the first mask, so `fill:0` happens there too.
@@ -23,14 +24,18 @@ The allowed tokens depend on the whole history, so a matcher with a wrong histor
 
 The backend is registered as "faulty" in processes that have `PATHS` on their PYTHONPATH (`startup/sitecustomize.py`):
 those of the `local_ray` fixture and those started with `environment()`. In other processes use
-`monkeypatch.setitem(BACKENDS, "faulty", ADAPTER)`.
+`monkeypatch.setitem(BACKENDS, "faulty", ADAPTER)`. The first actor that imports it while the file exists that
+`FAULTY_IMPORT` names in its environment deletes the file and stops there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -41,6 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scripted_grammar import ScriptedMatcher
 
+from actors.processes import thread_times
 from guided.backends import Adapter
 from guided.backends.base import Backend, CompiledGrammar
 from guided.constraint import Constraint
@@ -141,6 +147,25 @@ def _eat(argument: str) -> None:
     time.sleep(3600)
 
 
+def _watch(argument: str) -> None:
+    threading.Thread(target=_measure, args=(f"{argument}.{os.getpid()}",), daemon=True).start()
+
+
+def _measure(path: str) -> None:
+    """Sleep a millisecond again and again. What it takes longer, without a wait for a CPU, is a wait for the lock."""
+    thread, longest = threading.get_native_id(), 0.0
+    _, waited = thread_times(thread)
+    while True:
+        began = time.monotonic()
+        time.sleep(0.001)
+        ended, before = time.monotonic(), waited
+        _, waited = thread_times(thread)
+        seconds = ended - began - 0.001 - (waited - before)
+        if seconds > longest:
+            longest = seconds
+            Path(path).write_text(str(longest))
+
+
 _ACTIONS: dict[str, Callable[[str], object]] = {
     "raise": lambda argument: _raise(ValueError("the library raised")),
     "panic": lambda argument: _raise(Panic("the library panicked")),
@@ -152,6 +177,7 @@ _ACTIONS: dict[str, Callable[[str], object]] = {
     "eat": _eat,
     "burn": _burn,
     "freeze": _freeze,
+    "watch": _watch,
 }
 
 
@@ -209,6 +235,10 @@ class FaultyBackend(Backend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        if "ray" in sys.modules and (path := os.environ.get("FAULTY_IMPORT")):  # in an actor
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+                _freeze("")
 
     def compile(self, constraint: Constraint) -> _Grammar:
         return _Grammar(self._vocabulary, constraint.source, "compile")

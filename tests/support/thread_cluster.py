@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
+from msgspec.msgpack import encode
 from scripted_grammar import ScriptedGrammar, SlowGrammar
 
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
-from actors.packages import CompileResult, Package, buffer, pack, receive_package
+from actors.packages import CompileResult, Package, buffer, receive_package
 from actors.protocol import Channel, Segment, attach, connect, hang_up
 from actors.server import StepServer
 from guided.backends.base import CompiledGrammar
@@ -43,6 +44,7 @@ class ConnectedPair:
         self.end, self.grammars = connect(self.channel.path)
         assert self.channel.accept(10)
         weakref.finalize(self, self.grammars.close)
+        weakref.finalize(self, self.end.close)
         name = f"mask worker {index}"
         self.connection = WorkerConnection(name, os.getpid(), self.channel, self.segment, max_cache_bytes)
 
@@ -163,7 +165,7 @@ def grammar_named(key: str) -> Grammar:
 def package_of(name: str, size: int = 0) -> Package:
     """A grammar for `ScriptedBackend`, as it is sent, with `size` more bytes."""
     dumped = memoryview(name.encode() + bytes(size))
-    return pack(CompileResult("scripted", Constraint.json_object(), dumped=dumped))
+    return encode(CompileResult("scripted", Constraint.json_object(), dumped=dumped))
 
 
 def outcomes(found: StepMasks, count: int) -> list[Outcome]:

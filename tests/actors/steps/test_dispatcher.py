@@ -18,7 +18,8 @@ from msgspec.msgpack import encode
 from serving import wait_until as until
 from thread_cluster import WAIT, Cluster, all_ready, close_all, grammar_named, outcomes
 
-from actors.protocol import Failed
+from actors.packages import send_package
+from actors.protocol import WAKE, Failed
 from guided.errors import BackendError, ConstraintQuarantined, GuidedError, MaskTimeout, WorkerDied, to_wire
 from guided.kernel import BitmaskKernel
 from guided.pinned_masks import pin_masks, pinned_end
@@ -361,8 +362,8 @@ def test_answers_about_others_and_garbage_change_nothing(cluster: Cluster) -> No
     version = int(actor.connection.table.target[slot])
     error = to_wire(WorkerDied("no"))
     wrong = [Failed(slot, version - 1, error), Failed(99, version, error), Failed(-1, version, error)]
-    for message in (*map(encode, wrong), b"", b"\xc1garbled"):
-        actor.pair.end.send_bytes(message)  # the server's thread is in a mask: the socket is free
+    for message in (*map(encode, wrong), WAKE, b"\xc1garbled"):
+        send_package(actor.pair.end, message)  # the server's thread is in a mask: the socket is free
     assert cluster.collect(0.2) == ["late", "ax"]
 
 

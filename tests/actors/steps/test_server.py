@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
+from itertools import count
+from socket import socket
 from typing import Any
 
 import msgspec
@@ -31,8 +32,9 @@ from actors.protocol import (
     FAILED,
     FREE,
     IDLE,
+    LOAD,
     OK,
-    UNKNOWN,
+    WAKE,
     Edit,
     Failed,
     Fill,
@@ -69,7 +71,7 @@ class RemoteActor:
             give_up=self.server_ended.set,
         )
 
-        def start(end: Connection[Any, Any], receive_grammar: Callable[[], Any], table: SlotTable) -> None:
+        def start(end: socket, receive_grammar: Callable[[], Any], table: SlotTable) -> None:
             self._server_end = end
             serve(end, receive_grammar, table).start()
 
@@ -78,7 +80,8 @@ class RemoteActor:
                 raise RuntimeError("the object is lost")
             return references
 
-        self.steps = RemoteSteps(len(self.pair.segment.table.ready), WORDS, start, fetch)
+        self.steps = RemoteSteps()
+        self.steps.begin(len(self.pair.segment.table.ready), WORDS, start, fetch)
         table = attach(self.pair.segment.name)
         assert table is not None
         pair, steps = self.pair, self.steps
@@ -130,7 +133,7 @@ class Peer:
             return None
         frame = self.channel.receive()
         assert frame is not None
-        return Decoder(Failed).decode(frame) if frame else frame
+        return WAKE if frame == WAKE else Decoder(Failed).decode(frame)
 
     def wait(self, slot: int) -> str:
         """Wait until a slot's mask is ready; return what it allows."""
@@ -187,10 +190,10 @@ def test_masks_are_written_into_the_table(either: Peer) -> None:
     assert either.wait(0) == "bc"
     assert (table.seconds[[0, 3]] > 0).all()
     assert either.answer(0.05) is None, "the engine does not wait, so it is not woken"
-    until(lambda: bool((table.mark["busy"] == IDLE).all() and table.mark["filled"] == 2))
-    table.mark["wake"] = 1
+    until(lambda: bool((table.mark["busy"] == IDLE).all()))
+    table.wake[0] = 1
     either.send(either.fill(0, "b"))
-    assert either.answer() == b"", "the engine waits: it is woken when all is done"
+    assert either.answer() == WAKE, "the engine waits: it is woken when all is done"
     assert either.wait(0) == "."
     assert table.ready[[1, 2, 4]].tolist() == [FREE] * 3
     table.target[3] = 2 * EDIT + 1
@@ -241,15 +244,14 @@ def stick(peer: Peer, slow: SlowGrammar, other: str = "g") -> None:
 def test_quick_rows_do_not_wait_for_a_slow_one(either: Peer, slow: SlowGrammar) -> None:
     stick(either, slow)
     until(lambda: 0 in either.table.mark["busy"])  # the mark names the slot of each thread
-    assert either.table.mark["spent"].max() < 10
     either.send(either.open(1), either.open(2, "a"))
     assert either.wait(1) == "ax"
     assert either.wait(2) == "bc"
     for text, mask in (("a", "bc"), ("b", ".")):
-        either.table.mark["wake"] = 1
+        either.table.wake[0] = 1
         either.send(either.fill(1, text))
         assert either.wait(1) == mask
-        assert either.answer() == b"", "woken while the slow row is still missing"
+        assert either.answer() == WAKE, "woken while the slow row is still missing"
     slow.release.set()
     assert either.wait(0) == "b"
 
@@ -310,11 +312,36 @@ def test_a_grammar_that_is_dropped_on_its_way_serves_its_rows(peer: Peer) -> Non
 def test_the_heartbeat_says_how_long_a_thread_is_busy(either: Peer, slow: SlowGrammar) -> None:
     stick(either, slow)
     mark = either.table.mark
-    until(lambda: mark["spent"][0, :, 1].max() > 0.3)
-    seconds, wall, cpu = mark["spent"][0, mark["spent"][0, :, 1].argmax()]
-    assert cpu < seconds <= wall < 10
-    beat = int(mark["beat"][0])
+    until(lambda: any(work.wall > 0.3 for work in either.connection.work()))
+    [work] = either.connection.work()
+    assert (work.phase, work.subject) == ("fill", 0)
+    assert work.cpu < work.seconds <= work.wall < 10
+    beat = float(mark["beat"][0])
     until(lambda: mark["beat"][0] > beat)
+
+
+def test_a_heartbeat_that_is_starved_blames_no_row(
+    peer: Peer, slow: SlowGrammar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads wait for a CPU; that of the heartbeat waits longest while it reads for how long they have."""
+    stick(peer, slow)
+    calls, since, seconds = count(1), time.monotonic(), [0.0]
+    heart = int(peer.table.mark["heart"][0])
+
+    def times(_: object) -> tuple[float, float]:
+        waited = time.monotonic() - since
+        if threading.get_native_id() == heart and next(calls) == 4 * 3:  # the last of its third heartbeat
+            time.sleep(1.0)
+        return 0.0, waited
+
+    def goes_on() -> bool:
+        [work] = peer.connection.work()
+        seconds.append(work.seconds)
+        return work.wall > 1.5
+
+    monkeypatch.setattr("actors.server.thread_times", times)
+    until(goes_on)
+    assert max(seconds) < 0.5
 
 
 @pytest.mark.parametrize("grammar", ["new", "slow"], ids=["slow", "of the same grammar"])
@@ -395,23 +422,17 @@ def test_the_channel_ends_with_an_actor_on_another_node(remote: RemoteActor) -> 
     assert poller.poll(10_000), "POLLHUP"
 
 
-def test_an_actor_elsewhere_is_marked_while_it_has_work() -> None:
-    """Also if lines come that it sent before it had the work: it may die before it sends others."""
-    pair, delivered, answers = ConnectedPair(), threading.Event(), queue.Queue[Lines]()
+def test_the_mark_of_an_actor_elsewhere_comes_with_its_lines() -> None:
+    pair, answers = ConnectedPair(), queue.Queue[Lines]()
     table = attach(pair.segment.name)
     assert table is not None
-    forward(pair.end, pair.grammars, table, lambda *_: delivered.set(), lambda *_: None, answers.get)
-    peer = Peer(pair, "g")
-    peer.send(peer.open(1))
-    assert delivered.wait(10)
+    forward(pair.end, pair.grammars, table, lambda *_: None, lambda *_: None, answers.get)
     mark = pair.segment.table.mark.copy()
-    mark["busy"], mark["spent"], mark["filled"] = IDLE, 99.0, 7
+    mark["busy"][0, LOAD] = 7
     mark.setflags(write=False)  # as Ray returns it
-    nothing = np.empty(0, np.int32)
-    answers.put(Lines(nothing, {}, nothing, nothing, mark, []))
-    until(lambda: int(table.mark["filled"][0]) == 7)
-    [work] = pair.connection.work()
-    assert work.subject == UNKNOWN
+    nothing = np.empty(0, np.intp)
+    answers.put(Lines(nothing, {}, nothing.astype(np.int32), nothing.astype(np.int32), mark, []))
+    until(lambda: [work.subject for work in pair.connection.work()] == [7])
     pair.connection.close()
 
 
