@@ -18,14 +18,13 @@ from jsonschema_rs.canonical import Satisfiability
 from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
-from guided.schema import string_pattern
 from guided.schema.graph import children
 from guided.schema.keywords import MISSPELT, OTHERS, at, listed
 from guided.schema.validation import PATTERNS, Validator
 
 KEYWORDS = {*MISSPELT, *OTHERS}
 _CLOSING = ("propertyNames", "additionalProperties")
-_OF_OBJECTS = ("type", "required", "minProperties", "maxProperties")
+_PLAIN = {"type", "properties", "required", "minProperties", "maxProperties", *_CLOSING}
 _MAX_FORMS = 1_000
 """Maximum number of forms of parts that are computed for one document."""
 
@@ -106,7 +105,7 @@ class Alternatives:
 
     def _without(self, own: Any, others: list[Any]) -> Any:
         """Return `own` without the values of `others`; False if there is none."""
-        others = [other for other in others if self._overlap(own, other)]
+        others = [other for other in others if self.merged([own, other]) is not False]
         if not others:
             return own
         found = self.merged([own, *(self._excluding(own, other) for other in others)])
@@ -114,47 +113,32 @@ class Alternatives:
             raise UnsupportedConstraint("the alternatives of 'oneOf' can't be told apart")
         return found
 
-    def _overlap(self, own: Any, other: Any) -> bool:
-        """Return whether the two may have a value in common. What a required property lists is compared first."""
-        for name in {*own.get("required", ()), *other.get("required", ())}:
-            left, right = (listed(part.get("properties", {}).get(name, True)) for part in (own, other))
-            if left and right and not any(value in right for value in left):
-                return False
-        return self.merged([own, other]) is not False
-
     def _excluding(self, own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         """Return a schema that excludes the values of `other` from `own`.
 
         It may exclude more, under names that `own` does not have: values that could not be enforced there.
         """
-        properties = own.get("properties", {})
+        properties, named = own.get("properties", {}), other.get("properties", {})
         names = {*properties, *own.get("required", ())}
-        if not names or other.get("type") != "object":
+        allowed = listed(other.get("propertyNames", {"enum": []}))
+        if not names or allowed is None or not other.keys() <= _PLAIN:
             return {"not": other}
+        rest = other.get("additionalProperties", True)
+        if "propertyNames" in other:
+            named = dict.fromkeys(allowed, rest) | named
+            rest = False
         parts = {}
-        for name in sorted(names | other.get("properties", {}).keys()):
-            part = self._property(other, name)
+        for name in sorted(names | named.keys()):
+            part = named.get(name, rest)
             if name not in names:
                 ways = [found for found in self.of(self.merged([{"not": part}])) if not _is_negated(found)]
                 part = not ways or {"not": {"anyOf": ways}}
             if part != properties.get(name, True):
                 parts[name] = self.unfolded(part)
-        is_open = own.keys().isdisjoint(_CLOSING) and not other.keys().isdisjoint(_CLOSING)
-        if is_open and False not in parts.values():
+        if rest is not True and own.keys().isdisjoint(_CLOSING) and False not in parts.values():
             raise UnsupportedConstraint("the alternatives of 'oneOf' differ in properties without a name")
-        kept = {keyword: value for keyword, value in other.items() if keyword in _OF_OBJECTS}
+        kept = {keyword: value for keyword, value in other.items() if keyword not in _CLOSING}
         return {"not": {**kept, "properties": parts}}
-
-    def _property(self, schema: dict[str, Any], name: str) -> Any:
-        """Return the schema of a property's value; False if there is no such property."""
-        if self.merged([{"const": name}, schema.get("propertyNames", True)]) is False:
-            return False
-        named = schema.get("properties", {})
-        parts = [named[name]] if name in named else []
-        patterns = schema.get("patternProperties", {}).items()
-        parts += [part for pattern, part in patterns if string_pattern.matches(pattern, name)]
-        parts = parts or [schema.get("additionalProperties", True)]
-        return parts[0] if len(parts) == 1 else {"allOf": parts}
 
 
 def canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:

@@ -195,8 +195,7 @@ class CanonicalForm:
                 parts = [self._read(part, origin.alternative(part), is_part=is_part) for part in value]
                 return {keyword: [part for part in parts if part not in self._left_out]}
             case "allOf":
-                order = sorted(value, key=lambda part: (origin.place(part, self._source(part)), "required" in part))
-                return {keyword: [self._read(part, origin, is_part=is_part) for part in order]}
+                return {keyword: [self._read(part, origin, is_part=is_part) for part in value]}
             case "not" | "if" | "then" | "else":
                 return {keyword: self._read(value, origin)}
             case "properties":

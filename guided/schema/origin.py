@@ -134,15 +134,6 @@ class Origin:
                     groups.setdefault((id(node), keyword), []).append(child)
         return groups
 
-    def place(self, part: dict[str, Any], target: Node | None) -> int:
-        """Return the place of a part of `allOf` in canonical form, where `target` is what it refers to."""
-        branches = [part, *(branch for keyword in _UNIONS for branch in part.get(keyword, ()))]
-        names = {name for branch in branches for name in _object(branch, "properties")}
-        for place, node in enumerate(self.nodes):
-            if node is target or names & _object(node.schema, "properties").keys():
-                return place
-        return len(self.nodes)
-
 
 def _closure(starts: list[Node], *, always: bool) -> list[Node]:
     """Return `starts` and what they apply to the same value, in order.
