@@ -109,14 +109,15 @@ class Alternatives:
         if not others:
             return own
         found = self.merged([own, *(self._excluding(own, other) for other in others)])
-        if _is_negated(found) and not _is_negated(own):
+        is_lost = found is False and own.get("type") == "object"
+        if is_lost or (_is_negated(found) and not _is_negated(own)):
             raise UnsupportedConstraint("the alternatives of 'oneOf' can't be told apart")
         return found
 
     def _excluding(self, own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         """Return a schema that excludes the values of `other` from `own`.
 
-        It may exclude more, under names that `own` does not have: values that could not be enforced there.
+        It may exclude more: values with properties that `other` names, and `own` does not.
         """
         properties, named = own.get("properties", {}), other.get("properties", {})
         names = {*properties, *own.get("required", ())}
@@ -127,18 +128,12 @@ class Alternatives:
         if "propertyNames" in other:
             named = dict.fromkeys(allowed, rest) | named
             rest = False
-        parts = {}
-        for name in sorted(names | named.keys()):
-            part = named.get(name, rest)
-            if name not in names:
-                ways = [found for found in self.of(self.merged([{"not": part}])) if not _is_negated(found)]
-                part = not ways or {"not": {"anyOf": ways}}
-            if part != properties.get(name, True):
-                parts[name] = self.unfolded(part)
-        if rest is not True and own.keys().isdisjoint(_CLOSING) and False not in parts.values():
+        parts = {name: named.get(name, rest) for name in sorted(names)}
+        differing = {name: self.unfolded(part) for name, part in parts.items() if part != properties.get(name, True)}
+        if rest is not True and own.keys().isdisjoint(_CLOSING) and False not in differing.values():
             raise UnsupportedConstraint("the alternatives of 'oneOf' differ in properties without a name")
         kept = {keyword: value for keyword, value in other.items() if keyword not in _CLOSING}
-        return {"not": {**kept, "properties": parts}}
+        return {"not": {**kept, "properties": differing}}
 
 
 def canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
