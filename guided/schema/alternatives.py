@@ -46,8 +46,8 @@ class Alternatives:
 
     def unfolded(self, part: Any) -> Any:
         """Return the target of a reference of the library: it merges no recursive references."""
-        while isinstance(part, dict) and part.keys() == {"$ref"}:
-            part = at(self._library, unquote(part["$ref"].partition("#")[2]))
+        while isinstance(part, dict) and part.keys() == {"$ref"} and part["$ref"].startswith("#/"):
+            part = at(self._library, unquote(part["$ref"][1:]))
         return part
 
     def merged(self, parts: list[Any]) -> Any:
@@ -60,7 +60,7 @@ class Alternatives:
             form = canonicalize(whole, self._draft)
             is_empty = form.satisfiability() == Satisfiability.NO
             schema = False if is_empty else json.loads(to_string(form.to_json_schema()))
-            self._forms[key] = without_frame(self._filtered(schema))
+            self._forms[key] = {} if schema is True else without_frame(self._filtered(schema))
         return self._forms[key]
 
     def _filtered(self, schema: Any) -> Any:
@@ -79,6 +79,8 @@ class Alternatives:
             UnsupportedConstraint: not possible.
         """
         schema = without_frame(self.unfolded(schema))
+        if schema is True:
+            schema = {}
         match schema:
             case {"anyOf": parts} if len(schema) == 1:
                 return [found for part in parts for found in self.of(part, context)]
@@ -87,7 +89,7 @@ class Alternatives:
             case {"allOf": parts} if len(schema) == 1:
                 whole = self.merged([*parts, context])
                 if isinstance(whole, bool) or "allOf" not in whole:
-                    return [whole] if whole else []
+                    return [] if whole is False else [whole]
                 contexts = [context]
                 for part in parts:
                     contexts = [found for inner in contexts for found in self.of(part, inner)]
