@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from engine.model_loader import LoadedModel
 
-# On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones. A busy machine
-# and examples that are thrown away are no failures.
+# On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones. A busy
+# machine and examples that are thrown away are no failures.
 QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 settings.register_profile("local", QUIET, max_examples=40)
 settings.register_profile("ci", QUIET, max_examples=40, derandomize=True)
