@@ -94,14 +94,15 @@ class PagedContext:
     """A step for the model: the chunks' tokens first, then one of each decoding sequence. With tensor parallelism each
     rank gets it."""
 
-    packed: NDArray[np.int64]
-    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
+    packed: NDArray[np.int64] | torch.Tensor
+    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough. In a CUDA graph
+    this, the tables and the slots of states are tensors on the device."""
     prefills: Sequence[Prefill]
-    tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    tables: NDArray[np.int64] | torch.Tensor = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block."""
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
-    state_slots: Sequence[int] = ()
+    state_slots: Sequence[int] | torch.Tensor = ()
     """Slots of the sequences, for a model with recurrent layers: of those of one chunk, or of all that decode."""
     state_copies: Sequence[tuple[int, int]] = ()
     """As `BlockManager.row_copies`."""
@@ -110,16 +111,14 @@ class PagedContext:
 
     def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
-        if self.copies:
-            cache.copy_blocks(self.copies)
-        tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
+        self.copy(cache)
+        tokens, positions, slots = torch.as_tensor(self.packed).to(device, non_blocking=True)
         self.move(cache, slots)
         rows, name = 1, "past_key_values"
         if cache.states is not None:
-            cache.states.copy(self.state_copies)
             rows, name = len(self.tables) or 1, cache.states.argument
             is_new = any(before == 0 for _, _, before, _ in self.prefills)
-            self.states = StepStates(cache.states, torch.tensor(self.state_slots, device=device), rows, is_new)
+            self.states = StepStates(cache.states, torch.as_tensor(self.state_slots, device=device), rows, is_new)
         others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
         with running(self):
             output = body(
@@ -131,14 +130,21 @@ class PagedContext:
         hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
         return hidden
 
+    def copy(self, cache: KVCache) -> None:
+        """Copy the blocks and states that the forward pass writes, where they are shared."""
+        if self.copies:
+            cache.copy_blocks(self.copies)
+        if cache.states is not None:
+            cache.states.copy(self.state_copies)
+
     def move(self, cache: KVCache, slots: torch.Tensor) -> None:
         """Prepare the attention of the step. `slots` is int64 `[tokens]`, on the device."""
         self.cache, self.slots = cache, slots
         self.prefill_tables = [
             None if table is None else torch.from_numpy(table).to(slots.device) for *_, table in self.prefills
         ]
-        lengths = self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1
-        tables = torch.from_numpy(self.tables).to(slots.device, non_blocking=True)
+        lengths = np.asarray(self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1)
+        tables = torch.as_tensor(self.tables).to(slots.device, non_blocking=True)
         self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
         """(tables, lengths) of decoding sequences of which the keys are gathered together."""
         self._masks: dict[tuple[int, Span], torch.Tensor] = {}

@@ -31,8 +31,8 @@ def gather_bytes(device: torch.device) -> int:
 
 
 class KVCache:
-    """Keys and values of all layers: zeroed tensors `[num_blocks * block_size, kv_heads, dim]`, by layer index.
-    `states` are those of recurrent layers."""
+    """Keys and values of all layers: zeroed tensors `[(num_blocks + 1) * block_size, kv_heads, dim]`, by layer index.
+    The last block is for rows that pad a decode step. `states` are those of recurrent layers."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class KVCache:
         key_bytes = max(sizes, default=1)
         self.gather_tokens = gather_bytes(device) // key_bytes
         """Maximum number of tokens of which a decode step gathers the keys at once (or one longer sequence)."""
-        slots = num_blocks * block_size
+        self.padding_slot = num_blocks * block_size
+        slots = self.padding_slot + block_size
 
         def empty(heads: int, dim: int) -> torch.Tensor:
             # Written now: `torch.zeros` would take main memory only where it is first used, at any time under load.
@@ -80,14 +81,14 @@ class KVCache:
         if self._gathered[place].numel() < size:
             self._gathered[place] = cache.new_empty(size)
         picked = self._gathered[place][:size].view(rows * blocks, width)
-        torch.index_select(cache.view(self.num_blocks, width), 0, tables.reshape(-1), out=picked)
+        torch.index_select(cache.view(-1, width), 0, tables.reshape(-1), out=picked)
         return picked.view(rows, blocks * self.block_size, heads, dim).transpose(1, 2)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target), in all layers. All sources are read before any target is written."""
         source, target = torch.tensor(list(pairs), device=self.device).unbind(1)
         for cache in (*self._keys.values(), *self._values.values()):
-            blocks = cache.view(self.num_blocks, -1)
+            blocks = cache.view(self.num_blocks + 1, -1)
             blocks.index_copy_(0, target, blocks.index_select(0, source))
 
 

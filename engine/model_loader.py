@@ -65,8 +65,8 @@ class LoadedModel:
         return wanted or self.max_model_len
 
     def new_cache(self, num_blocks: int, block_size: int, max_seqs: int) -> KVCache:
-        """Allocate a KV cache, and the states of recurrent layers."""
-        states = None if self.layout is None else RecurrentStates(self.layout, max_seqs, self.device)
+        """Allocate a KV cache, and the states of recurrent layers, with one more for rows that pad a decode step."""
+        states = None if self.layout is None else RecurrentStates(self.layout, max_seqs + 1, self.device)
         return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device, states)
 
 
