@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from transformers import AutoTokenizer, GgufConfig
 
 from engine.attention import ATTENTION, UnsupportedModelError
@@ -205,6 +206,8 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         with torch.inference_mode():
             probe.record()
             head = probe.find_head()
+            if model.device.type == "cuda" and not distributed.is_initialized():
+                probe.fuse(head)
     except (AttributeError, TypeError, RuntimeError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -113,7 +113,7 @@ class ModelRunner:
 
     def _decode(self, inputs: torch.Tensor) -> Outputs:
         """Run the decode step of a graph. `inputs` are int64 `[height, rows]`, as `_columns` makes them."""
-        step = PagedContext(inputs[:3], [], inputs[_BLOCKS:].t(), state_slots=inputs[3])
+        step = PagedContext(inputs[:3], [], inputs[_BLOCKS:].t().contiguous(), state_slots=inputs[3])
         hidden = step.run(self._model.body, self._cache, self._model.device)
         return hidden, self._model.head(hidden)
 
