@@ -28,6 +28,8 @@ ATTENTION = "guided_paged"
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
 """Keywords that models pass to attention functions and that this one can ignore."""
 _NOT_PASSED = 0
+_ALL = 1 << 30
+"""More tokens than any sequence has."""
 _MAX_SCORES = 1 << 26
 """Attention scores of a prefill that are in memory at once, where torch's own attention cannot compute them."""
 
@@ -89,20 +91,33 @@ class FlattenedRow:
         return key_states, value_states
 
 
+class StepTensors(NamedTuple):
+    """What a forward pass reads, on the device. All are int64. A row that pads a decode step to a fixed size has
+    position 0, the first slot of the cache's last block, and any blocks."""
+
+    packed: torch.Tensor
+    """`[3, tokens]`: as `PagedContext.packed`."""
+    starts: torch.Tensor
+    """`[sequences + 1]`: first token of each sequence, and number of tokens."""
+    tables: torch.Tensor
+    """`[sequences, blocks]`: blocks of each sequence, padded with any valid block."""
+    state_slots: torch.Tensor
+    """As `PagedContext.state_slots`."""
+
+
 @dataclass
 class PagedContext:
     """A step for the model: the chunks' tokens first, then one of each decoding sequence. With tensor parallelism each
     rank gets it."""
 
-    packed: NDArray[np.int64] | torch.Tensor
-    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough. In a CUDA graph
-    this, the tables and the slots of states are tensors on the device."""
+    packed: NDArray[np.int64]
+    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
     prefills: Sequence[Prefill]
-    tables: NDArray[np.int64] | torch.Tensor = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block."""
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
-    state_slots: Sequence[int] | torch.Tensor = ()
+    state_slots: Sequence[int] = ()
     """Slots of the sequences, for a model with recurrent layers: of those of one chunk, or of all that decode."""
     state_copies: Sequence[tuple[int, int]] = ()
     """As `BlockManager.row_copies`."""
@@ -112,13 +127,47 @@ class PagedContext:
     def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
         self.copy(cache)
-        tokens, positions, slots = torch.as_tensor(self.packed).to(device, non_blocking=True)
-        self.move(cache, slots)
+        return self.forward(body, cache, self.send(cache.block_size, device))
+
+    def copy(self, cache: KVCache) -> None:
+        """Copy the blocks and states that the forward pass writes, where they are shared."""
+        if self.copies:
+            cache.copy_blocks(self.copies)
+        if cache.states is not None:
+            cache.states.copy(self.state_copies)
+
+    def send(self, block_size: int, device: torch.device) -> StepTensors:
+        """Copy what the forward pass reads to the device."""
+        num_prefills, total = len(self.prefills), self.packed.shape[1]
+        starts = [start for start, *_ in self.prefills]
+        starts += range(total - len(self.tables), total + 1)
+        rows = [self._blocks(prefill, block_size) for prefill in self.prefills]
+        width = max([self.tables.shape[1], *map(len, rows)])
+        tables = np.zeros((len(starts) - 1, width), np.int64)
+        tables[num_prefills:, : self.tables.shape[1]] = self.tables
+        for row, blocks in enumerate(rows):
+            tables[row, : len(blocks)] = blocks
+        parts = [self.packed, np.array(starts), tables, np.array(self.state_slots, np.int64)]
+        # One transfer is faster than four.
+        sent = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device, non_blocking=True)
+        tensors = torch.split(sent, [part.size for part in parts])
+        return StepTensors(*(tensor.view(part.shape) for tensor, part in zip(tensors, parts, strict=True)))
+
+    def _blocks(self, prefill: Prefill, block_size: int) -> NDArray[np.int64]:
+        start, end, _, table = prefill
+        return self.packed[2, start:end:block_size] // block_size if table is None else table[0]
+
+    def forward(self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors) -> torch.Tensor:
+        """Run the forward pass on what is on the device: hidden states `[tokens, hidden]`. With a cache that does not
+        gather, a CUDA graph can hold it: it waits for nothing, and reads nothing else of this object than the number of
+        prefills and of decoding sequences."""
+        tokens, positions, _ = tensors.packed
+        self.move(cache, tensors)
         rows, name = 1, "past_key_values"
         if cache.states is not None:
             rows, name = len(self.tables) or 1, cache.states.argument
             is_new = any(before == 0 for _, _, before, _ in self.prefills)
-            self.states = StepStates(cache.states, torch.as_tensor(self.state_slots, device=device), rows, is_new)
+            self.states = StepStates(cache.states, tensors.state_slots, rows, is_new)
         others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
         with running(self):
             output = body(
@@ -130,24 +179,15 @@ class PagedContext:
         hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
         return hidden
 
-    def copy(self, cache: KVCache) -> None:
-        """Copy the blocks and states that the forward pass writes, where they are shared."""
-        if self.copies:
-            cache.copy_blocks(self.copies)
-        if cache.states is not None:
-            cache.states.copy(self.state_copies)
-
-    def move(self, cache: KVCache, slots: torch.Tensor) -> None:
-        """Prepare the attention of the step. `slots` is int64 `[tokens]`, on the device."""
-        self.cache, self.slots = cache, slots
-        self.prefill_tables = [
-            None if table is None else torch.from_numpy(table).to(slots.device) for *_, table in self.prefills
-        ]
-        lengths = np.asarray(self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1)
-        tables = torch.as_tensor(self.tables).to(slots.device, non_blocking=True)
-        self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
-        """(tables, lengths) of decoding sequences of which the keys are gathered together."""
+    def move(self, cache: KVCache, tensors: StepTensors) -> None:
+        """Prepare the attention of the step."""
+        self.cache, self.tensors = cache, tensors
         self._masks: dict[tuple[int, Span], torch.Tensor] = {}
+        if cache.gathers:
+            lengths = np.asarray(self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1)
+            tables = tensors.tables[len(self.prefills) :]
+            self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
+            """(tables, lengths) of decoding sequences of which the keys are gathered together."""
 
     def mask(self, part: int, span: Span, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask `[sequences, 1, 1, slots]` of the keys of a part, built once per step."""
@@ -229,16 +269,27 @@ def paged_attention(
         query, key, value = (part.transpose(0, 2) for part in (query, key, value))
     span = _span(module.config, layer) if sliding_window == _NOT_PASSED else Span(sliding_window)
     scores = Scores(scaling, softcap, s_aux)
-    paged.cache.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    cache, tensors = paged.cache, paged.tensors
+    cache.write(layer, tensors.packed[2], key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if not cache.gathers:
+        from engine.paged_kernel import attend  # not every installation has Triton
+
+        attended = attend(
+            query[0].transpose(0, 1), cache.keys[layer], cache.values[layer], s_aux, tensors.packed[1], tensors.starts,
+            tensors.tables, cache.block_size, scaling or query.shape[3] ** -0.5, softcap, span.length or _ALL,
+            span.is_chunk,
+        )  # fmt: skip
+        return attended.view(rows, -1, *attended.shape[1:]), None
     if not paged.prefills:
         attended = _decode(query, paged, layer, scores, span, key.shape[1])
         return attended.view(rows, -1, *attended.shape[2:]), None
     parts: list[torch.Tensor] = []
-    for (start, end, before, _), table in zip(paged.prefills, paged.prefill_tables, strict=True):
+    for row, (start, end, before, _) in enumerate(paged.prefills):
         part = slice(start, end)
         keys, values = key[..., part, :], value[..., part, :]
-        if table is not None:
-            keys, values = paged.cache.gather(layer, table)
+        if before:
+            num_blocks = -(-(before + end - start) // cache.block_size)
+            keys, values = cache.gather(layer, tensors.tables[row : row + 1, :num_blocks])
         parts.append(_prefill(query[..., part, :], keys, values, before, scores, span))
     first = paged.prefills[-1][1]
     if first < query.shape[2]:

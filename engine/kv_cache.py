@@ -24,15 +24,14 @@ class LayerShapes:
     value_dim: int
 
 
-def gather_bytes(device: torch.device) -> int:
-    """Return the maximum size of the keys that a decode step gathers at once. The values take as much again. On a CPU
-    they should stay in its caches; elsewhere one large operation is faster than several small ones."""
-    return (1 if device.type == "cpu" else 256) << 20
+_GATHERED_BYTES = 1 << 20
+"""Maximum size of the keys that a decode step gathers at once. They should stay in a CPU's caches."""
 
 
 class KVCache:
     """Keys and values of all layers: zeroed tensors `[(num_blocks + 1) * block_size, kv_heads, dim]`, by layer index.
-    The last block is for rows that pad a decode step. `states` are those of recurrent layers."""
+    No sequence has the last block: what pads a step to a fixed size writes there. `states` are those of recurrent
+    layers."""
 
     def __init__(
         self,
@@ -48,31 +47,32 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         self.states = states
+        self.gathers = device.type not in ("cuda", "meta")
+        """Whether attention copies keys and values for torch, or `engine.paged_kernel` reads them where they are."""
         sizes = (shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values())
         key_bytes = max(sizes, default=1)
-        self.gather_tokens = gather_bytes(device) // key_bytes
+        self.gather_tokens = _GATHERED_BYTES // key_bytes
         """Maximum number of tokens of which a decode step gathers the keys at once (or one longer sequence)."""
-        self.padding_slot = num_blocks * block_size
-        slots = self.padding_slot + block_size
+        slots = (num_blocks + 1) * block_size
 
         def empty(heads: int, dim: int) -> torch.Tensor:
             # Written now: `torch.zeros` would take main memory only where it is first used, at any time under load.
             return torch.empty(slots, heads, dim, dtype=dtype, device=device).zero_()
 
-        self._keys = {index: empty(shape.kv_heads, shape.key_dim) for index, shape in layers.items()}
-        self._values = {index: empty(shape.kv_heads, shape.value_dim) for index, shape in layers.items()}
+        self.keys = {index: empty(shape.kv_heads, shape.key_dim) for index, shape in layers.items()}
+        self.values = {index: empty(shape.kv_heads, shape.value_dim) for index, shape in layers.items()}
         self._gathered = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
         """Keys and values that were gathered last. Memory is reused: clearing new pages takes longer than the copy."""
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `[tokens, kv_heads, dim]` at `slots`, int64 `[tokens]`."""
-        self._keys[layer].index_copy_(0, slots, key)
-        self._values[layer].index_copy_(0, slots, value)
+        self.keys[layer].index_copy_(0, slots, key)
+        self.values[layer].index_copy_(0, slots, value)
 
     def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the keys and values of blocks `tables`, int64 `[rows, blocks]`, as `[rows, kv_heads, slots, dim]`. The
         tensors are overwritten by the next call."""
-        return self._gather(self._keys[layer], tables, 0), self._gather(self._values[layer], tables, 1)
+        return self._gather(self.keys[layer], tables, 0), self._gather(self.values[layer], tables, 1)
 
     def _gather(self, cache: torch.Tensor, tables: torch.Tensor, place: int) -> torch.Tensor:
         _, heads, dim = cache.shape
@@ -87,7 +87,7 @@ class KVCache:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target), in all layers. All sources are read before any target is written."""
         source, target = torch.tensor(list(pairs), device=self.device).unbind(1)
-        for cache in (*self._keys.values(), *self._values.values()):
+        for cache in (*self.keys.values(), *self.values.values()):
             blocks = cache.view(self.num_blocks + 1, -1)
             blocks.index_copy_(0, target, blocks.index_select(0, source))
 

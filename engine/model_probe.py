@@ -39,6 +39,7 @@ class _Recorder(KVCache):
 
     def __init__(self, weight: torch.Tensor, states: RecurrentStates | None) -> None:
         super().__init__({}, 1, 1, weight.dtype, weight.device, states)
+        self.gathers = True
         self.layers: dict[int, LayerShapes] = {}
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention import PagedContext, Prefill
+from engine.attention import PagedContext, Prefill, StepTensors
 from engine.batch import Batch, Chunk
 from engine.block_manager import BlockManager
 from engine.cuda_graphs import DecodeGraphs, Outputs, graph_calls, graph_sizes
-from engine.kv_cache import KVCache, gather_bytes
+from engine.kv_cache import KVCache
 from engine.model_loader import LoadedModel
 from engine.ranks import CacheSize, Selection, run_steps
 from engine.sequence import Sequence
@@ -101,7 +101,7 @@ class ModelRunner:
         if self._calls is None:
             return
         padding = torch.zeros(_BLOCKS + max_blocks, dtype=torch.int64)
-        padding[2], padding[3] = self._cache.padding_slot, max_seqs
+        padding[2], padding[3] = self._cache.num_blocks * self._block_size, max_seqs
         try:
             self._graphs = DecodeGraphs(self._calls, self._decode, padding, sizes, self._model.device)
         except Exception as error:
@@ -113,8 +113,10 @@ class ModelRunner:
 
     def _decode(self, inputs: torch.Tensor) -> Outputs:
         """Run the decode step of a graph. `inputs` are int64 `[height, rows]`, as `_columns` makes them."""
-        step = PagedContext(inputs[:3], [], inputs[_BLOCKS:].t().contiguous(), state_slots=inputs[3])
-        hidden = step.run(self._model.body, self._cache, self._model.device)
+        tables = inputs[_BLOCKS:].t().contiguous()
+        starts = torch.arange(len(tables) + 1, device=inputs.device)
+        step = PagedContext(inputs[:3], [], tables)  # type: ignore[arg-type]  # only their lengths count
+        hidden = step.forward(self._model.body, self._cache, StepTensors(inputs[:3], starts, tables, inputs[3]))
         return hidden, self._model.head(hidden)
 
     def _everywhere(self, message: object) -> contextlib.AbstractContextManager[None]:
@@ -184,4 +186,4 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
         # A step may take more than the profiled one, and 3 % of the free memory stays unused.
-        return int(free * 0.97 - peak * 1.1) - graphs - 2 * gather_bytes(device)
+        return int(free * 0.97 - peak * 1.1) - graphs
