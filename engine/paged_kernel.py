@@ -73,8 +73,8 @@ def _attend(
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    if sinks is not None:
-        if split == 0:  # noqa: SIM102  (Triton decides only the first one when it compiles)
+    if sinks is not None:  # noqa: SIM102  (Triton decides it when it compiles, and the next one when it runs)
+        if split == 0:
             peak = tl.load(sinks + query_head).to(tl.float32)
             total += 1.0
     for key in range(first_key, end_key, KEYS):
@@ -108,7 +108,8 @@ def constants(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_
     """Return those constants of `_attend` that depend on the model, and on whether each sequence has one token."""
     key_dim, value_dim = query.shape[2], values.shape[2]
     group = query.shape[1] // keys.shape[1]
-    key_columns, value_columns = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    key_columns = max(16, triton.next_power_of_2(key_dim))
+    value_columns = max(16, triton.next_power_of_2(value_dim))
     size = query.element_size()
     row_bytes = max(key_columns, value_columns) * size
     # So much fits in the shared memory of any GPU, 99 KB.
@@ -161,14 +162,16 @@ def attend(
         is_chunk: a token attends to the tokens before it in its chunk.
     """
     num_tokens, heads, _ = query.shape
-    (sequences, width), key_heads = tables.shape, keys.shape[1]
+    sequences, width = tables.shape
+    key_heads, value_dim = values.shape[1:]
     shape = constants(query, keys, values, num_tokens == sequences)
     tiles = (num_tokens + sequences * (shape["TOKENS"] - 1)) // shape["TOKENS"]
     splits = max(1, min(_PROGRAMS // (tiles * key_heads), width * block_size // _KEYS_OF_SPLIT))
-    parts = result = _output(query, keys, values)
+    result: torch.Tensor = _output(query, keys, values)
+    parts = result
     sums = None
     if splits > 1:
-        parts = result.new_empty(num_tokens, heads, splits, values.shape[2], dtype=torch.float32)
+        parts = result.new_empty(num_tokens, heads, splits, value_dim, dtype=torch.float32)
         sums = parts.new_empty(parts.shape[:3])
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         _attend[tiles, key_heads, splits](

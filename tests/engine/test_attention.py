@@ -33,9 +33,10 @@ def context_of(
     store: KVCache, slots: list[int], prefills: list[Prefill], tables: Any, lengths: list[int]
 ) -> PagedContext:
     packed = np.zeros((3, len(slots)), np.int64)
+    packed[2] = slots
     packed[1, len(slots) - len(lengths) :] = np.array(lengths, np.int64) - 1
     context = PagedContext(packed, prefills, np.asarray(tables, np.int64))
-    context.move(store, torch.tensor(slots))
+    context.move(store, context.send(BLOCK, CPU))
     return context
 
 
