@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from benchmarks import mask_time, namespaces, random_outputs, report, serving, step_overhead, stragglers, vllm
+from benchmarks import gpu, mask_time, namespaces, random_outputs, report, serving, step_overhead, stragglers, vllm
 from benchmarks.answers import figures
 
 PAGE = report.ROOT / "docs" / "benchmarks.md"
@@ -99,6 +99,11 @@ SECTIONS = [
         "What do guided requests cost at the HTTP server? In ms.",
         columns={name: title for name, title in serving.COLUMNS.items() if name != "requests_per_second"},
     ),
+    Section(
+        "gpu",
+        "What does a decode step take on a GPU, with and without constraints? In ms.",
+        columns={"size": "size", **gpu.COLUMNS},
+    ),
     Section("answers", _ANSWERS, columns=figures.COLUMNS),
     Section("chaos", "What happens to requests while actors are killed and inputs are hostile?", _figures),
     Section(
@@ -118,7 +123,8 @@ def section(one: Section) -> str:
         return "\n".join([*lines, f"`python -m benchmarks.{one.name}`: not measured yet.\n"])
     document = json.loads(path.read_text())
     machine = document["machine"]
-    where = f"{machine['cpus']} CPUs, load average {machine['load_average'][0]} at the start"
+    where = f"{machine['device']}, " if "device" in machine else ""
+    where += f"{machine['cpus']} CPUs, load average {machine['load_average'][0]} at the start"
     lines.append(f"`{document['command']}`, {where}, {machine.get('date', '')} ({machine.get('commit', 'unknown')}).\n")
     lines += ["| " + " | ".join(one.columns.values()) + " |", "|" + "---|" * len(one.columns)]
     for row in one.rows(document["results"]):

@@ -126,11 +126,15 @@ class PagedContext:
 
     def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
+        self.copy(cache)
+        return self.forward(body, cache, self.send(cache.block_size, device))
+
+    def copy(self, cache: KVCache) -> None:
+        """Copy the blocks and states that the forward pass writes, where they are shared."""
         if self.copies:
             cache.copy_blocks(self.copies)
         if cache.states is not None:
             cache.states.copy(self.state_copies)
-        return self.forward(body, cache, self.send(cache.block_size, device))
 
     def send(self, block_size: int, device: torch.device) -> StepTensors:
         """Copy what the forward pass reads to the device."""
@@ -180,7 +184,7 @@ class PagedContext:
         self.cache, self.tensors = cache, tensors
         self._masks: dict[tuple[int, Span], torch.Tensor] = {}
         if cache.gathers:
-            lengths = self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1
+            lengths = np.asarray(self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1)
             tables = tensors.tables[len(self.prefills) :]
             self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
             """(tables, lengths) of decoding sequences of which the keys are gathered together."""

@@ -19,7 +19,6 @@ _NOT_SUPPORTED: dict[str, str] = {
     "logits_processors": "give them to LLM(logits_processors=...), and their arguments as extra_args",
     "beam_width": "give use_beam_search=True and best_of",
     "detokenize": "text is always there",
-    "enforce_eager": "there are no CUDA graphs: every step is eager",
     "gpu_memory_utilization": "give kv_cache_bytes",
     "swap_space": "preempted sequences are computed again",
     **dict.fromkeys(
@@ -43,7 +42,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "trust_remote_code": (False,),
-    "enforce_eager": (True, False),
     "detokenize": (True,),
     "enable_lora": (False,),
 }

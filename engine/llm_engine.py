@@ -59,7 +59,7 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.model = model
         self.max_model_len = model.context_length(config.max_model_len)
-        self.runner = ModelRunner(model, config.block_size)
+        self.runner = ModelRunner(model, config.block_size, config.enforce_eager)
         num_blocks, max_num_seqs = plan_cache(
             config, model.layers, model.layout, self.max_model_len, model.dtype, self._memory_for_cache
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from transformers import AutoTokenizer, GgufConfig
 
 from engine.attention import ATTENTION, UnsupportedModelError
@@ -65,8 +66,8 @@ class LoadedModel:
         return wanted or self.max_model_len
 
     def new_cache(self, num_blocks: int, block_size: int, max_seqs: int) -> KVCache:
-        """Allocate a KV cache, and the states of recurrent layers."""
-        states = None if self.layout is None else RecurrentStates(self.layout, max_seqs, self.device)
+        """Allocate a KV cache, and the states of recurrent layers, with one more for rows that pad a decode step."""
+        states = None if self.layout is None else RecurrentStates(self.layout, max_seqs + 1, self.device)
         return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device, states)
 
 
@@ -205,6 +206,8 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         with torch.inference_mode():
             probe.record()
             head = probe.find_head()
+            if model.device.type == "cuda" and not distributed.is_initialized():
+                probe.fuse(head)
     except (AttributeError, TypeError, RuntimeError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,10 +13,14 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig
 
 from engine.attention import ATTENTION, FlattenedRow, PagedContext, Prefill, UnsupportedModelError
+from engine.fusion import fuse
 from engine.kv_cache import KVCache, LayerShapes
 from engine.model_config import refusal
 from engine.model_head import Head, heads_of
 from engine.recurrent import RecurrentStates, StateLayout, StepStates, is_recurrent
+from guided.errors import bounded
+
+logger = logging.getLogger(__name__)
 
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
 """Minimum correlation of the probe's logits with transformers'."""
@@ -98,6 +103,34 @@ class Probe:
         self._model.set_attn_implementation("eager")
         generated = [self._generate(prompt) for prompt in self._prompts]
         self._model.set_attn_implementation(ATTENTION)
+        self._firsts = [int(output.sequences[0, -2]) for output in generated]
+        self._expected = torch.cat([output.logits[step] for step in range(2) for output in generated]).float()
+        hidden = self._compute()
+        for head in heads_of(self._model, hidden):
+            if self._agrees(head(hidden)):
+                return head
+        raise self._refusal("its logits with paged attention differ from transformers' own")
+
+    def fuse(self, head: Head) -> None:
+        """Give the model fused kernels, if its logits stay those of transformers' own generation."""
+        attributes = {part: dict(vars(part)) for part in self._body.modules()}
+        try:
+            fuse(self._body)
+            if self._agrees(head(self._compute())):
+                return
+            why = "the logits would differ"
+        except Exception as error:
+            why = bounded(repr(error))
+        for part, values in attributes.items():
+            vars(part).clear()
+            vars(part).update(values)
+        logger.warning("the model runs without fused kernels: %s", why)
+
+    def _agrees(self, logits: torch.Tensor) -> bool:
+        return _alike(logits.float(), self._expected, _SAME[self._weight.dtype])
+
+    def _compute(self) -> torch.Tensor:
+        """Compute the hidden states of which `find_head` compares the logits."""
         short, long = self._prompts
         begin, end, other = (long[:_CHUNK], 0, 1), (long[_CHUNK:], _CHUNK, 1), (short, 0, 0)
         steps: list[tuple[Span, ...]] = [(begin, other), (end,)]
@@ -107,15 +140,9 @@ class Probe:
             steps = [(other,), (begin,), (end,)] if resumes else [(other,), ((long, 0, 1),)]
         cache = self._new_cache()
         last = [self._prefill(cache, *spans)[-1:] for spans in steps]
-        firsts = [int(output.sequences[0, -2]) for output in generated]
-        tokens: list[Span] = [([firsts[row]], len(prompt), row) for row, prompt in enumerate(self._prompts)]
+        tokens: list[Span] = [([self._firsts[row]], len(prompt), row) for row, prompt in enumerate(self._prompts)]
         decodes = PagedContext(_packed(tokens), [], np.array([[0], [1]]), state_slots=[0, 1])
-        hidden = torch.cat([last[0], last[-1], decodes.run(self._body, cache, self._weight.device)])
-        expected = torch.cat([output.logits[step] for step in range(2) for output in generated]).float()
-        for head in heads_of(self._model, hidden):
-            if _alike(head(hidden).float(), expected, _SAME[self._weight.dtype]):
-                return head
-        raise self._refusal("its logits with paged attention differ from transformers' own")
+        return torch.cat([last[0], last[-1], decodes.run(self._body, cache, self._weight.device)])
 
     def _resumes(self, begin: Span, end: Span) -> bool:
         """Return whether a second chunk takes the states of the first. Mamba 1 takes those of its convolution only."""

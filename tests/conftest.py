@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from engine.model_loader import LoadedModel
 
-# On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones.
-settings.register_profile("local", deadline=None, max_examples=40)  # a busy machine is no failure
-settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
-settings.register_profile("fuzz", deadline=None, max_examples=5000)
+# On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones. A busy
+# machine and examples that are thrown away are no failures.
+QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+settings.register_profile("local", QUIET, max_examples=40)
+settings.register_profile("ci", QUIET, max_examples=40, derandomize=True)
+settings.register_profile("fuzz", QUIET, max_examples=5000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 # A process in the background of a shell ignores SIGINT, and its children inherit that. Tests send SIGINT to children.

@@ -237,6 +237,7 @@ OPTIONS = (
         Option("engine.max_model_len", "Context length in tokens. Default: the model's own."),
         Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
         Option("engine.enable_prefix_caching", "Reuse the KV cache of prompts that begin alike."),
+        Option("engine.enforce_eager", "Do without CUDA graphs: the start is faster, decoding slower."),
         Option("engine.logits_processors", "A custom logits processor (MODULE:CLASS). Can be repeated."),
         Option("engine.logits_processor_plugins", "Load the logits processors of installed packages."),
         Option("post_processor", "A post-processor (MODULE:CLASS) beside the standard one."),

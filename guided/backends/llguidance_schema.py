@@ -16,7 +16,8 @@ import json
 import re
 from decimal import Decimal
 from functools import lru_cache
-from math import prod
+from itertools import chain, combinations
+from math import comb, prod
 from typing import Any
 
 from guided import regex
@@ -37,6 +38,8 @@ _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
 Its `email` does not limit the length of a label, nor its `hostname` the length of the whole."""
 _CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
 """Characters that llguidance writes as `\\u0000` only."""
+_MAX_CHOICES = 40
+"""Maximum number of alternatives for counts of properties."""
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 
@@ -194,29 +197,34 @@ class LLGuidanceLowering(SchemaLowering):
     def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.
 
-        Otherwise, one more property than the required ones is an alternative for each that may be the first of them.
+        Otherwise there is an alternative for each choice of further properties.
         """
         required, named = lowered.get("required", []), lowered.get("properties", {})
         least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
-        least, most = (0 if least <= len(required) else least), None if most is None else int(most)
+        missing = max(0, least - len(required))
         optional = [name for name, value in named.items() if value is not False and name not in required]
-        if closed and most is not None and most >= len(required) + len(optional):
-            most = None
-        if not least and most is None:
+        room = len(optional) if most is None else int(most) - len(required)
+        if closed:
+            room = min(room, len(optional))
+        if not missing and (most is None or (closed and room == len(optional))):
             return lowered
-        if least > 1 + len(required):
+        if missing > 1 and not closed:
             raise self.refusal(schema, "minProperties", f" {least}: the same name would count twice")
-        bounds = counts("minProperties", least, "maxProperties", most)
+        bounds = counts("minProperties", least if missing else 0, "maxProperties", None if most is None else int(most))
         if not optional:
             return lowered | bounds
-        if most is not None or len(optional) > 40:  # maximum number of alternatives for `minProperties`
-            keyword = "minProperties" if most is None else "maxProperties"
+        is_exact = most is not None
+        sizes = range(missing if closed else 0, room + 1) if is_exact else [missing]
+        if sum(comb(len(optional), size) for size in sizes) > _MAX_CHOICES:
+            keyword = "maxProperties" if is_exact else "minProperties"
             raise self.refusal(schema, keyword, f" with {len(optional)} optional properties")
         options = []
-        for index, name in enumerate(optional):
-            properties = named | dict.fromkeys(optional[:index], False)
-            options.append({**lowered, "properties": properties, "required": [*required, name]})
-        if not closed:
+        for chosen in chain.from_iterable(combinations(optional, size) for size in sizes):
+            earlier = optional if is_exact else optional[: optional.index(chosen[-1])]
+            left_out = dict.fromkeys((name for name in earlier if name not in chosen), False)
+            limits = {} if closed or not is_exact else bounds
+            options.append({**lowered, "properties": named | left_out, "required": [*required, *chosen], **limits})
+        if not closed and not is_exact:
             options.append({**lowered, "properties": named | dict.fromkeys(optional, False), **bounds})
         return any_of(options)
 

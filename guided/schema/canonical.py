@@ -14,27 +14,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-import jsonschema_rs
 from jsonschema_rs import CanonicalSchema
 from jsonschema_rs.canonical import Satisfiability, UnsatisfiableReason, find_unsatisfiable
 from jsonschema_rs.canonical.json import to_string
 
-from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
+from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.schema import string_pattern
+from guided.schema.alternatives import KEYWORDS, Alternatives, canonicalize, without_frame
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import COMPOUND, MISSPELT, OTHERS, Schema, at, listed, shortened
+from guided.schema.keywords import COMPOUND, Schema, listed, shortened
 from guided.schema.origin import Origin
 from guided.schema.validation import PATTERNS, draft_of
 
-_KEYWORDS = {*MISSPELT, *OTHERS}
 _OPEN = ("additionalProperties", "propertyNames")
 _ROOT = "guided-root"
 """Name of the definition for the whole schema."""
+_FRACTIONS = {"type": "number", "not": {"multipleOf": 1}}
+"""What the library adds to other types for a value of another alternative of `oneOf`. No library enforces it."""
 _MAX_CHARACTERS = 300_000
 _MAX_GROWTH = 20
 """Maximum size of the form as JSON text: `_MAX_CHARACTERS` and `_MAX_GROWTH` times the schema's size."""
@@ -72,6 +74,10 @@ class CanonicalForm:
         self._draft = draft_of(document)
         self._graph = SchemaGraph(document)
         self._library = self._form(document)
+        self._alternatives = Alternatives(self._library, self._draft)
+        has_negation = any("not" in node.schema or "if" in node.schema for node in self._graph.nodes())
+        self._left_out: list[Any] = [False] if has_negation else [False, _FRACTIONS]
+        """What is no alternative of others."""
         self._origins: dict[int, tuple[Schema, Origin]] = {}
         """By `id` of a subschema; the reference to it prevents another use of the `id`."""
         self._names: dict[str, str] = {}
@@ -99,14 +105,14 @@ class CanonicalForm:
         named = text.replace('{"$ref":"#"}', f'{{"$ref":"#/$defs/{_ROOT}"}}')
         if named != text:  # parts of it stand alone too, so what refers to the whole of it needs a definition
             schema = json.loads(named)
-            schema["$defs"] = {**schema.get("$defs", {}), _ROOT: _without_frame(schema)}
+            schema["$defs"] = {**schema.get("$defs", {}), _ROOT: without_frame(schema)}
         return schema
 
     def _checked(self, document: dict[str, Any]) -> CanonicalSchema:
         """Return the library's form of the document, which has values."""
         root = self._graph.root.schema
         try:
-            form = _canonicalize(document, self._draft)
+            form = canonicalize(document, self._draft)
         except InvalidConstraint as error:
             error.pointer = shortened(self._bad_pattern())
             raise
@@ -123,7 +129,7 @@ class CanonicalForm:
         for node in self._graph.nodes():
             for place, pattern in node.patterns():
                 try:
-                    _canonicalize({"pattern": pattern}, self._draft)
+                    canonicalize({"pattern": pattern}, self._draft)
                 except InvalidConstraint:
                     return place
         return ""
@@ -149,17 +155,17 @@ class CanonicalForm:
         Args:
             is_part: another subschema describes the same value, so an object is not closed here.
         """
-        if isinstance(schema, bool) or schema.keys().isdisjoint(_KEYWORDS):
+        if isinstance(schema, bool) or schema.keys().isdisjoint(KEYWORDS):
             return schema is not False
         if schema.get("not") in ({}, True):
             return False
-        if any("$ref" in part for part in schema.get("allOf", ()) if isinstance(part, dict)):
+        if "allOf" in schema or "oneOf" in schema:
             return self._merged(schema, origin, is_part)
         return self._read_keywords(schema, origin, is_part)
 
     def _read_keywords(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         read: dict[str, Any] = {}
-        keywords = schema.keys() & _KEYWORDS
+        keywords = schema.keys() & KEYWORDS
         inner = self._open_objects is False and (is_part or len(keywords) > 1 or "allOf" in keywords)
         for keyword, value in schema.items():
             if keyword in keywords:
@@ -185,14 +191,11 @@ class CanonicalForm:
                 return {"$dynamicRef": value}  # the library does not read the subschema, and has it as it was sent
             case "$ref":
                 return {keyword: f"#/$defs/{self._definition(value, origin, is_part)}"}
-            case "oneOf" if (exclusive := self._exclusive(value)) is not None:
-                return self._keyword(schema, "anyOf", exclusive, origin, is_part)
             case "anyOf" | "oneOf":
                 parts = [self._read(part, origin.alternative(part), is_part=is_part) for part in value]
-                return {keyword: [part for part in parts if part is not False]}
+                return {keyword: [part for part in parts if part not in self._left_out]}
             case "allOf":
-                order = sorted(value, key=lambda part: (origin.place(part, self._source(part)), "required" in part))
-                return {keyword: [self._read(part, origin, is_part=is_part) for part in order]}
+                return {keyword: [self._read(part, origin, is_part=is_part) for part in value]}
             case "not" | "if" | "then" | "else":
                 return {keyword: self._read(value, origin)}
             case "properties":
@@ -214,46 +217,22 @@ class CanonicalForm:
         return {keyword: value}
 
     def _merged(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
-        """Return a recursive reference and what stands next to it as a definition, which the library can merge."""
+        """Return `oneOf`, or a recursive reference, and what stands next to it as a definition without `allOf`.
+
+        The library could not merge these.
+        """
         key = json.dumps([schema, is_part])
         name = self._names.get(key)
         if name is None and len(self._names) < 1_000:
-            body = _body(self._combined({**schema, "allOf": [self._unfolded(part) for part in schema["allOf"]]}))
-            if isinstance(body, bool) or "allOf" not in body:
-                name = self._names[key] = f"d{len(self._names)}"
-                self.definitions[name] = self._read(body, origin, is_part=is_part)
+            with suppress(InvalidConstraint):
+                parts = self._alternatives.of(schema)
+                if not any(isinstance(part, dict) and "allOf" in part for part in parts):
+                    body = parts[0] if len(parts) == 1 else {"anyOf": parts}
+                    name = self._names[key] = f"d{len(self._names)}"
+                    self.definitions[name] = self._read(body, origin, is_part=is_part)
         if name is None:
             return self._read_keywords(schema, origin, is_part)
         return self.definitions.get(name) is not False and {"$ref": f"#/$defs/{name}"}
-
-    def _exclusive(self, parts: list[Any]) -> list[Any] | None:
-        """Return each of `parts`, of the library's form, without the others' values; None where that is not exact."""
-        found = []
-        whole = [self._unfolded(part) for part in parts]
-        for index, part in enumerate(whole):
-            others = [
-                other
-                for other in (*whole[:index], *whole[index + 1 :])
-                if self._combined({"allOf": [part, other]}).satisfiability() != Satisfiability.NO
-            ]
-            if not others:
-                found.append(parts[index])
-                continue
-            found.append(_body(self._combined({"allOf": [part, {"not": {"anyOf": others}}]})))
-            if _has_negation(found[-1]):
-                return None
-        return found
-
-    def _unfolded(self, part: Any) -> Any:
-        """Return the target of a reference of the library: it merges no recursive references."""
-        if isinstance(part, bool) or "$ref" not in part:
-            return part
-        return at(self._library, unquote(part["$ref"].partition("#")[2]))
-
-    def _combined(self, schema: dict[str, Any]) -> CanonicalSchema:
-        """Return the library's form of a schema that is made of parts of its form."""
-        definitions = {name: self._library[name] for name in ("$defs", "definitions") if name in self._library}
-        return _canonicalize({**definitions, **schema}, self._draft)
 
     def _definition(self, reference: str, origin: Origin, is_part: bool) -> str:
         """Return the name of the definition for a reference of the library at `origin`."""
@@ -262,9 +241,7 @@ class CanonicalForm:
         if name is None:
             name = self._names[key] = f"d{len(self._names)}"
             source = self._source({"$ref": reference})
-            target = self._unfolded({"$ref": reference})
-            while isinstance(target, dict) and target.keys() == {"$ref"}:
-                target = self._unfolded(target)
+            target = self._alternatives.unfolded({"$ref": reference})
             self.definitions[name] = self._read(
                 target, Origin.of(self._graph, [source]) if source else origin, is_part=is_part
             )
@@ -283,33 +260,6 @@ class CanonicalForm:
         return self._graph.target(reference)
 
 
-def _canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
-    try:
-        return jsonschema_rs.canonicalize(
-            {**schema, "$schema": draft}, validate_formats=True, pattern_options=PATTERNS, offline=True
-        )
-    except ValueError as error:
-        raise InvalidConstraint(f"the schema can't be read: {bounded(error)}", param="json_schema") from None
-
-
-def _body(form: CanonicalSchema) -> Any:
-    """Return the library's form of a part, without definitions."""
-    return _without_frame(json.loads(to_string(form.to_json_schema())))
-
-
-def _without_frame(schema: Any) -> Any:
-    return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key in _KEYWORDS}
-
-
-def _has_negation(schema: Any) -> bool:
-    """Return whether `not` or `oneOf` is left somewhere in the library's form of a subschema."""
-    if isinstance(schema, list):
-        return any(map(_has_negation, schema))
-    if not isinstance(schema, dict):
-        return False
-    return not schema.keys().isdisjoint(("not", "oneOf")) or any(map(_has_negation, schema.values()))
-
-
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Write `propertyNames` that admits only the named properties and patterns as `additionalProperties: false`."""
     names, properties = schema.get("propertyNames", True), schema.get("properties", {})
@@ -318,23 +268,25 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     listed_names, listed_patterns = set[str](), set[str]()
     for part in names.get("anyOf", [names]):
-        if isinstance(part, dict) and part.keys() <= {"type", "pattern"} and part.get("pattern") in patterns:
+        if isinstance(part, dict) and part.keys() == {"type", "pattern"} and patterns:
             listed_patterns.add(part["pattern"])
         elif (values := listed(part)) is not None:
             listed_names |= {value for value in values if isinstance(value, str)}
         else:
             return schema
+    rest = schema.get("additionalProperties", True)
+    if rest is True:  # the library leaves out a pattern whose properties may have any value
+        patterns = dict.fromkeys(sorted(listed_patterns), True) | patterns
     if listed_patterns != patterns.keys():
         return schema
-    rest = schema.get("additionalProperties", True)
     if any(string_pattern.matches(pattern, name) for name in listed_names for pattern in patterns):
         return schema
     allowed = {name: value for name, value in properties.items() if name in listed_names}
     allowed |= {name: rest for name in sorted(listed_names) if name not in allowed}
     forbidden = {name: value for name, value in properties.items() if patterns and name not in allowed}
     closed = {keyword: value for keyword, value in schema.items() if keyword not in ("propertyNames", "properties")}
-    named = allowed | forbidden
-    return closed | ({"properties": named} if named else {}) | {"additionalProperties": False}
+    parts = {"properties": allowed | forbidden, "patternProperties": patterns}
+    return closed | {keyword: value for keyword, value in parts.items() if value} | {"additionalProperties": False}
 
 
 def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:

@@ -115,37 +115,24 @@ class Origin:
         wanted = _described(part)
         if not wanted or not self._groups:
             return self
-        best = [
-            max(group, key=lambda one: len(one[1] & wanted) - len(one[1] - wanted)) for group in self._groups.values()
-        ]
-        chosen = [node for node, _ in best]
-        kept = {*map(id, (*self.always, *_closure(chosen, always=False)))}
+        best = [max(group, key=lambda node: _likeness(node, wanted)) for group in self._groups.values()]
+        kept = {*map(id, (*self.always, *_closure(best, always=False)))}
         nodes = [node for node in self.nodes if id(node) in kept]
-        holding = [node for (_, keyword), (node, _) in zip(self._groups, best, strict=True) if keyword in _UNIONS]
+        holding = [node for (_, keyword), node in zip(self._groups, best, strict=True) if keyword in _UNIONS]
         for (_, keyword), group in self._groups.items():
-            holding += [node for node, described in group if keyword not in _UNIONS and described <= wanted]
+            holding += [node for node in group if keyword not in _UNIONS and _said(node, always=False) <= wanted]
         named = [*self.always, *_closure(holding, always=False)]
-        return Origin(self.graph, nodes, [*self.always, *_closure(chosen, always=True)], named)
+        return Origin(self.graph, nodes, [*self.always, *_closure(best, always=True)], named)
 
     @cached_property
-    def _groups(self) -> dict[tuple[int, str], list[tuple[Node, set[Any]]]]:
-        """The alternatives of each `anyOf` and `oneOf`, and each condition, with what it says of properties."""
-        groups: dict[tuple[int, str], list[tuple[Node, set[Any]]]] = {}
+    def _groups(self) -> dict[tuple[int, str], list[Node]]:
+        """The alternatives of each `anyOf` and `oneOf`, and each condition."""
+        groups: dict[tuple[int, str], list[Node]] = {}
         for node in self.nodes:
             for keyword, child in node.same:
                 if keyword not in _ALWAYS:
-                    described = set[Any]().union(*(_described(one.schema) for one in _closure([child], always=False)))
-                    groups.setdefault((id(node), keyword), []).append((child, described))
+                    groups.setdefault((id(node), keyword), []).append(child)
         return groups
-
-    def place(self, part: dict[str, Any], target: Node | None) -> int:
-        """Return the place of a part of `allOf` in canonical form, where `target` is what it refers to."""
-        branches = [part, *(branch for keyword in _UNIONS for branch in part.get(keyword, ()))]
-        names = {name for branch in branches for name in _object(branch, "properties")}
-        for place, node in enumerate(self.nodes):
-            if node is target or names & _object(node.schema, "properties").keys():
-                return place
-        return len(self.nodes)
 
 
 def _closure(starts: list[Node], *, always: bool) -> list[Node]:
@@ -176,11 +163,22 @@ def _closure(starts: list[Node], *, always: bool) -> list[Node]:
     return list(found.values())
 
 
+def _likeness(node: Node, wanted: set[Any]) -> int:
+    """Return how much of what is wanted a subschema says, less what it says of every value and is not wanted."""
+    return len(_said(node, always=False) & wanted) - len(_said(node, always=True) - wanted)
+
+
+def _said(node: Node, *, always: bool) -> set[Any]:
+    """Return what a subschema says of properties, with what it applies to the same value. `always`: see `_closure`."""
+    return set[Any]().union(*(_described(inner.schema) for inner in _closure([node], always=always)))
+
+
 def _described(schema: Any) -> set[Any]:
-    """Return the names of an object's properties, and the values that they may have if these are listed."""
+    """Return the names of an object's properties, their values if these are listed, and those that it requires."""
     properties = _object(schema, "properties")
     values = {(name, repr(value)) for name, part in properties.items() for value in listed(part) or ()}
-    return {*properties, *values}
+    required = schema.get("required", ()) if isinstance(schema, dict) else ()
+    return {*properties, *values, *((name,) for name in required)}
 
 
 def _listed_names(schema: dict[str, Any]) -> Iterator[str]:

@@ -81,11 +81,15 @@ def test_the_kv_cache_gets_what_the_largest_step_leaves(
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda_guided_outputs_are_those_of_the_cpu(tiny_model: LoadedModel, tiny_llama_dir: Path) -> None:
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_on_cuda_guided_outputs_are_those_of_the_cpu(
+    tiny_model: LoadedModel, tiny_llama_dir: Path, enforce_eager: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     prompts, params = zip(*requests().values(), strict=True)
-    config = EngineConfig(max_model_len=128)
+    config = EngineConfig(max_model_len=128, enforce_eager=enforce_eager)
     expected = LLM(tiny_model, config=copy.copy(config)).generate(list(prompts), list(params), use_tqdm=False)
     on_gpu = load_model(str(tiny_llama_dir), dtype="float32", device="cuda")
     found = LLM(on_gpu, config=config).generate(list(prompts), list(params), use_tqdm=False)
+    assert not [record for record in caplog.records if record.name == "engine.model_runner"]  # graphs are not off
     for one, same in zip(found, expected, strict=True):
         assert [each.text for each in one.outputs] == [each.text for each in same.outputs]

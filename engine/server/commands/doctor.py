@@ -58,11 +58,22 @@ _TRY_GPU = """
 import sys
 import numpy as np, torch
 from guided.kernel import apply_bitmask
+if torch.version.cuda is None:
+    sys.exit("no CUDA device: this torch is a build for CPUs")
 if not torch.cuda.is_available():
-    sys.exit("no CUDA device")
-logits = torch.zeros(2, 264, device=sys.argv[1])
+    sys.exit(f"no CUDA device: its driver is missing, hidden, or too old for torch's CUDA {torch.version.cuda}")
+device = torch.device(sys.argv[1])
+logits = torch.zeros(2, 264, device=device)
 apply_bitmask(logits, np.zeros((2, 9), np.int32), [0, 1])
 assert torch.isinf(logits).all()
+import engine.paged_kernel
+row = torch.ones(1, 2, 16, dtype=torch.bfloat16, device=device)
+keys = row.repeat(16, 1, 1)
+starts = torch.arange(2, device=device)
+places = torch.zeros(1, 1, dtype=torch.int64, device=device)
+out = engine.paged_kernel.attend(row, keys, keys, None, places[0], starts, places, 16, 1.0, None, 16, False)
+assert (out == 1).all()
+print(f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}: the kernels of attention and masks run")
 """
 
 
@@ -114,10 +125,13 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
     yield _tried("model", "its architecture can be served", "", _TRY_MODEL, options.model_path, revision, length)
     device = options.load.device
     if device != "cpu":
-        advice = "torch may be a CPU build, a container needs --gpus all, and Triton a C compiler"
-        finding = _tried("GPU", "the mask kernel runs", advice, _TRY_GPU, "cuda" if device == "auto" else device)
-        no_gpu = device == "auto" and finding.text.startswith("no CUDA device")
-        yield Finding("ok", "GPU", "no CUDA device; the CPU is used") if no_gpu else finding
+        advice = "a container needs --gpus all, and Triton a C compiler (docs/install.md)"
+        finding = _tried("GPU", "", advice, _TRY_GPU, "cuda" if device == "auto" else device)
+        if device == "auto" and finding.text.startswith("no CUDA device"):
+            finding = Finding("ok", "GPU", f"{finding.text.removesuffix(f': {advice}')}; the CPU is used")
+        elif finding.level == "ok" and find_spec("liger_kernel") is None:
+            yield Finding("warning", "fused kernels", "not installed, so decoding is slower: pip install '.[gpu]'")
+        yield finding
 
 
 def _listening(options: ServeOptions) -> Finding:
@@ -130,7 +144,12 @@ def _listening(options: ServeOptions) -> Finding:
 
 
 def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> Finding:
-    """Run code in a separate process, because a broken library may crash. `advice`: what to do if the code fails."""
+    """Run code in a separate process, because a broken library may crash.
+
+    Args:
+        good: text of the finding if the code succeeds. Empty: the output of the code.
+        advice: what to do if the code fails.
+    """
     command = [sys.executable, "-c", code, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -138,7 +157,7 @@ def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> 
         problem = f"no answer within {_SECONDS:g} s"
     else:
         if done.returncode == 0:
-            return Finding("ok", subject, good)
+            return Finding("ok", subject, good or done.stdout.strip())
         last_line = done.stderr.strip().rpartition("\n")[2]
         if "No module named" in last_line:
             advice = install_advice(last_line)

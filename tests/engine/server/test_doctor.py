@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import LoadOptions
 from engine.server.commands import doctor
-from engine.server.commands.doctor import examine
+from engine.server.commands.doctor import Finding, examine
 from engine.server.options import ServeOptions
 
 CPU = LoadOptions(device="cpu")
@@ -69,3 +69,19 @@ def test_a_model_that_cannot_be_served_is_named_with_what_can(monkeypatch: pytes
     assert (
         error.text == f"BloomForCausalLM can't be served: {reason}. vLLM may serve it, with guided inside: docs/vllm.md"
     )
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_gpu_and_its_fused_kernels(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+    def tried(subject: str, good: str, advice: str, *others: str) -> Finding:
+        if subject != "GPU" or has_gpu:
+            return Finding("ok", subject, good or "runs")
+        return Finding("error", subject, f"no CUDA device: this torch is a build for CPUs: {advice}")
+
+    monkeypatch.setattr(doctor, "BACKENDS", {})
+    monkeypatch.setattr(doctor, "_tried", tried)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "liger_kernel" else object())
+    findings = {finding.subject: finding for finding in examine(ServeOptions(pool="inline", port=0))}
+    assert ("fused kernels" in findings) == has_gpu
+    text = "runs" if has_gpu else "no CUDA device: this torch is a build for CPUs; the CPU is used"
+    assert findings["GPU"] == Finding("ok", "GPU", text)

@@ -1,0 +1,119 @@
+"""CUDA graphs of decode steps: the kernels of a step are recorded once per number of rows, and launched together.
+
+A graph has the addresses of what it reads and writes. So its inputs and outputs stay where they are, and so do the
+model and the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+Outputs = tuple[torch.Tensor, ...]
+"""Hidden states `[rows, hidden]` and logits `[rows, vocab]`, in the model's dtype."""
+
+
+class GraphCalls:
+    """What decode graphs need of CUDA. All graphs share one memory pool, because only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def capture(self, run: Callable[[], None]) -> Any:
+        """Run `run` eagerly, so that Triton compiles and cuBLAS allocates, and record its kernels: the graph."""
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads call CUDA meanwhile.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                run()
+        return graph
+
+    def replay(self, graph: Any) -> None:
+        """Launch the kernels of a graph on the current stream."""
+        graph.replay()
+
+    def record(self) -> Any:
+        """Return an event of the current stream."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+
+def graph_calls(device: torch.device) -> GraphCalls | None:
+    """Return the calls for a device, or None if it has no graphs."""
+    return GraphCalls(device) if device.type == "cuda" else None
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the numbers of rows that have a graph, the largest first."""
+    sizes = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
+    return sorted((size for size in sizes if size <= max_num_seqs), reverse=True)
+
+
+class DecodeGraphs:
+    """A graph per number of rows. A step with fewer rows is padded.
+
+    Args:
+        forward: runs the model on inputs, int64 `[height, rows]` on the device, without waiting for the device.
+        padding: the inputs of a row that pads a step, int64 `[height]`.
+        sizes: the numbers of rows, the largest first.
+
+    Raises:
+        Exception: what the model's code raises where it waits for the device.
+    """
+
+    def __init__(
+        self,
+        calls: GraphCalls,
+        forward: Callable[[torch.Tensor], Outputs],
+        padding: torch.Tensor,
+        sizes: list[int],
+        device: torch.device,
+    ) -> None:
+        self._calls, self._forward, self._padding = calls, forward, padding[:, None]
+        self._inputs = torch.empty(len(padding) * sizes[0], dtype=torch.int64, device=device)
+        pinned = partial(torch.empty, len(self._inputs), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._staging = deque((pinned(), calls.record()) for _ in range(2))
+        """What is copied to `_inputs`, in turn, and an event after the last copy: a step is written while that of the
+        step before it may still be copied."""
+        self._outputs: Outputs = ()
+        """Shared by all sizes: logits of each would take gigabytes."""
+        self._graphs: dict[int, Any] = {}
+        for size in tqdm(sizes, desc="capturing CUDA graphs", disable=len(sizes) == 1 or None):
+            inputs = self._inputs[: len(padding) * size].view(-1, size)
+            inputs.copy_(self._padding)
+            self._outputs = self._outputs or forward(inputs)
+            self._graphs[size] = calls.capture(partial(self._record, inputs))
+
+    def _record(self, inputs: torch.Tensor) -> None:
+        for kept, output in zip(self._outputs, self._forward(inputs), strict=True):
+            kept[: len(output)].copy_(output)
+
+    def run(self, columns: NDArray[np.int64]) -> Outputs:
+        """Run a decode step. Its outputs are overwritten by the next one.
+
+        Args:
+            columns: the first inputs, int64 `[up to height, rows]`. What follows them is left from earlier steps.
+        """
+        height, rows = columns.shape
+        size = min(size for size in self._graphs if size >= rows)
+        buffer, copied = self._staging.popleft()
+        copied.synchronize()
+        staged = buffer[: height * size].view(height, size)
+        staged[:, :rows] = torch.from_numpy(columns)
+        staged[:, rows:] = self._padding[:height]
+        self._inputs[: height * size].view(height, size).copy_(staged, non_blocking=True)
+        self._staging.append((buffer, self._calls.record()))
+        self._calls.replay(self._graphs[size])
+        return tuple(output[:rows] for output in self._outputs)

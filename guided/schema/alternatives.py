@@ -1,0 +1,161 @@
+"""Alternatives of a schema in the library's form: `oneOf` is replaced where the library could not replace it.
+
+The library replaces `oneOf` by alternatives, each without the values of the others, unless they are recursive or
+`not` would be left. Here, each alternative is merged with what stands beside `oneOf`, and objects are told apart by
+the properties that they name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+import jsonschema_rs
+from jsonschema_rs import CanonicalSchema
+from jsonschema_rs.canonical import Satisfiability
+from jsonschema_rs.canonical.json import to_string
+
+from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.schema.graph import children
+from guided.schema.keywords import MISSPELT, OTHERS, at, listed
+from guided.schema.validation import PATTERNS, Validator
+
+KEYWORDS = {*MISSPELT, *OTHERS}
+_CLOSING = ("propertyNames", "additionalProperties")
+_PLAIN = {"type", "properties", "required", "minProperties", "maxProperties", *_CLOSING}
+_MAX_FORMS = 1_000
+"""Maximum number of forms of parts that are computed for one document."""
+
+
+class Alternatives:
+    """The library's form of a document, of which parts are combined.
+
+    Args:
+        library: the form as an object or a boolean.
+        draft: identifier of its draft.
+    """
+
+    def __init__(self, library: Any, draft: str) -> None:
+        self._library = library
+        self._draft = draft
+        self._definitions = {name: library[name] for name in ("$defs", "definitions") if name in library}
+        self._forms: dict[frozenset[str], Any] = {}
+        """What `merged` returned."""
+
+    def unfolded(self, part: Any) -> Any:
+        """Return the target of a reference of the library: it merges no recursive references."""
+        while isinstance(part, dict) and part.keys() == {"$ref"} and part["$ref"].startswith("#/"):
+            part = at(self._library, unquote(part["$ref"][1:]))
+        return part
+
+    def merged(self, parts: list[Any]) -> Any:
+        """Return the library's form of the values that satisfy all of `parts`; False if it finds none."""
+        key = frozenset(map(json.dumps, parts))
+        if key not in self._forms:
+            if len(self._forms) == _MAX_FORMS:
+                raise UnsupportedConstraint("the schema has too many alternatives")
+            whole = {**self._definitions, "allOf": [self.unfolded(part) for part in parts]}
+            form = canonicalize(whole, self._draft)
+            is_empty = form.satisfiability() == Satisfiability.NO
+            schema = False if is_empty else json.loads(to_string(form.to_json_schema()))
+            self._forms[key] = {} if schema is True else without_frame(self._filtered(schema))
+        return self._forms[key]
+
+    def _filtered(self, schema: Any) -> Any:
+        """Return those of the listed values that satisfy `allOf`, where one of its parts lists values."""
+        parts = schema.get("allOf", ()) if isinstance(schema, dict) else ()
+        for values in filter(None, map(listed, parts)):
+            validator = Validator({**schema, "$schema": self._draft})
+            kept = [value for value in values if validator.violation(value) is None]
+            return {"enum": kept} if kept else False
+        return schema
+
+    def of(self, schema: Any, context: Any = True) -> list[Any]:
+        """Return schemas without `oneOf` that have together the values of `schema` and `context`.
+
+        Raises:
+            UnsupportedConstraint: not possible.
+        """
+        schema = without_frame(self.unfolded(schema))
+        if schema is True:
+            schema = {}
+        match schema:
+            case {"anyOf": parts} if len(schema) == 1:
+                return [found for part in parts for found in self.of(part, context)]
+            case {"oneOf": parts} if len(schema) == 1:
+                return list(self._exclusive(parts, context))
+            case {"allOf": parts} if len(schema) == 1:
+                whole = self.merged([*parts, context])
+                if isinstance(whole, bool) or "allOf" not in whole:
+                    return [] if whole is False else [whole]
+                contexts = [context]
+                for part in parts:
+                    contexts = [found for inner in contexts for found in self.of(part, inner)]
+                return contexts
+        whole = schema if context is True else self.merged([schema, context])
+        return [] if whole is False else [whole]
+
+    def _exclusive(self, parts: list[Any], context: Any) -> Iterator[Any]:
+        """Yield alternatives for the values of `context` that satisfy exactly one of `parts`."""
+        groups = [self.of(part, context) for part in parts]
+        for index, group in enumerate(groups):
+            others = [other for place, rest in enumerate(groups) if place != index for other in rest]
+            kept = [found for own in group if (found := self._without(own, others)) is not False]
+            yield from [parts[index]] if context is True and kept == group else kept
+
+    def _without(self, own: Any, others: list[Any]) -> Any:
+        """Return `own` without the values of `others`; False if there is none."""
+        others = [other for other in others if self.merged([own, other]) is not False]
+        if not others:
+            return own
+        found = self.merged([own, *(self._excluding(own, other) for other in others)])
+        is_lost = found is False and own.get("type") == "object"
+        if is_lost or (_is_negated(found) and not _is_negated(own)):
+            raise UnsupportedConstraint("the alternatives of 'oneOf' can't be told apart")
+        return found
+
+    def _excluding(self, own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        """Return a schema that excludes the values of `other` from `own`.
+
+        It may exclude more: values with properties that `other` names, and `own` does not.
+        """
+        properties, named = own.get("properties", {}), other.get("properties", {})
+        names = {*properties, *own.get("required", ())}
+        allowed = listed(other.get("propertyNames", {"enum": []}))
+        if not names or allowed is None or not other.keys() <= _PLAIN:
+            return {"not": other}
+        rest = other.get("additionalProperties", True)
+        if "propertyNames" in other:
+            named = dict.fromkeys(allowed, rest) | named
+            rest = False
+        parts = {name: named.get(name, rest) for name in sorted(names)}
+        differing = {name: self.unfolded(part) for name, part in parts.items() if part != properties.get(name, True)}
+        if rest is not True and own.keys().isdisjoint(_CLOSING) and False not in differing.values():
+            raise UnsupportedConstraint("the alternatives of 'oneOf' differ in properties without a name")
+        kept = {keyword: value for keyword, value in other.items() if keyword not in _CLOSING}
+        return {"not": {**kept, "properties": differing}}
+
+
+def canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
+    """Return the library's form of a schema. Raises InvalidConstraint if the library does not take it."""
+    try:
+        return jsonschema_rs.canonicalize(
+            {**schema, "$schema": draft}, validate_formats=True, pattern_options=PATTERNS, offline=True
+        )
+    except ValueError as error:
+        raise InvalidConstraint(f"the schema can't be read: {bounded(error)}", param="json_schema") from None
+
+
+def without_frame(schema: Any) -> Any:
+    """Return a schema without its identifier and definitions."""
+    return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key in KEYWORDS}
+
+
+def _is_negated(schema: Any) -> bool:
+    """Return whether what no library enforces is left in a form: `not` of anything but a pattern, or `contains`."""
+    if not isinstance(schema, dict):
+        return False
+    is_negated = "contains" in schema or ("not" in schema and "pattern" not in schema["not"])
+    return is_negated or any(_is_negated(child) for _, child, _ in children(schema))
