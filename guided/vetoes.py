@@ -7,6 +7,7 @@ possible, once; where no token is left, to the last place before. No token is ta
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -24,14 +25,14 @@ from guided.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from guided.backends.checked import CheckedMatcher
 
-MAX_VETOES, MAX_OF_VALUE = 64, 16
-"""Vetoes of one output, and within one of its values. With half or twice as many, hardly another answer ends valid."""
+MAX_VETOES = 64
+"""Vetoes of one output. With half or twice as many, hardly another answer ends valid."""
 _PATIENCE = 4
-"""After so many vetoes within a value, the output goes back within the value to where another text is possible."""
+"""After so many vetoes of one value, the output goes back to where the value may be written in another way."""
 MAX_HELD = 64
 """Maximum number of tokens that are held back because they may be taken back."""
-_GROWING = ("minItems", "minProperties", "minContains", "required")
-"""Keywords that more members of an object or array satisfy."""
+_FIRST = re.compile(rb'\s*"?.', re.DOTALL)
+"""Matches the beginning of a token up to its first character that is neither a blank nor a quotation mark."""
 
 
 class VetoedSlot(SlotState):
@@ -49,13 +50,10 @@ class VetoedSlot(SlotState):
         """By number of tokens: masks of the tokens that must not follow."""
         self._nothing = np.zeros_like(vocabulary.text_mask)
         self._counts: Counter[int] = Counter()
-        """Vetoes within a value, by the token in which it began."""
+        """Vetoes of values, by the token in which they, or their newest members, began."""
         self._total = 0
         self._last: Violation | None = None
         """The newest veto."""
-        self._way_back: Sequence[int] = ()
-        """Numbers of tokens after which to look for another text, because there were several vetoes in a value."""
-        self.rules = [*self.grammar.rules, self]
         self._look_for_content()
 
     def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
@@ -66,7 +64,8 @@ class VetoedSlot(SlotState):
 
     def report(self) -> VetoReport:
         """Return what the engine has to know, once a mask is written."""
-        length, held_from = len(self.tokens), None if self._follower is None else self._follower.held_from
+        length = len(self.tokens)
+        held_from = None if self._follower is None else self._follower.open[-1].held_from
         self._final = max(self._final, length if held_from is None else held_from, length - MAX_HELD)
         return VetoReport(length, self._final, "" if self._last is None else self._last.error.keyword)
 
@@ -78,15 +77,18 @@ class VetoedSlot(SlotState):
         for token in tokens:
             violation = self._add(token)
             if violation is not None:
-                self._last = violation
-                self._forbid(self._vocabulary.beginning_with(violation.beginnings))
+                self._last, start = violation, violation.token
                 self._forbid(pack([token], self._vocabulary.padded_vocab_size))
-                self._count(violation.token, violation.error.keyword not in _GROWING)
-                if violation.error.keyword in ("maxProperties", "type"):  # whatever follows the beginning
-                    self._way_back = range(violation.token, self._final - 1, -1)
-                if self._way_back or self._total > MAX_VETOES:
+                self._forbid(self._vocabulary.beginning_with(violation.beginnings))
+                self._total += 1
+                self._counts[start] += 1
+                goes_back = self._counts[start] % _PATIENCE == 0 and self._final <= start < len(self.tokens)
+                if goes_back or self._total > MAX_VETOES:
                     raise violation.error
                 break
+        characters = self._follower.characters() if self._follower is not None and self._last is not None else []
+        if characters:  # a string under a pattern goes on by single characters
+            self._forbid(self._vocabulary.text_mask & ~self._vocabulary.spelled_like(characters))
 
     def _add(self, token: int) -> Violation | None:
         """Accept a token, or return why it must not follow."""
@@ -102,9 +104,8 @@ class VetoedSlot(SlotState):
 
     def roll_back(self, length: int) -> None:
         super().roll_back(length)
-        for numbers in (self._forbidden, self._counts):
-            for number in [number for number in numbers if number > length]:
-                del numbers[number]
+        for number in [number for number in self._forbidden if number > length]:
+            del self._forbidden[number]
         self._look_for_content()
 
     def _look_for_content(self) -> None:
@@ -122,35 +123,27 @@ class VetoedSlot(SlotState):
 
     def _forbid(self, tokens: NDArray[np.int32]) -> None:
         """Forbid a mask of tokens after the output."""
+        if not self._forbidden:
+            self.rules = [*self.grammar.rules, self]
         length = len(self.tokens)
         self._forbidden[length] = self._forbidden.get(length, self._nothing) | tokens
 
-    def _count(self, token: int, may_restart: bool = True) -> None:
-        """Count a veto in the value that began in a token."""
-        self._total += 1
-        self._counts[token] += 1
-        if self._counts[token] > MAX_OF_VALUE:
-            self._total = MAX_VETOES + 1
-        if may_restart and self._counts[token] == _PATIENCE and token >= self._final:
-            self._way_back = [*range(token, len(self.tokens) + 1), *range(token - 1, self._final - 1, -1)]
-
     def retries(self) -> Iterator[None]:
-        """Go back to where another text is possible, with the tokens forbidden that would go on as before."""
+        """Go back to where the output may go on in another way, and forbid the tokens that go on as it did."""
         if not isinstance(self.error, ConstraintNotMet | DeadEnd):
             return
-        self.error = self.error if self._last is None else self._last.error
-        tokens, vetoed, vocabulary = list(self.tokens), dict(self._forbidden), self._vocabulary
-        way, self._way_back = self._way_back, ()
-        if not way:  # no token is left
-            self._count(len(tokens) if self._follower is None else self._follower.token)
-            way = range(len(tokens) - 1, self._final - 1, -1)
-        for length in way if self._total <= MAX_VETOES else ():
-            if length < len(self.tokens):
-                self.roll_back(length)
-            if any(self._add(token) for token in tokens[len(self.tokens) : length]):
-                return
-            self._forbid(vetoed.get(length, self._nothing))
-            text = vocabulary.spelled(tokens[length:])
-            if text:  # another first character, which is no blank
-                self._forbid(vocabulary.beginning_with([text[:1], text.lstrip()[:1] or text[:1], *BLANKS]))
+        tokens, self._total = list(self.tokens), self._total + 1
+        start = len(tokens) - 1
+        if self._last is not None:
+            self.error = self._last.error
+            token = self._last.token
+            if self._final <= token < start:
+                start = token + 2 - max(1, self._counts[token] // _PATIENCE)
+        for length in range(start, self._final - 1, -1) if self._total <= MAX_VETOES else ():
+            self.roll_back(length)
+            text = self._vocabulary.spelled(tokens[length : length + 1])
+            if not text.strip():
+                text = self._vocabulary.spelled(tokens[length:]).lstrip()
+            first = _FIRST.match(text)
+            self._forbid(self._vocabulary.beginning_with([*BLANKS, first[0]] if first else BLANKS))
             yield
