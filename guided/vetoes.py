@@ -1,13 +1,13 @@
 """Vetoes: a sampled token that violates a keyword that is only checked is taken back, and forbidden at its place.
 
 The token that was sampled is checked, not each one that could be. After a veto, the mask of the place before lacks the
-token. After several within one value, the output goes back to the first place in the value at which another text is
-possible, once; where no token is left, to the last place before. No token is taken back that may have been sent.
+token. After several of one value, and where no token is left, the output goes back: to the beginning of the value or of
+its newest member, or the last place before at which another text is possible. No token is taken back that may have been
+sent.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -31,8 +31,6 @@ _PATIENCE = 4
 """After so many vetoes of one value, the output goes back to where the value may be written in another way."""
 MAX_HELD = 64
 """Maximum number of tokens that are held back because they may be taken back."""
-_FIRST = re.compile(rb'\s*"?.', re.DOTALL)
-"""Matches the beginning of a token up to its first character that is neither a blank nor a quotation mark."""
 
 
 class VetoedSlot(SlotState):
@@ -75,32 +73,30 @@ class VetoedSlot(SlotState):
         Raises `ConstraintNotMet` where the output has to go back further, or there were too many vetoes.
         """
         for token in tokens:
-            violation = self._add(token)
+            violation = None
+            if self._follower is not None:
+                violation = self._follower.read(self._vocabulary.token_bytes[token], len(self.tokens))
             if violation is not None:
-                self._last, start = violation, violation.token
-                self._forbid(pack([token], self._vocabulary.padded_vocab_size))
-                self._forbid(self._vocabulary.beginning_with(violation.beginnings))
-                self._total += 1
-                self._counts[start] += 1
-                goes_back = self._counts[start] % _PATIENCE == 0 and self._final <= start < len(self.tokens)
-                if goes_back or self._total > MAX_VETOES:
-                    raise violation.error
+                self._veto(token, violation)
                 break
-        characters = self._follower.characters() if self._follower is not None and self._last is not None else []
-        if characters:  # a string under a pattern goes on by single characters
-            self._forbid(self._vocabulary.text_mask & ~self._vocabulary.spelled_like(characters))
-
-    def _add(self, token: int) -> Violation | None:
-        """Accept a token, or return why it must not follow."""
-        if self._follower is not None:
-            violation = self._follower.read(self._vocabulary.token_bytes[token], len(self.tokens))
-            if violation is not None:
+            super().accept([token])
+            if self._follower is None or self._follower.is_over:
                 self._look_for_content()
-                return violation
-        super().accept([token])
-        if self._follower is None or self._follower.is_over:
-            self._look_for_content()
-        return None
+        if self._last is not None and self._follower is not None:
+            characters = self._follower.characters()
+            if characters:  # a string under a pattern goes on by single characters
+                self._forbid(self._vocabulary.text_mask & ~self._vocabulary.spelled_like(characters))
+
+    def _veto(self, token: int, violation: Violation) -> None:
+        self._last, start = violation, violation.token
+        self._look_for_content()
+        self._forbid(pack([token], self._vocabulary.padded_vocab_size))
+        self._forbid(self._vocabulary.beginning_with(violation.beginnings))
+        self._total += 1
+        self._counts[start] += 1
+        goes_back = self._counts[start] % _PATIENCE == 0 and self._final <= start < len(self.tokens)
+        if goes_back or self._total > MAX_VETOES:
+            raise violation.error
 
     def roll_back(self, length: int) -> None:
         super().roll_back(length)
@@ -130,20 +126,18 @@ class VetoedSlot(SlotState):
 
     def retries(self) -> Iterator[None]:
         """Go back to where the output may go on in another way, and forbid the tokens that go on as it did."""
-        if not isinstance(self.error, ConstraintNotMet | DeadEnd):
+        self._total += 1
+        if self._total > MAX_VETOES or not isinstance(self.error, ConstraintNotMet | DeadEnd):
             return
-        tokens, self._total = list(self.tokens), self._total + 1
+        tokens = list(self.tokens)
         start = len(tokens) - 1
         if self._last is not None:
             self.error = self._last.error
-            token = self._last.token
-            if self._final <= token < start:
-                start = token + 2 - max(1, self._counts[token] // _PATIENCE)
-        for length in range(start, self._final - 1, -1) if self._total <= MAX_VETOES else ():
+            if self._final <= self._last.token < start:
+                start = self._last.token + 2 - max(1, self._counts[self._last.token] // _PATIENCE)
+        for length in range(start, self._final - 1, -1):
             self.roll_back(length)
-            text = self._vocabulary.spelled(tokens[length : length + 1])
-            if not text.strip():
-                text = self._vocabulary.spelled(tokens[length:]).lstrip()
-            first = _FIRST.match(text)
-            self._forbid(self._vocabulary.beginning_with([*BLANKS, first[0]] if first else BLANKS))
+            text = self._vocabulary.spelled(tokens[length:])
+            if text:
+                self._forbid(self._vocabulary.beginning_with([text[:1], text.lstrip()[:1] or text[:1], *BLANKS]))
             yield

@@ -86,9 +86,8 @@ class Beginnings:
 
     @cached_property
     def _checked(self) -> set[Node]:
-        places = {node.pointer(): node for node in self._graph.nodes()}
-        places |= {node.pointer(keyword): node for node in self._graph.nodes() for keyword in node.schema}
-        return {places.get(place, self._graph.root) for place in self._places}
+        above = {place.rpartition("/")[0] for place in self._places}.union(self._places)
+        return {node for node in self._graph.nodes() if node.pointer() in above} or {self._graph.root}
 
     def _below(self, part: Part, key: str | int) -> Part:
         """Return what applies to a member of an object, or to an item, where any index will do."""
