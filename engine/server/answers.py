@@ -95,7 +95,7 @@ class Answer(ABC):
             known["completed_early"] = any(each.completed_early for each in outputs)
         if sizes := [each.effective_samples for each in requests if each.effective_samples is not None]:
             known["effective_samples"] = min(sizes)
-        if vetoes := Counter[str](keyword for each in outputs for keyword in Counter(each.vetoes).elements()):
+        if vetoes := sum((Counter(each.vetoes) for each in outputs), Counter[str]()):
             known["vetoes"] = vetoes
         details = [each.mask_details for each in outputs if each.mask_details is not None]
         if details and self.guided.backend is not None:

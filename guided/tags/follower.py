@@ -22,7 +22,7 @@ BLANKS = [b" ", b"\n", b"\r", b"\t"]
 _AFTER_SCALAR = [*BLANKS, b",", b"]", b"}"]
 _NO_COMMA = [*BLANKS, *(bytes([byte]) for byte in b"0123456789.eE")]
 """What may follow a value in an object or array, other than a comma and the end."""
-_TRIED = [chr(code) for code in range(0x20, 0x7F) if chr(code) not in '"\\']
+_TRIED = set(range(0x20, 0x7F)).difference(b'"\\')
 _KEY = Part()
 
 
@@ -66,6 +66,8 @@ class Follower:
         """The text of the string, key, number or literal that is open."""
         self._is_free = False
         """It is the text of a key, or of a string without a pattern that is checked."""
+        self._has_pattern = False
+        """It is the text of a string with a pattern that is checked."""
         self.validates = False
         """Whether `read` looks for violations. If not, it follows an output that has been accepted."""
 
@@ -103,15 +105,12 @@ class Follower:
         return None
 
     def characters(self) -> list[bytes]:
-        """Return the characters in ASCII that may follow in the open string, with its end. Empty: it is no such string,
-        or has no pattern."""
-        if not self._rest.startswith(b'"') or not self.open[-1].part.patterns or self._is_free:
+        """Return the characters in ASCII that may follow in the open string, with its end. Empty: it has no pattern."""
+        if not self._has_pattern:
             return []
         text = _text(self._rest)
-        found = [character for character in _TRIED if self._violation("string", text + character, []) is None]
-        if self._violation("value", text, []) is None:
-            found.append('"')
-        return [character.encode() for character in found]
+        found = [bytes([code]) for code in _TRIED if self._violation("string", text + chr(code), []) is None]
+        return found if self._violation("value", text, []) else [*found, b'"']
 
     def _begin(self, token: int, first: bytes, before: bytes) -> Violation | None:
         """Open a key, or a value with this first character, after the text `before` in its token."""
@@ -137,15 +136,15 @@ class Follower:
     def _go_on(self, written: bytes) -> Violation | None:
         """Read more of something that is open. A string may not match its pattern any more."""
         value = self.open[-1]
-        self._is_free = self._rest.startswith(b'"') and (value.held_from is None or not value.part.patterns)
-        if self._is_free or not self._rest.startswith(b'"'):
-            return None
-        return self._violation("string", _text(self._rest), [written])
+        is_string = self._rest.startswith(b'"')
+        self._has_pattern = is_string and value.held_from is not None and bool(value.part.patterns)
+        self._is_free = is_string and not self._has_pattern
+        return self._violation("string", _text(self._rest), [written]) if self._has_pattern else None
 
     def _end(self, content: Any, bad: list[bytes]) -> Violation | None:
         """End a key or a value."""
         around = self.open[-2]
-        self._is_free = False
+        self._is_free = self._has_pattern = False
         if around.key is None:
             around.key = content
             violation = self._violation("key", None, bad)
