@@ -46,10 +46,8 @@ class VetoedSlot(SlotState):
         """Of the content that is being written."""
         self._forbidden: dict[int, NDArray[np.int32]] = {}
         """By number of tokens: masks of the tokens that must not follow."""
-        self._nothing = np.zeros_like(vocabulary.text_mask)
         self._counts: Counter[int] = Counter()
-        """Vetoes of values, by the token in which they, or their newest members, began."""
-        self._total = 0
+        """Vetoes of values, by the token in which they, or their newest members, began. -1: times that it went back."""
         self._last: Violation | None = None
         """The newest veto."""
         self._look_for_content()
@@ -92,10 +90,9 @@ class VetoedSlot(SlotState):
         self._look_for_content()
         self._forbid(pack([token], self._vocabulary.padded_vocab_size))
         self._forbid(self._vocabulary.beginning_with(violation.beginnings))
-        self._total += 1
         self._counts[start] += 1
         goes_back = self._counts[start] % _PATIENCE == 0 and self._final <= start < len(self.tokens)
-        if goes_back or self._total > MAX_VETOES:
+        if goes_back or self._counts.total() > MAX_VETOES:
             raise violation.error
 
     def roll_back(self, length: int) -> None:
@@ -110,11 +107,11 @@ class VetoedSlot(SlotState):
         begun = self.matcher.open_content()
         if begun is not None:
             schema, begin = begun
-            self._follower, end = Follower(schema), 0
+            self._follower = Follower(schema)
             for number, token in enumerate(self.tokens):
                 text = self._vocabulary.spelled([token])
-                self._follower.read(text[max(0, begin - end) :], number)
-                end += len(text)
+                self._follower.read(text[max(0, begin) :], number)
+                begin -= len(text)
             self._follower.validates = True
 
     def _forbid(self, tokens: NDArray[np.int32]) -> None:
@@ -122,12 +119,12 @@ class VetoedSlot(SlotState):
         if not self._forbidden:
             self.rules = [*self.grammar.rules, self]
         length = len(self.tokens)
-        self._forbidden[length] = self._forbidden.get(length, self._nothing) | tokens
+        self._forbidden[length] = tokens | self._forbidden.get(length, 0)
 
     def retries(self) -> Iterator[None]:
         """Go back to where the output may go on in another way, and forbid the tokens that go on as it did."""
-        self._total += 1
-        if self._total > MAX_VETOES or not isinstance(self.error, ConstraintNotMet | DeadEnd):
+        self._counts[-1] += 1
+        if self._counts.total() > MAX_VETOES or not isinstance(self.error, ConstraintNotMet | DeadEnd):
             return
         tokens = list(self.tokens)
         start = len(tokens) - 1
@@ -138,6 +135,5 @@ class VetoedSlot(SlotState):
         for length in range(start, self._final - 1, -1):
             self.roll_back(length)
             text = self._vocabulary.spelled(tokens[length:])
-            if text:
-                self._forbid(self._vocabulary.beginning_with([text[:1], text.lstrip()[:1] or text[:1], *BLANKS]))
+            self._forbid(self._vocabulary.beginning_with([text.lstrip()[:1] or text[:1], *BLANKS]))
             yield
