@@ -37,8 +37,6 @@ _UNSAFE = re.compile(r"\(\?<?!.*(?:\$|\\[bB])|\\[pPs]", re.DOTALL)
 are classes with characters beyond ASCII."""
 _TIMEOUT = 0.01
 """Seconds for one comparison of a text with a pattern."""
-_MAX_PARTS = 1000
-"""Number of parts of documents of which the subschemas are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +71,7 @@ class Beginnings:
         """Of whole documents."""
         self._schema = schema if isinstance(schema, dict) else {}
         self._places, self._place = checked, place
-        self.below = lru_cache(_MAX_PARTS)(self._below)
+        self.below = lru_cache()(self._below)
 
     @cached_property
     def _graph(self) -> SchemaGraph:
@@ -120,21 +118,12 @@ class Beginnings:
         return error
 
 
-@lru_cache
-def _partial(pattern: str) -> regex.Pattern[str] | None:
-    """Return a pattern that can be compared with the beginning of a text, if it can."""
-    try:
-        return None if _UNSAFE.search(pattern) else regex.compile(pattern, regex.ASCII)
-    except regex.error:
-        return None
-
-
 def _is_dead(pattern: str, text: str) -> bool:
     """Return whether no text that begins like `text` has a match of `pattern`."""
-    partial = _partial(pattern)
     try:
-        return partial is not None and partial.search(text, partial=True, timeout=_TIMEOUT) is None
-    except TimeoutError:
+        safe = not _UNSAFE.search(pattern)
+        return safe and regex.search(pattern, text, regex.ASCII, partial=True, timeout=_TIMEOUT) is None
+    except (regex.error, TimeoutError):
         return False
 
 

@@ -119,19 +119,14 @@ class Follower:
         if is_item:
             around.key = len(around.value)
             around.value.append(None)
-        if is_item or around.key is None:
-            around.newest = token
+        around.newest = token
         if around.key is None:
             self.open.append(_Open(_KEY, around.held_from, token))
             return None
         part = self._beginnings.below(around.part, 0 if is_item else around.key)
         self.open.append(_Open(part, token if part.is_checked else around.held_from, token))
-        form = next(form for chars, form in _TYPES.items() if first in chars)
-        violation = self._violation("first", form(), [])
-        if violation is None:
-            return None
-        bad = b"".join(chars for chars, form in _TYPES.items() if self._violation("first", form(), []) is not None)
-        return violation._replace(beginnings=[before + bytes([char]) for char in bad])
+        chars, form = next(item for item in _TYPES.items() if first in item[0])
+        return self._violation("first", form(), [before + bytes([char]) for char in chars])
 
     def _go_on(self, written: bytes) -> Violation | None:
         """Read more of something that is open. A string may not match its pattern any more."""
@@ -168,9 +163,7 @@ class Follower:
 
 def _text(part: bytes) -> str:
     """Return the characters of the beginning of a JSON string, without an incomplete one at its end."""
-    whole = _CHARACTERS.match(part.decode("utf-8", "ignore"))
-    assert whole is not None
-    return str(json.loads(whole[0] + '"'))
+    return str(json.loads(_CHARACTERS.findall(part.decode("utf-8", "ignore"))[0] + '"'))
 
 
 def _read(part: bytes) -> Any:
