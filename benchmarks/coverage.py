@@ -37,16 +37,16 @@ they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce
 ## Where a checked keyword is violated
 
 The engine validates each value where it ends. A token after which no continuation can satisfy the schema is taken back
-and forbidden at its place, and the next token is sampled without it. After several such vetoes in one value, the output
-goes back to the first place in the value at which another text is possible; after a wrong type, to the beginning of the
-value at once. After 64 vetoes in an output, or 16 in one value, the request ends with `constraint_not_met`. Patterns
-are followed within strings, too, unless a negative lookaround sees the end of the text, or the pattern has `\\p`, `\\P`
-or `\\s`.
+and forbidden at its place, and the next token is sampled without it. After four such vetoes in one value, and where no
+token is left, the output goes back: to the beginning of the value, or of the newest member of an object or array, and
+then to the places before it. After 64 vetoes in an output, the request ends with `constraint_not_met`. Patterns are
+followed within strings, too, unless a negative lookaround sees the end of the text, or the pattern has `\\p`, `\\P` or
+`\\s`. After the first veto of an output, such a string is written by single ASCII characters, where some may follow.
 
 After a veto, an answer is no longer a sample of the model's distribution of valid outputs, because the forbidden tokens
-depend on the sampled ones. Tokens with the same effect are forbidden too: those with the same beginning, those that end
-a number, and blanks after a bracket that was taken back. Where the output goes back, tokens with the same first
-character and blanks are forbidden.
+depend on the sampled ones. Tokens with the same effect are forbidden too: those with the same beginning, those with
+which a value of a wrong type begins, those that end a number, and all but the comma after a bracket that was taken back
+behind a whole member. Where the output goes back, tokens with the same first character and blanks are forbidden.
 
 Inside vLLM and transformers, and with beam search, accepted tokens stay, and only the whole output is validated before
 it may end.

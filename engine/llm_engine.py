@@ -253,8 +253,9 @@ class LLMEngine:
             is_new = grammar.compiled_at >= group.arrival_time
             group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds if is_new else 0.0
             group.checked = grammar.checked
-            if grammar.checked and not group.sampling_params.use_beam_search:
-                group.allow_vetoes()
+            for sequence in group.sequences:
+                if sequence.guided is not None and grammar.checked and not group.sampling_params.use_beam_search:
+                    sequence.guided.final = 0
             group.compiled_time = time.monotonic()
         except Exception as error:
             other = BackendError(f"compiling failed: {bounded(repr(error))}")

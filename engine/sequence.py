@@ -314,12 +314,6 @@ class SequenceGroup:
                 mask_seconds=0.0 if params.mask_details else None,
             )
 
-    def allow_vetoes(self) -> None:
-        """Have the masks take tokens back that violate a keyword that is checked."""
-        for sequence in self.sequences:
-            if sequence.guided is not None:
-                sequence.guided.final = 0
-
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.sequences[0].data.prompt_token_ids

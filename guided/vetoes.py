@@ -1,8 +1,9 @@
 """Vetoes: a sampled token that violates a keyword that is only checked is taken back, and forbidden at its place.
 
 The token that was sampled is checked, not each one that could be. After a veto, the mask of the place before lacks the
-token. After several within one value, the output goes back to the first place in the value at which another text is
-possible, once; where no token is left, to the last place before. No token is taken back that may have been sent.
+token. After several of one value, and where no token is left, the output goes back: to the beginning of the value or of
+its newest member, or the last place before at which another text is possible. No token is taken back that may have been
+sent.
 """
 
 from __future__ import annotations
@@ -24,14 +25,12 @@ from guided.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from guided.backends.checked import CheckedMatcher
 
-MAX_VETOES, MAX_OF_VALUE = 64, 16
-"""Vetoes of one output, and within one of its values. With half or twice as many, hardly another answer ends valid."""
+MAX_VETOES = 64
+"""Vetoes of one output. With half or twice as many, hardly another answer ends valid."""
 _PATIENCE = 4
-"""After so many vetoes within a value, the output goes back within the value to where another text is possible."""
+"""After so many vetoes of one value, the output goes back to where the value may be written in another way."""
 MAX_HELD = 64
 """Maximum number of tokens that are held back because they may be taken back."""
-_GROWING = ("minItems", "minProperties", "minContains", "required")
-"""Keywords that more members of an object or array satisfy."""
 
 
 class VetoedSlot(SlotState):
@@ -47,15 +46,10 @@ class VetoedSlot(SlotState):
         """Of the content that is being written."""
         self._forbidden: dict[int, NDArray[np.int32]] = {}
         """By number of tokens: masks of the tokens that must not follow."""
-        self._nothing = np.zeros_like(vocabulary.text_mask)
         self._counts: Counter[int] = Counter()
-        """Vetoes within a value, by the token in which it began."""
-        self._total = 0
+        """Vetoes of values, by the token in which they, or their newest members, began. -1: times that it went back."""
         self._last: Violation | None = None
         """The newest veto."""
-        self._way_back: Sequence[int] = ()
-        """Numbers of tokens after which to look for another text, because there were several vetoes in a value."""
-        self.rules = [*self.grammar.rules, self]
         self._look_for_content()
 
     def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
@@ -66,7 +60,8 @@ class VetoedSlot(SlotState):
 
     def report(self) -> VetoReport:
         """Return what the engine has to know, once a mask is written."""
-        length, held_from = len(self.tokens), None if self._follower is None else self._follower.held_from
+        length = len(self.tokens)
+        held_from = None if self._follower is None else self._follower.open[-1].held_from
         self._final = max(self._final, length if held_from is None else held_from, length - MAX_HELD)
         return VetoReport(length, self._final, "" if self._last is None else self._last.error.keyword)
 
@@ -76,35 +71,34 @@ class VetoedSlot(SlotState):
         Raises `ConstraintNotMet` where the output has to go back further, or there were too many vetoes.
         """
         for token in tokens:
-            violation = self._add(token)
+            violation = None
+            if self._follower is not None:
+                violation = self._follower.read(self._vocabulary.token_bytes[token], len(self.tokens))
             if violation is not None:
-                self._last = violation
-                self._forbid(self._vocabulary.beginning_with(violation.beginnings))
-                self._forbid(pack([token], self._vocabulary.padded_vocab_size))
-                self._count(violation.token, violation.error.keyword not in _GROWING)
-                if violation.error.keyword in ("maxProperties", "type"):  # whatever follows the beginning
-                    self._way_back = range(violation.token, self._final - 1, -1)
-                if self._way_back or self._total > MAX_VETOES:
-                    raise violation.error
+                self._veto(token, violation)
                 break
-
-    def _add(self, token: int) -> Violation | None:
-        """Accept a token, or return why it must not follow."""
-        if self._follower is not None:
-            violation = self._follower.read(self._vocabulary.token_bytes[token], len(self.tokens))
-            if violation is not None:
+            super().accept([token])
+            if self._follower is None or self._follower.is_over:
                 self._look_for_content()
-                return violation
-        super().accept([token])
-        if self._follower is None or self._follower.is_over:
-            self._look_for_content()
-        return None
+        if self._last is not None and self._follower is not None:
+            characters = self._follower.characters()
+            if characters:  # a string under a pattern goes on by single characters
+                self._forbid(self._vocabulary.text_mask & ~self._vocabulary.spelled_like(characters))
+
+    def _veto(self, token: int, violation: Violation) -> None:
+        self._last, start = violation, violation.token
+        self._look_for_content()
+        self._forbid(pack([token], self._vocabulary.padded_vocab_size))
+        self._forbid(self._vocabulary.beginning_with(violation.beginnings))
+        self._counts[start] += 1
+        goes_back = self._counts[start] % _PATIENCE == 0 and self._final <= start < len(self.tokens)
+        if goes_back or self._counts.total() > MAX_VETOES:
+            raise violation.error
 
     def roll_back(self, length: int) -> None:
         super().roll_back(length)
-        for numbers in (self._forbidden, self._counts):
-            for number in [number for number in numbers if number > length]:
-                del numbers[number]
+        for number in [number for number in self._forbidden if number > length]:
+            del self._forbidden[number]
         self._look_for_content()
 
     def _look_for_content(self) -> None:
@@ -113,44 +107,33 @@ class VetoedSlot(SlotState):
         begun = self.matcher.open_content()
         if begun is not None:
             schema, begin = begun
-            self._follower, end = Follower(schema), 0
+            self._follower = Follower(schema)
             for number, token in enumerate(self.tokens):
                 text = self._vocabulary.spelled([token])
-                self._follower.read(text[max(0, begin - end) :], number)
-                end += len(text)
+                self._follower.read(text[max(0, begin) :], number)
+                begin -= len(text)
             self._follower.validates = True
 
     def _forbid(self, tokens: NDArray[np.int32]) -> None:
         """Forbid a mask of tokens after the output."""
+        if not self._forbidden:
+            self.rules = [*self.grammar.rules, self]
         length = len(self.tokens)
-        self._forbidden[length] = self._forbidden.get(length, self._nothing) | tokens
-
-    def _count(self, token: int, may_restart: bool = True) -> None:
-        """Count a veto in the value that began in a token."""
-        self._total += 1
-        self._counts[token] += 1
-        if self._counts[token] > MAX_OF_VALUE:
-            self._total = MAX_VETOES + 1
-        if may_restart and self._counts[token] == _PATIENCE and token >= self._final:
-            self._way_back = [*range(token, len(self.tokens) + 1), *range(token - 1, self._final - 1, -1)]
+        self._forbidden[length] = tokens | self._forbidden.get(length, 0)
 
     def retries(self) -> Iterator[None]:
-        """Go back to where another text is possible, with the tokens forbidden that would go on as before."""
-        if not isinstance(self.error, ConstraintNotMet | DeadEnd):
+        """Go back to where the output may go on in another way, and forbid the tokens that go on as it did."""
+        self._counts[-1] += 1
+        if self._counts.total() > MAX_VETOES or not isinstance(self.error, ConstraintNotMet | DeadEnd):
             return
-        self.error = self.error if self._last is None else self._last.error
-        tokens, vetoed, vocabulary = list(self.tokens), dict(self._forbidden), self._vocabulary
-        way, self._way_back = self._way_back, ()
-        if not way:  # no token is left
-            self._count(len(tokens) if self._follower is None else self._follower.token)
-            way = range(len(tokens) - 1, self._final - 1, -1)
-        for length in way if self._total <= MAX_VETOES else ():
-            if length < len(self.tokens):
-                self.roll_back(length)
-            if any(self._add(token) for token in tokens[len(self.tokens) : length]):
-                return
-            self._forbid(vetoed.get(length, self._nothing))
-            text = vocabulary.spelled(tokens[length:])
-            if text:  # another first character, which is no blank
-                self._forbid(vocabulary.beginning_with([text[:1], text.lstrip()[:1] or text[:1], *BLANKS]))
+        tokens = list(self.tokens)
+        start = len(tokens) - 1
+        if self._last is not None:
+            self.error = self._last.error
+            if self._final <= self._last.token < start:
+                start = self._last.token + 2 - max(1, self._counts[self._last.token] // _PATIENCE)
+        for length in range(start, self._final - 1, -1):
+            self.roll_back(length)
+            text = self._vocabulary.spelled(tokens[length:])
+            self._forbid(self._vocabulary.beginning_with([text.lstrip()[:1] or text[:1], *BLANKS]))
             yield

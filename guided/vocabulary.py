@@ -174,6 +174,11 @@ class Vocabulary:
             tokens += ids[start : bisect_left(ids, text + b"\xff", key=contents)]
         return pack(tokens, self.padded_vocab_size)
 
+    def spelled_like(self, texts: Iterable[bytes]) -> NDArray[np.int32]:
+        """Return a mask of the text tokens that are spelled like one of `texts`: int32 `[words]`."""
+        by_bytes = self._by_bytes
+        return pack([by_bytes[text] for text in texts if text in by_bytes], self.padded_vocab_size)
+
     @cached_property
     def _sorted(self) -> list[int]:
         """The ids of text tokens, sorted by their bytes."""

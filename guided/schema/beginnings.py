@@ -7,8 +7,9 @@ mends: a value that is complete and invalid, two equal items, a key that must no
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import regex
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
     from jsonschema_rs import ValidationError
 
 Path = list[str | int]
-Nodes = tuple[Node, ...]
-Place = Literal["value", "key", "string"]
-"""A place in a document: after a value, after a key, or within a string."""
+Place = Literal["first", "string", "value", "key"]
+"""A place in a document: after the first character of a value, within a string, after a value, or after a key."""
 _PARTS = (
     *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "contains"),
     *("items", "prefixItems", "additionalItems", "unevaluatedItems"),
@@ -37,6 +37,22 @@ _UNSAFE = re.compile(r"\(\?<?!.*(?:\$|\\[bB])|\\[pPs]", re.DOTALL)
 are classes with characters beyond ASCII."""
 _TIMEOUT = 0.01
 """Seconds for one comparison of a text with a pattern."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What applies to a value in a document, or may."""
+
+    nodes: Sequence[Node] = ()
+    """The subschemas, with those that they apply to the same value."""
+    patterns: Sequence[str] = ()
+    """Of a string."""
+    is_checked: bool = False
+    """A keyword of one of them is not enforced by the mask."""
+
+    def may_match(self, text: str) -> bool:
+        """Return whether a string that begins like this may match all patterns."""
+        return not any(_is_dead(pattern, text) for pattern in self.patterns)
 
 
 class Beginnings:
@@ -55,38 +71,38 @@ class Beginnings:
         """Of whole documents."""
         self._schema = schema if isinstance(schema, dict) else {}
         self._places, self._place = checked, place
+        self.below = lru_cache()(self._below)
 
     @cached_property
     def _graph(self) -> SchemaGraph:
         return SchemaGraph(self._schema)
 
     @cached_property
-    def around(self) -> Nodes:
-        """Subschemas that apply to an array with the document as its only item."""
-        return (Node({}, None, (), parts=[self._graph.root]),)
+    def around(self) -> Part:
+        """Of an array with the document as its only item."""
+        return Part([Node({}, None, (), parts=[self._graph.root])])
 
     @cached_property
     def _checked(self) -> set[Node]:
-        places = {node.pointer(): node for node in self._graph.nodes()}
-        places |= {node.pointer(keyword): node for node in self._graph.nodes() for keyword in node.schema}
-        return {places.get(place, self._graph.root) for place in self._places}
+        above = {place.rpartition("/")[0] for place in self._places}.union(self._places)
+        return {node for node in self._graph.nodes() if node.pointer() in above} or {self._graph.root}
 
-    def below(self, nodes: Nodes, key: str | int) -> Nodes:
-        """Return the subschemas that apply to a member or an item, or may."""
-        parts = (part for node in nodes for part in node.parts)
-        return _closure([part for part in parts if part.path[:1] != ("properties",) or part.path[1] == key])
-
-    def is_checked(self, nodes: Nodes) -> bool:
-        """Return whether one of these subschemas has a keyword that the mask does not enforce."""
-        return not self._checked.isdisjoint(nodes)
+    def _below(self, part: Part, key: str | int) -> Part:
+        """Return what applies to a member of an object, or to an item, where any index will do."""
+        children = [child for node in part.nodes for child in node.parts]
+        nodes = [node for node in children if node.path[:1] != ("properties",) or node.path[1] == key]
+        for node in nodes:  # grows
+            nodes += [child for _, child in node.same if child not in nodes]
+        patterns = [node.schema["pattern"] for node in nodes if "pattern" in node.schema]
+        return Part(nodes, patterns, not self._checked.isdisjoint(nodes))
 
     def error(self, document: Any, path: Path | None, place: Place) -> ConstraintNotMet | None:
         """Return what is finally wrong with a beginning.
 
         Args:
             document: the beginning. Objects and arrays may be open. After a key, its value is None.
-            path: the keys and indices of what is open: the innermost object or array, the value of the key, or the
-                string. None: the document is whole.
+            path: the keys and indices of what is open: the innermost object or array, the value of the key, the
+                string, or what has begun. None: the document is whole.
         """
         try:
             errors = self.validator.errors(document)
@@ -102,18 +118,11 @@ class Beginnings:
         return error
 
 
-def _closure(nodes: list[Node]) -> Nodes:
-    for node in nodes:  # grows
-        nodes += [child for _, child in node.same if child not in nodes]
-    return tuple(nodes)
-
-
 def _is_dead(pattern: str, text: str) -> bool:
     """Return whether no text that begins like `text` has a match of `pattern`."""
-    if _UNSAFE.search(pattern):
-        return False
     try:
-        return regex.search(pattern, text, regex.ASCII, partial=True, timeout=_TIMEOUT) is None
+        safe = not _UNSAFE.search(pattern)
+        return safe and regex.search(pattern, text, regex.ASCII, partial=True, timeout=_TIMEOUT) is None
     except (regex.error, TimeoutError):
         return False
 
@@ -132,6 +141,8 @@ def _is_final(error: ValidationError, path: Path | None, kind: Place) -> bool:
         return all(any(_is_final(inner, path, kind) for inner in branch) for branch in branches)
     if place == path and kind == "key":
         return False
+    if place == path and kind == "first":
+        return keyword == "type"
     if place == path and kind == "string":
         return keyword == "pattern" and _is_dead(error.kind.as_dict()["pattern"], str(error.instance))
     return keyword in _FINAL or (keyword == "uniqueItems" and place == path)

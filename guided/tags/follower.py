@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from guided.errors import ConstraintNotMet
-from guided.schema.beginnings import Beginnings, Nodes, Place
+from guided.schema.beginnings import Beginnings, Part, Place
 
 _PART = re.compile(
     rb'(?P<mark>[{}\[\],:])|(?P<text>"(?:[^"\\]|\\.)*")|(?P<open>".*|[-+.\w]+\Z)|(?P<other>[-+.\w]+)', re.DOTALL
 )
 """Matches a part of a JSON text: a bracket, comma or colon, a string, an open string or number, another scalar."""
-_LONGEST_ESCAPE = 12
+_CHARACTERS = re.compile(r'"(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
+"""Matches the beginning of a string without an incomplete character."""
+_TYPES = {b"{": dict, b"[": list, b'"': str, b"tf": bool, b"n": type(None), b"-+.0123456789": int}
+"""The type of a value by its first character."""
 BLANKS = [b" ", b"\n", b"\r", b"\t"]
-_AFTER_SCALAR = [bytes([byte]) for byte in b",]} \n"]
+_AFTER_SCALAR = [*BLANKS, b",", b"]", b"}"]
+_NO_COMMA = [*BLANKS, *(bytes([byte]) for byte in b"0123456789.eE")]
+"""What may follow a value in an object or array, other than a comma and the end."""
+_TRIED = set(range(0x20, 0x7F)).difference(b'"\\')
+_KEY = Part()
 
 
 @dataclass(slots=True)
 class _Open:
     """An open value, or an open key."""
 
-    token: int
-    """The number of the token in which it began."""
-    nodes: Nodes
-    """The subschemas that apply to it, or may."""
+    part: Part
+    held_from: int | None
+    """The token in which the innermost value with a checked keyword began: this one, or one around it."""
+    newest: int
+    """The token in which its newest member began, or else it."""
     value: Any = None
     """Of an object or array: its members so far, the open one too."""
     key: Any = None
     """Key or index of its newest member. None in an object: a key comes next."""
-
-    def add(self, value: Any) -> None:
-        """Add a member: with the key that was written, or at the end."""
-        if isinstance(self.value, list):
-            self.key = len(self.value)
-            self.value.append(value)
-        else:
-            self.value[self.key] = value
 
 
 class Violation(NamedTuple):
@@ -47,9 +46,9 @@ class Violation(NamedTuple):
 
     error: ConstraintNotMet
     token: int
-    """The number of the token in which the invalid value began."""
+    """The number of the token in which the invalid value, or its newest member, began."""
     beginnings: list[bytes]
-    """Tokens that begin with one of these are not to follow either."""
+    """Tokens that begin with one of these must not follow either."""
 
 
 class Follower:
@@ -61,30 +60,21 @@ class Follower:
 
     def __init__(self, beginnings: Beginnings) -> None:
         self._beginnings = beginnings
-        self._open = [_Open(0, beginnings.around, [])]
+        self.open = [_Open(beginnings.around, None, 0, [])]
         """The innermost open value last. The first one is not of the content: it has the content as its only item."""
         self._rest = b""
         """The text of the string, key, number or literal that is open."""
         self._is_free = False
-        """It is a string without a pattern, or a key."""
+        """It is the text of a key, or of a string without a pattern that is checked."""
+        self._has_pattern = False
+        """It is the text of a string with a pattern that is checked."""
         self.validates = False
         """Whether `read` looks for violations. If not, it follows an output that has been accepted."""
 
     @property
     def is_over(self) -> bool:
         """Whether the content has ended."""
-        return len(self._open) == 1 and bool(self._open[0].value)
-
-    @property
-    def token(self) -> int:
-        """The token in which the innermost open value began."""
-        return self._open[-1].token
-
-    @property
-    def held_from(self) -> int | None:
-        """The token in which the innermost value under a checked keyword began. None: there is none."""
-        checked = (value.token for value in reversed(self._open) if self._beginnings.is_checked(value.nodes))
-        return next(checked, None)
+        return len(self.open) == 1 and self.open[0].value != []
 
     def read(self, text: bytes, token: int) -> Violation | None:
         """Read the text of a token. After a violation, the state is undefined."""
@@ -92,82 +82,88 @@ class Follower:
             self._rest += text
             return None
         known = len(self._rest)
-        data = self._rest + text
-        for match in _PART.finditer(data):
-            part, written = match[0], text[: max(0, match.end() - known)]
-            if match["mark"]:
-                violation = self._mark(part, written, token, begins=not known and written == part)
-            else:
-                if not self._rest:
-                    self._begin(token, "" if part.startswith(b'"') else None)
+        for match in _PART.finditer(self._rest + text):
+            part, violation = match[0], None
+            written = text[: max(0, match.end() - known)]
+            before = written[: -len(part)]
+            if part in b"}]":
+                members = self.open[-1].value
+                violation = self._end(members, [written, *(_NO_COMMA if members and not before else [])])
+            elif part == b",":
+                self.open[-1].key = None
+            elif part != b":" and not self._rest:
+                violation = self._begin(token, part[:1], before)
+            if not match["mark"] and violation is None:
                 self._rest = part if match["open"] else b""
-                violation = self._string(written) if match["open"] else self._end(part, written)
+                if match["open"]:
+                    violation = self._go_on(written)
+                else:
+                    ends = [b""] if part.startswith(b'"') else _AFTER_SCALAR
+                    violation = self._end(_read(part), [written + end for end in ends])
             if violation is not None or self.is_over:
                 return violation
         return None
 
-    def _begin(self, token: int, value: Any) -> None:
-        """Open a key, or a value like this one."""
-        around = self._open[-1]
-        is_key = self._takes_key(around)
-        if not is_key:
-            around.add(value)
-        nodes = () if is_key else self._beginnings.below(around.nodes, around.key)
-        self._open.append(_Open(token, nodes, value if isinstance(value, dict | list) else None))
+    def characters(self) -> list[bytes]:
+        """Return the characters in ASCII that may follow in the open string, with its end. Empty: it has no pattern."""
+        if not self._has_pattern:
+            return []
+        text = _text(self._rest)
+        found = [bytes([code]) for code in _TRIED if self._violation("string", text + chr(code), []) is None]
+        return found if self._violation("value", text, []) else [*found, b'"']
 
-    def _takes_key(self, around: _Open) -> bool:
-        return isinstance(around.value, dict) and around.key is None
-
-    def _mark(self, mark: bytes, written: bytes, token: int, begins: bool) -> Violation | None:
-        """Read a bracket, comma or colon. `begins`: the token begins with it, and what is before it had ended."""
-        if mark in b"{[":
-            self._begin(token, {} if mark == b"{" else [])
-        elif mark in b"}]":
-            ended = self._open.pop()
-            others = BLANKS if begins and ended.value else []  # leaves the comma
-            return self._violation("value", ended, [written, *others])
-        elif mark == b",":
-            self._open[-1].key = None
-        return None
-
-    def _end(self, part: bytes, written: bytes) -> Violation | None:
-        """Read the end of a string, key, number or literal."""
-        ended, around = self._open.pop(), self._open[-1]
-        self._is_free = False
-        if self._takes_key(around):
-            around.key = _read(part)
-            around.add(None)
-            return self._violation("key", ended, [written])
-        around.value[around.key] = _read(part)
-        is_string = part.startswith(b'"')
-        return self._violation("value", ended, [written] if is_string else [written + end for end in _AFTER_SCALAR])
-
-    def _string(self, written: bytes) -> Violation | None:
-        """Read the beginning of something. A string may not match its pattern any more."""
-        value, around = self._open[-1], self._open[-2]
-        has_pattern = any("pattern" in node.schema for node in value.nodes)
-        if not has_pattern or self._takes_key(around) or not self._rest.startswith(b'"'):
-            self._is_free = self._rest.startswith(b'"')
+    def _begin(self, token: int, first: bytes, before: bytes) -> Violation | None:
+        """Open a key, or a value with this first character, after the text `before` in its token."""
+        around = self.open[-1]
+        is_item = isinstance(around.value, list)
+        if is_item:
+            around.key = len(around.value)
+            around.value.append(None)
+        around.newest = token
+        if around.key is None:
+            self.open.append(_Open(_KEY, around.held_from, token))
             return None
-        around.value[around.key] = _text(self._rest)
-        return self._violation("string", value, [written])
+        part = self._beginnings.below(around.part, 0 if is_item else around.key)
+        self.open.append(_Open(part, token if part.is_checked else around.held_from, token))
+        chars, form = next(item for item in _TYPES.items() if first in item[0])
+        return self._violation("first", form(), [before + bytes([char]) for char in chars])
 
-    def _violation(self, place: Place, value: _Open, bad: list[bytes]) -> Violation | None:
-        """Return what is wrong after, or within, a value."""
-        if not (self.validates and any(self._beginnings.is_checked(part.nodes) for part in (*self._open, value))):
+    def _go_on(self, written: bytes) -> Violation | None:
+        """Read more of something that is open. A string may not match its pattern any more."""
+        value = self.open[-1]
+        is_string = self._rest.startswith(b'"')
+        self._has_pattern = is_string and value.held_from is not None and bool(value.part.patterns)
+        self._is_free = is_string and not self._has_pattern
+        return self._violation("string", _text(self._rest), [written]) if self._has_pattern else None
+
+    def _end(self, content: Any, bad: list[bytes]) -> Violation | None:
+        """End a key or a value."""
+        around = self.open[-2]
+        self._is_free = self._has_pattern = False
+        if around.key is None:
+            around.key = content
+            violation = self._violation("key", None, bad)
+        else:
+            violation = self._violation("value", content, bad)
+        del self.open[-1]
+        return violation
+
+    def _violation(self, place: Place, content: Any, bad: list[bytes]) -> Violation | None:
+        """Have the innermost open value this content. Returns what is wrong then."""
+        value, around = self.open[-1], self.open[-2]
+        around.value[around.key] = value.value = content
+        if not self.validates or value.held_from is None or (place == "string" and value.part.may_match(content)):
             return None
-        path = [part.key for part in self._open[1 : None if place == "key" else -1]]
-        error = self._beginnings.error(self._open[0].value[0], None if self.is_over else path, place)
-        return None if error is None else Violation(error, value.token, bad)
+        path: list[str | int] | None = [part.key for part in self.open[1:-1]]
+        if place == "value":
+            path = path[:-1] if path else None
+        error = self._beginnings.error(self.open[0].value[0], path, place)
+        return None if error is None else Violation(error, value.newest, bad)
 
 
 def _text(part: bytes) -> str:
     """Return the characters of the beginning of a JSON string, without an incomplete one at its end."""
-    whole = part.decode("utf-8", "ignore")
-    for cut in range(len(whole), len(whole) - _LONGEST_ESCAPE, -1):
-        with contextlib.suppress(ValueError):
-            return str(json.loads(whole[:cut] + '"'))
-    return ""
+    return str(json.loads(_CHARACTERS.findall(part.decode("utf-8", "ignore"))[0] + '"'))
 
 
 def _read(part: bytes) -> Any:

@@ -15,7 +15,7 @@ from guided.bitmask import allowed_ids
 from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, GuidedError
-from guided.vetoes import MAX_OF_VALUE
+from guided.vetoes import MAX_VETOES
 from guided.worker import MaskWorker
 
 NUMBERS = {"type": "array", "items": {"type": "integer"}}
@@ -136,11 +136,43 @@ def test_nothing_else_needs_a_veto(backends: Backends, schema: dict[str, Any], t
     assert writer.vetoes == []
 
 
-def test_a_number_may_go_on_after_a_veto(backends: Backends) -> None:
-    writer = Writer(backends, Constraint.json_schema({**OPEN, "minProperties": 2}), "xgrammar")
-    assert writer.write('{"a":1}', others='2,"b:}') is None
-    assert writer.text.startswith('{"a":12')
-    assert writer.vetoes[0] == ("minProperties", "}", 1)
+def test_a_vetoed_end_leaves_the_comma(backends: Backends) -> None:
+    """A number before it does not go on."""
+    writer = Writer(backends, Constraint.json_schema({**NUMBERS, "contains": {"const": 7}}))
+    assert writer.write("[1]", others="]7,2") is None
+    assert writer.text == "[1,7]"
+    assert writer.vetoes == [("contains", "]", 1)]
+
+
+def test_a_string_goes_on_with_what_its_pattern_allows(backends: Backends) -> None:
+    writer = Writer(backends, Constraint.json_schema({"type": "string", "pattern": "^a[0-9a-c]{2}7(?<=7)$"}))
+    assert writer.write('"xyz"', others='z"cb7a') is None
+    assert writer.vetoes == [("pattern", "x", 1)]
+    assert writer.text == '"acc7"'
+
+
+@pytest.mark.parametrize("wrong", ["1", "-", '"', "{", "n", "t"])
+def test_no_value_of_a_wrong_type_begins(backends: Backends, wrong: str) -> None:
+    arrays = {"items": {"type": "array"}}
+    schema = {"type": "array", "oneOf": [arrays, {**arrays, "uniqueItems": True, "minItems": 3}]}
+    writer = Writer(backends, Constraint.json_schema(schema))
+    writer.output = tokens(f"[{wrong}")
+    assert writer.fill(writer.output) is None
+    assert writer.vetoes == [("oneOf", wrong, 1)]
+    assert set(allowed(writer.row)) <= set("[] \n\r\t")
+
+
+def test_a_vetoed_token_stays_forbidden_near_a_budgets_end(backends: Backends) -> None:
+    writer = Writer(backends, Constraint.json_schema(UNIQUE))
+    writer.worker.open(0, writer.grammar, tokens("[1,1"), budget=7, final=0)
+    writer.output = tokens("[1,1]")
+    assert writer.fill(tokens("]")) is None
+    assert writer.vetoes == [("uniqueItems", "]", 1)]
+    digits = allowed(writer.row)
+    assert digits
+    assert set(digits) <= set("0123456789")
+    assert writer.worker.fill(0, tokens(digits[0]), writer.row) is None
+    assert allowed(writer.row) == "]"
 
 
 def test_a_number_may_be_all_of_a_content(backends: Backends) -> None:
@@ -165,7 +197,7 @@ def test_an_output_without_a_way_out_ends(backends: Backends) -> None:
     error = writer.write("[1]", others="],1 ", most=400)
     assert isinstance(error, ConstraintNotMet)
     assert error.pointer == "/contains"
-    assert len(writer.vetoes) <= MAX_OF_VALUE
+    assert len(writer.vetoes) <= MAX_VETOES
 
 
 def test_only_the_innermost_checked_value_is_held(backends: Backends) -> None:

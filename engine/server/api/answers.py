@@ -95,7 +95,7 @@ class Answer(ABC):
             known["completed_early"] = any(output.completed_early for output in outputs)
         if sizes := [request.effective_samples for request in requests if request.effective_samples is not None]:
             known["effective_samples"] = min(sizes)
-        if vetoes := Counter[str](keyword for output in outputs for keyword in Counter(output.vetoes).elements()):
+        if vetoes := sum((Counter(output.vetoes) for output in outputs), Counter[str]()):
             known["vetoes"] = vetoes
         details = [output.mask_details for output in outputs if output.mask_details is not None]
         if details and self.guided.backend is not None:
