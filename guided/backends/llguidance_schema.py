@@ -32,10 +32,10 @@ from guided.schema.keywords import Schema, numbers_in
 from guided.schema.numbers import EXACT
 from guided.schema.string_pattern import complement_of, other_names, pattern_of, without
 
-_OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
+_OWN_FORMATS = frozenset(("ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces by the RFCs.
 
-Its `email` does not limit the length of a label, nor its `hostname` the length of the whole."""
+Its `duration` limits no number of digits, its `email` no length of a label, its `hostname` not the whole length."""
 _CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
 """Characters that llguidance writes as `\\u0000` only."""
 _MAX_CHOICES = 40
