@@ -1,8 +1,8 @@
 """GuidedManager: vLLM's manager of structured outputs, with masks from a pool.
 
 A request without its mask at the deadline, which is the expected end of the step's forward pass, leaves the batch. Its
-token of this step is discarded. It keeps its blocks, and joins a batch again when its mask is there. The prompt of a new
-request is computed while its grammar is compiled; if that takes longer, the request leaves the batch in the same way.
+token of this step is discarded. It keeps its blocks, and joins a batch again when its mask is there. The prompt of a
+new request is computed while its grammar is compiled; if that takes longer, the request leaves in the same way.
 
 vLLM's `StructuredOutputBackend` would be the narrower interface, but a row can't be late there: a grammar is asked for
 one row at a time, and each answer is waited for.
@@ -45,10 +45,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _log = logging.getLogger("guided.integrations")
-_EXPECTED_STEP = 0.1
-"""Seconds that the first step is expected to take."""
-_STEPS = 32
-"""Number of last steps from which the duration of the next one is expected."""
 _MARGIN = 1.05
 """A step waits for masks until this multiple of its expected duration."""
 
@@ -57,7 +53,8 @@ class StepClock:
     """Measures the engine's steps. Its deadline for masks is the expected end of a step's forward pass."""
 
     def __init__(self) -> None:
-        self._durations = deque([_EXPECTED_STEP], _STEPS)
+        self._durations = deque([0.1], maxlen=32)
+        """Seconds that the last steps took. The first entry is a guess, for the first steps."""
         self._dispatched = 0.0
         self._updated = 0.0
         self.has_late_row = False
@@ -116,6 +113,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._guided = self._masker.requests
         self.late: dict[str, GuidedRequest] = {}
         """Requests that left the batch without a mask, until they have one."""
+        self._guesses = int(vllm_config.scheduler_config.async_scheduling)
+        """Number of late requests that join a batch without their masks. Such a step is scheduled while the one before
+        is computed: a request that joined with its mask only would wait for up to three steps more."""
         self.clock = StepClock()
         self.missing: list[str] = []
         """Ids of requests without a mask in this step. Their tokens must be discarded."""
@@ -150,11 +150,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> NDArray[np.int32] | None:
         """Return the masks of a step, int32 `[requests * stride, words]`: for each request as many lines as vLLM's."""
-        if not structured_output_request_ids:
-            return None
-        step = self._step
-        if step is None or step.drafts != _drafts(structured_output_request_ids, scheduled_spec_decode_tokens):
-            step = self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+        step = self._step or self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
         bitmask = np.full((len(step.drafts) * self._stride, self._words), -1, np.int32)
         discarded = self._masker.collect(bitmask, self.clock.remaining())
@@ -172,11 +168,12 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             invalid = next((place for place in range(len(drafts)) if first + place + 1 in discarded), None)
             if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
                 scheduled_spec_decode_tokens[request_id] = [*drafts[:invalid], *[-1] * (len(drafts) - invalid)]
-            self.late.pop(request_id, None)
             if guided.is_missing:
+                self.clock.has_late_row |= request_id not in self.late
                 self.late[request_id] = guided
                 self.missing.append(request_id)
-                self.clock.has_late_row = True
+            else:
+                self.late.pop(request_id, None)
         return bitmask
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
@@ -211,9 +208,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         """Return the ids of late requests that must not join a batch now: their masks are not there yet."""
         if not self.late:
             return set()
-        self._step = None
         decided = self._masker.decided()
-        return {request_id for request_id, guided in self.late.items() if not guided.is_decided(decided)}
+        waiting = [request_id for request_id, guided in self.late.items() if not guided.is_decided(decided)]
+        return set(waiting[self._guesses :])
 
     def free(self, request_ids: Iterable[str]) -> None:
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
@@ -229,7 +226,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
     ) -> _Step:
         """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
-        self._step = step = _Step(_drafts(request_ids, drafts))
+        self._step = step = _Step([(request_id, list(drafts.get(request_id, ()))) for request_id in request_ids])
         for number, (request_id, given) in enumerate(step.drafts):
             guided = self._guided.get(request_id)
             if guided is None:  # it is over, and vLLM still transfers its blocks
@@ -388,7 +385,7 @@ class _GuidedScheduling:
         self.prev_step_scheduled_req_ids.discard(request.request_id)
         computed = request.num_tokens - 1
         if computed == 0 or self.has_mamba_layers:  # a recurrent state can't go back by one token
-            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            self._preempt_request(request, time.monotonic(), True)
             return
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = computed
@@ -401,23 +398,19 @@ class _GuidedScheduling:
 
     def _free_scarce_blocks(self) -> None:
         """Take the blocks of late requests if the next step could need them: otherwise nothing may be able to run."""
-        late = [request for request in self.kv_holding_waiting if request.request_id in self.structured_output_manager.late]
+        late = [request for request in self.kv_holding_waiting if request.status == RequestStatus.PREEMPTED]
         needed = self.kv_cache_manager.num_kv_cache_groups * (len(self.running) + len(late))
         if late and self.kv_cache_manager.block_pool.get_num_free_blocks() < needed:
             self.kv_holding_waiting.remove_requests(late)
             for request in late:
                 request.status = RequestStatus.RUNNING
-                self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                self._preempt_request(request, time.monotonic(), True)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **options: Any) -> Any:
         manager = self.structured_output_manager
         manager.clock.update(scheduler_output.total_num_scheduled_tokens > 0)
         self.grammar_compile_error_reqs.update(manager.errors)
         return super().update_from_output(scheduler_output, *args, **options)  # type: ignore[misc]
-
-
-def _drafts(request_ids: Iterable[str], drafts: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
-    return [(name, list(drafts.get(name, ()))) for name in request_ids]
 
 
 def _allows(mask: NDArray[np.int32], token: int) -> bool:

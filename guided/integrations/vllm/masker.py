@@ -55,7 +55,7 @@ class GuidedRequest:
     """Whether a row of the last step had no mask: it failed, was late, or its grammar is still being compiled."""
 
     def is_decided(self, decided: Set[int]) -> bool:
-        """Return whether the masks are there that were missing.
+        """Return whether the grammar is compiled, and the masks are there that were late.
 
         Args:
             decided: what `Masker.decided` returned.
@@ -137,7 +137,7 @@ class Masker:
             self._report(request.request_id, error)
 
     def prepare(self, rows: Sequence[GuidedRow]) -> None:
-        """Start to compute the masks of `rows`, if their grammars are compiled. `collect` or another `prepare` follows."""
+        """Start to compute the masks of `rows`, but for known late ones. `collect` or another `prepare` follows."""
         self._discard_step()
         self._rows, self._discarded, self._prepared = rows, set(), {}
         if rows:
@@ -150,12 +150,13 @@ class Masker:
         processor = self._processor
         stops = self._vocabulary.stop_token_ids
         for index, row in enumerate(rows):
+            row.request.is_missing = False
             if any(token in stops for token in row.token_ids[-max(1, row.drafts) :]):
                 self._discarded.add(index)
         sequences: list[GuidedSequence] = []
+        decided = self.decided()
         for index, row in enumerate(rows):
-            request = row.request
-            if request.error is None and request.compiled.done() and index not in self._discarded:
+            if index not in self._discarded and row.request.is_decided(decided):
                 sequence = self._sequence(row)
                 self._prepared[sequence.sequence_id] = index
                 sequences.append(sequence)
@@ -194,8 +195,6 @@ class Masker:
                 self._record_report(self._processor.collect(bitmask, deadline))
             except Exception as error:
                 self._fail_rows(error)
-        for row in self._rows:
-            row.request.is_missing = False
         without: list[int] = []
         for index, row in enumerate(self._rows):
             request = row.request
