@@ -3,7 +3,8 @@
 `python -m benchmarks.vllm_engine OPTIONS` runs in vLLM's environment. OPTIONS and the rows that it prints are JSON.
 
 Cases: `steady`, N requests at once; and for some N, beside N requests: `late`, one whose masks take `SLOW_SECONDS`;
-`new schema`, one with a schema that is new joins in the middle; `killed actor`, a mask actor is killed in the middle.
+`new schema`, one with a schema that is new joins in the middle. In `actors killed` nothing joins, and mask actors are
+killed in the middle.
 """
 
 from __future__ import annotations
@@ -120,11 +121,12 @@ def figures(case: str, count: int, times: list[list[float]]) -> dict[str, Any]:
     return {**row, "itl_max": round(1e3 * max(found), 3)}
 
 
-def kill_actor() -> None:
-    """Kill a mask actor of this machine whose parent's parent is this process's Ray."""
+def kill_actors(number: int) -> None:
+    """Kill mask actors of this process's pool."""
     family = psutil.Process().children(recursive=True)
-    actor = next(process for process in family if process.name().startswith("ray::MaskActor"))
-    os.kill(actor.pid, signal.SIGKILL)
+    actors = [process for process in family if process.name().startswith("ray::MaskActor")]
+    for actor in actors[:number]:
+        actor.send_signal(signal.SIGKILL)
 
 
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -145,12 +147,13 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
             row["to_steady"] = round(row["itl_p99"] / rows[-1]["itl_p99"], 3)
             rows.append(row)
         for number in range(options["rounds"]):
-            name = f"{NAMES[number]}_{os.getpid()}_{number}"
+            name = f"{NAMES[number]}_{count}_{number}"
             times, _ = engine.run(count, in_the_middle=partial(engine.add, schema_with(name), 40))
             rows.append(figures("new schema", count, times))
         if options["switch"]:
-            times, _ = engine.run(count, in_the_middle=kill_actor)
-            rows.append(figures("killed actor", count, times))
+            for number in (1, 2):
+                times, _ = engine.run(count, in_the_middle=partial(kill_actors, number))
+                rows.append(figures(f"{number} of 2 actors killed", count, times))
     return rows
 
 
