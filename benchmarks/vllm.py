@@ -85,6 +85,7 @@ STEP_COLUMNS = {
     "itl_p99": "ITL p99",
     "itl_max": "ITL max, ms",
     "late_steps": "steps beyond the mask",
+    "ttft": "its TTFT, ms",
 }
 LATE_SECONDS = 0.1
 """Duration of each injected mask of the late request."""

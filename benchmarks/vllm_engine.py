@@ -85,11 +85,16 @@ class Engine:
     def run(
         self, count: int, victim: dict[str, Any] | None = None, in_the_middle: Callable[[], Any] | None = None
     ) -> tuple[list[list[float]], list[float]]:
-        """Run `count` requests and perhaps a victim. Returns the times of their tokens: the others', the victim's."""
+        """Run `count` requests, and perhaps another from the start, or what happens in the middle.
+
+        Returns:
+            The times of the tokens of the `count`, and those of the other: of a request that joined in the middle, from
+            the time that it came.
+        """
         others = [
             self.add(endless_schema(i % SCHEMAS) if self._is_guided else None, self._tokens) for i in range(count)
         ]
-        victim_id = self.add(victim, self._tokens) if victim else ""
+        other = self.add(victim, self._tokens) if victim else ""
         times: dict[str, list[float]] = defaultdict(list)
         while len(times[others[0]]) < self._tokens or any(len(times[name]) < self._tokens for name in others):
             outputs, executed = self._core.step_fn()
@@ -100,12 +105,14 @@ class Engine:
             if not executed:
                 time.sleep(0.001)  # as vLLM's loop does
             if in_the_middle is not None and len(times[others[0]]) > MIDDLE * self._tokens:
-                in_the_middle()
+                begun = time.perf_counter()
+                other = in_the_middle() or ""
+                times[other].append(begun)
                 in_the_middle = None
         self._core.abort_requests(list(self._core.scheduler.requests))
         while self._core.scheduler.has_requests() or self._core.batch_queue:
             self._core.step_fn()
-        return [times[name] for name in others], times[victim_id]
+        return [times[name] for name in others], times[other]
 
 
 def gaps(times: list[list[float]]) -> list[float]:
@@ -148,8 +155,8 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
             rows.append(row)
         for number in range(options["rounds"]):
             name = f"{NAMES[number]}_{count}_{number}"
-            times, _ = engine.run(count, in_the_middle=partial(engine.add, schema_with(name), 40))
-            rows.append(figures("new schema", count, times))
+            times, new = engine.run(count, in_the_middle=partial(engine.add, schema_with(name), 40))
+            rows.append({**figures("new schema", count, times), "ttft": round(1e3 * (new[1] - new[0]), 1)})
         if options["switch"]:
             for number in (1, 2):
                 times, _ = engine.run(count, in_the_middle=partial(kill_actors, number))

@@ -250,10 +250,10 @@ class TestDeadline:
         monkeypatch.setattr("guided.integrations.vllm.manager.time.perf_counter", lambda: now[0])
         clock = StepClock()
 
-        def step(seconds: float, counts: bool = True) -> None:
+        def step(seconds: float, tokens: int = 1) -> None:
             clock.dispatch()
             now[0] += seconds
-            clock.update(counts)
+            clock.update(tokens)
 
         for _ in range(9):
             step(0.004)
@@ -263,7 +263,7 @@ class TestDeadline:
         step(5.0)
         assert clock.remaining() == pytest.approx(0.0042), "a pause"
         for _ in range(50):
-            step(0.001, counts=False)
+            step(0.001, tokens=0)
             clock.has_late_row = True
             step(0.01)
         assert clock.remaining() == pytest.approx(0.0042), "steps without tokens, and those that waited for a mask"
@@ -316,7 +316,7 @@ class ToolReasoner(ParserEngineReasoningAdapter):
 def subject_config() -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
-        scheduler_config=SimpleNamespace(max_num_seqs=4, async_scheduling=False, get_scheduler_cls=lambda: object),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, get_scheduler_cls=lambda: object),
         model_config=SimpleNamespace(
             skip_tokenizer_init=True, get_vocab_size=lambda: LETTERS.padded_vocab_size, is_diffusion=False
         ),

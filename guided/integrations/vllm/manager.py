@@ -64,10 +64,10 @@ class StepClock:
         """Note that a forward pass was sent to the device. It starts when the step before it has ended."""
         self._dispatched = time.perf_counter()
 
-    def update(self, counts: bool) -> None:
-        """Note that a step has ended, and whether its duration, since the end of the step before it, counts."""
+    def update(self, tokens: int) -> None:
+        """Note that a step with this number of tokens has ended. It took the time since the end of the one before."""
         now = time.perf_counter()
-        if counts and not self.has_late_row:
+        if tokens and not self.has_late_row:
             self._durations.append(now - self._updated)
         self._updated = now
         self.has_late_row = False
@@ -113,9 +113,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._guided = self._masker.requests
         self.late: dict[str, GuidedRequest] = {}
         """Requests that left the batch without a mask, until they have one."""
-        self._guesses = int(vllm_config.scheduler_config.async_scheduling)
-        """Number of late requests that join a batch without their masks. Such a step is scheduled while the one before
-        is computed: a request that joined with its mask only would wait for up to three steps more."""
         self.clock = StepClock()
         self.missing: list[str] = []
         """Ids of requests without a mask in this step. Their tokens must be discarded."""
@@ -205,12 +202,11 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._pool.shutdown()
 
     def held_back(self) -> set[str]:
-        """Return the ids of late requests that must not join a batch now: their masks are not there yet."""
+        """Return the ids of late requests whose masks are not there yet."""
         if not self.late:
             return set()
         decided = self._masker.decided()
-        waiting = [request_id for request_id, guided in self.late.items() if not guided.is_decided(decided)]
-        return set(waiting[self._guesses :])
+        return {request_id for request_id, guided in self.late.items() if not guided.is_decided(decided)}
 
     def free(self, request_ids: Iterable[str]) -> None:
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
@@ -342,11 +338,17 @@ class _GuidedScheduling:
     reset_preempted_req_ids: set[str]
     """The workers forget these requests. They are told all tokens when one continues."""
     _preempt_request: Any
-    _held_back: frozenset[str] | set[str] = frozenset()
+    scheduler_config: Any
+    _held_back: set[str]
+    """Ids of late requests whose masks are not there yet. They don't join a batch."""
+    _may_guess: bool
+    """Whether one of them may join all the same, and computes its last token, perhaps in vain. An asynchronous step is
+    scheduled while the one before is computed: a request that waits outside would lose up to three steps."""
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         manager = self.structured_output_manager
         self._held_back = manager.held_back()
+        self._may_guess = self.scheduler_config.async_scheduling
         self._free_scarce_blocks()
         output: SchedulerOutput = super().schedule(*args, **options)  # type: ignore[misc]
         manager.clock.dispatch()
@@ -361,9 +363,12 @@ class _GuidedScheduling:
         return output
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        manager = self.structured_output_manager
-        if request.request_id in self._held_back or request.request_id in manager.errors:
+        if request.request_id in self.structured_output_manager.errors:
             return False
+        if request.request_id in self._held_back:
+            if not self._may_guess or request.num_computed_tokens == 0:
+                return False
+            self._may_guess = False
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             request.status = RequestStatus.WAITING  # its prompt can be computed without the grammar
         ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
@@ -408,7 +413,7 @@ class _GuidedScheduling:
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **options: Any) -> Any:
         manager = self.structured_output_manager
-        manager.clock.update(scheduler_output.total_num_scheduled_tokens > 0)
+        manager.clock.update(scheduler_output.total_num_scheduled_tokens)
         self.grammar_compile_error_reqs.update(manager.errors)
         return super().update_from_output(scheduler_output, *args, **options)  # type: ignore[misc]
 
