@@ -9,9 +9,10 @@
 
 `python -m benchmarks.fake_device ARGUMENTS` is `vllm serve ARGUMENTS` on the first.
 
-They can't show: CUDA graphs, and batches that need another graph; races of streams, and copies that are not finished;
-the kernels' compiled form, speed and accuracy; the time that an engine needs for a real forward pass; more than one
-device; EAGLE and other drafting models.
+They can't show: vLLM's platform and worker for CUDA (the worker for CPUs runs the same V2 runner); CUDA graphs, and
+batches that need another graph; races of streams, and copies that are not finished; the kernels' compiled form, speed
+and accuracy; the time that an engine needs for a real forward pass; more than one device; EAGLE and other drafting
+models.
 """
 
 from __future__ import annotations

@@ -148,16 +148,18 @@ class TestLateMasks:
         host.scheduler.reset_prefix_cache()
         blocks = host.scheduler.kv_cache_manager.block_pool
         taken = blocks.get_new_blocks(blocks.get_num_free_blocks() - 4) if scarce else []
-        returned = returning(host, monkeypatch)
+        joined = joining_again(host, monkeypatch)
         host.pool.delay = lambda sequence_id, position: 3 * (position in (3, 9))
         found, _ = host.ask(*kinds)
         blocks.free_blocks(taken)
         assert [one.text for one in found] == [one.text for one in expected]
-        assert len(returned) >= 6
-        assert (max(returned) > 1) == scarce
+        assert len(joined) >= 6
+        assert (max(joined) > 1) == scarce
 
     def test_a_mask_is_waited_for_once(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Under asynchronous scheduling, the request's last token is computed in each step until its mask is there."""
         host.calm()
+        joined = joining_again(host, monkeypatch)
         asked: Counter[tuple[int, int]] = Counter()
         submit = host.pool.submit
 
@@ -171,6 +173,7 @@ class TestLateMasks:
         assert found.finish_reason == "stop"
         assert max(count for (_, position), count in asked.items() if position == 3) == 2
         assert {count for (_, position), count in asked.items() if position > 10} == {1}
+        assert (len(joined) > 1) == host.scheduler.scheduler_config.async_scheduling
 
     def test_a_prompt_is_computed_while_its_grammar_compiles(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         host.calm()
@@ -227,9 +230,9 @@ class TestLateMasks:
             assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
 
 
-def returning(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def joining_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of computed tokens, without drafts, of each request that joins again."""
-    schedule, returned = host.scheduler.schedule, list[int]()
+    schedule, joined = host.scheduler.schedule, list[int]()
 
     def scheduled(*args: Any) -> Any:
         output = schedule(*args)
@@ -237,11 +240,11 @@ def returning(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         for request_id in joining:
             if host.scheduler.requests[request_id].num_output_tokens:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-                returned.append(output.num_scheduled_tokens[request_id] - drafts)
+                joined.append(output.num_scheduled_tokens[request_id] - drafts)
         return output
 
     monkeypatch.setattr(host.scheduler, "schedule", scheduled)
-    return returned
+    return joined
 
 
 class TestDeadline:
