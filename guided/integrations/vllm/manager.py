@@ -45,20 +45,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _log = logging.getLogger("guided.integrations")
-_MARGIN = 1.05
-"""A step waits for masks until this multiple of its expected duration."""
 
 
 class StepClock:
     """Measures the engine's steps. Its deadline for masks is the expected end of a step's forward pass."""
 
     def __init__(self) -> None:
+        # Seconds that the last steps took. The first entry is a guess, for the first steps.
         self._durations = deque([0.1], maxlen=32)
-        """Seconds that the last steps took. The first entry is a guess, for the first steps."""
         self._dispatched = 0.0
         self._updated = 0.0
-        self.has_late_row = False
-        """Whether the step waited until its deadline. Its duration is not counted: deadlines would grow with it."""
+        # A step that waited until its deadline does not count: deadlines would grow with it.
+        self.late_rows = 0
+        self._late_share = 0.0
 
     def dispatch(self) -> None:
         """Note that a forward pass was sent to the device. It starts when the step before it has ended."""
@@ -67,15 +66,18 @@ class StepClock:
     def update(self, tokens: int) -> None:
         """Note that a step with this number of tokens has ended. It took the time since the end of the one before."""
         now = time.perf_counter()
-        if tokens and not self.has_late_row:
-            self._durations.append(now - self._updated)
+        if tokens:
+            self._late_share += 0.1 * (self.late_rows / tokens - self._late_share)
+            if not self.late_rows:
+                self._durations.append(now - self._updated)
         self._updated = now
-        self.has_late_row = False
+        self.late_rows = 0
 
     def remaining(self) -> float:
         """Return the seconds until the deadline."""
         # The median: a pause between two requests is no step, and few steps compute a long prompt.
-        expected = _MARGIN * statistics.median(self._durations)
+        # A late row loses two steps or more. If many rows are late, for the others to wait costs less.
+        expected = (1.05 + 4 * self._late_share) * statistics.median(self._durations)
         return max(0.0, max(self._dispatched, self._updated) + expected - time.perf_counter())
 
 
@@ -111,8 +113,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         """Number of lines that a request has in a bitmask."""
         self._words = words(vllm_config.model_config.get_vocab_size())
         self._guided = self._masker.requests
+        # Requests that left the batch without a mask, until they have one
         self.late: dict[str, GuidedRequest] = {}
-        """Requests that left the batch without a mask, until they have one."""
         self.clock = StepClock()
         self.missing: list[str] = []
         """Ids of requests without a mask in this step. Their tokens must be discarded."""
@@ -166,7 +168,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
                 scheduled_spec_decode_tokens[request_id] = [*drafts[:invalid], *[-1] * (len(drafts) - invalid)]
             if guided.is_missing:
-                self.clock.has_late_row |= request_id not in self.late
+                self.clock.late_rows += request_id not in self.late
                 self.late[request_id] = guided
                 self.missing.append(request_id)
             else:
@@ -328,22 +330,18 @@ class _GuidedScheduling:
     structured_output_manager: GuidedManager
     requests: dict[str, Request]
     running: list[Request]
-    kv_holding_waiting: Any
-    """The queue of waiting requests that keep their blocks."""
+    kv_holding_waiting: Any  # the queue of waiting requests that keep their blocks
     kv_cache_manager: Any
     has_mamba_layers: bool
-    grammar_compile_error_reqs: dict[str, RequestError]
-    """vLLM ends these requests with their errors, after this step."""
+    grammar_compile_error_reqs: dict[str, RequestError]  # vLLM ends these with their errors, after this step
     prev_step_scheduled_req_ids: set[str]
-    reset_preempted_req_ids: set[str]
-    """The workers forget these requests. They are told all tokens when one continues."""
+    reset_preempted_req_ids: set[str]  # the workers forget these, and get all tokens when one continues
     _preempt_request: Any
     scheduler_config: Any
-    _held_back: set[str]
-    """Ids of late requests whose masks are not there yet. They don't join a batch."""
+    _held_back: set[str]  # late requests whose masks are not there yet
+    # Whether one of them may join all the same, and computes its last token, perhaps in vain. An asynchronous step is
+    # scheduled while the one before is computed: a request that waits outside would lose up to three steps.
     _may_guess: bool
-    """Whether one of them may join all the same, and computes its last token, perhaps in vain. An asynchronous step is
-    scheduled while the one before is computed: a request that waits outside would lose up to three steps."""
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         manager = self.structured_output_manager
@@ -363,8 +361,6 @@ class _GuidedScheduling:
         return output
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        if request.request_id in self.structured_output_manager.errors:
-            return False
         if request.request_id in self._held_back:
             if not self._may_guess or request.num_computed_tokens == 0:
                 return False
