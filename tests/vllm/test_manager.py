@@ -269,7 +269,9 @@ class TestDeadline:
             step(0.001, tokens=0)
             clock.late_rows = 1
             step(0.01, tokens=10**6)
-        assert clock.remaining() == pytest.approx(0.0042, rel=1e-3), "steps without tokens, and those that waited for a mask"
+        assert clock.remaining() == pytest.approx(0.0042, rel=1e-3), (
+            "steps without tokens, and those that waited for a mask"
+        )
         for _ in range(40):
             step(0.008)
         assert clock.remaining() == pytest.approx(0.0084, rel=1e-3)
