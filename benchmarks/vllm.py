@@ -14,6 +14,13 @@
 Reported are the answers of the victim and of the others, the others' inter-token latency and longest gap, and whether
 the server answers afterwards. Servers that don't are started again. `guided serve` runs the same for comparison.
 Writes vllm.{json,png}.
+
+    python -m benchmarks.vllm --vllm-python PATH --device cuda
+    python -m benchmarks.vllm --vllm-python PATH --simulated-step 0.005
+
+measure the engine's steps instead, without a server: `benchmarks.vllm_engine` has the cases. One engine runs at a time.
+The second is for a machine without a GPU: vLLM's V2 scheduling, and a device that computes nothing, but takes this many
+seconds for a forward pass (`benchmarks.fake_device`). Writes vllm_DEVICE.json.
 """
 
 from __future__ import annotations
@@ -23,7 +30,9 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -33,10 +42,13 @@ import jsonschema
 from tqdm import tqdm
 
 from benchmarks import report, serving
+from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU
 from benchmarks.client import Answer, ask
 from benchmarks.comparison import vllm_candidate
+from benchmarks.fake_device import ENVIRONMENT, STEP_SECONDS
 from benchmarks.injected_faults import environment
 from benchmarks.servers import Server, guided_server, vllm_server
+from engine.default_model import checkpoint_path
 
 KILL = "killed actor"
 FAULTS = ("sleep", "hold", "raise", "segfault", "endless", KILL)
@@ -56,6 +68,27 @@ COLUMNS = {
     "afterwards": "next request",
 }
 Start = Callable[[], AbstractContextManager[Server]]
+ENGINES: dict[str, tuple[str | None, bool]] = {
+    "unguided": (None, False),
+    "vLLM, xgrammar": ("xgrammar", False),
+    "vLLM, guidance": ("guidance", False),
+    "GUIDED_VLLM=1, xgrammar": ("xgrammar", True),
+    "GUIDED_VLLM=1, llguidance": ("guidance", True),
+}
+"""Way -> backend, and whether our switch is on."""
+STEP_COLUMNS = {
+    "way": "way",
+    "requests": "requests",
+    "case": "case",
+    "tokens_per_second": "tokens/s",
+    "itl_p50": "ITL p50",
+    "itl_p99": "ITL p99",
+    "itl_max": "ITL max, ms",
+    "late_steps": "steps beyond the mask",
+    "ttft": "its TTFT, ms",
+}
+LATE_SECONDS = 0.1
+"""Duration of each injected mask of the late request."""
 
 
 def people(name: str, count: int) -> dict[str, Any]:
@@ -136,13 +169,71 @@ def stalls(ways: dict[str, Start], options: argparse.Namespace) -> list[dict[str
     return rows
 
 
+def device_name(python: str) -> str:
+    """Return the name of the CUDA device."""
+    command = [python, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def engine_steps(python: str, options: argparse.Namespace) -> None:
+    """Measure the steps of an engine of each way, one after the other."""
+    started_on = report.machine()
+    simulated = options.simulated_step
+    device = f"simulated {1e3 * simulated:g} ms" if simulated else device_name(python)
+    faults = environment() | {"GUIDED_SLOW_SECONDS": str(LATE_SECONDS), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if simulated:
+        faults |= {**SINGLE_THREADED, **VLLM_ON_CPU, **ENVIRONMENT, STEP_SECONDS: str(simulated)}
+        faults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    rows: list[dict[str, Any]] = []
+    for way in options.way:
+        backend, switch = ENGINES[way]
+        setting = {
+            "model": options.model or str(checkpoint_path()),
+            "backend": backend,
+            "switch": switch,
+            "requests": options.requests,
+            "beside": options.beside,
+            "tokens": options.engine_tokens,
+            "rounds": 2,
+            "step_seconds": simulated,
+            "prefix_caching": not options.no_prefix_caching,
+        }
+        run = subprocess.run(
+            [python, "-m", "benchmarks.vllm_engine", json.dumps(setting)],
+            env={**os.environ, **faults, "GUIDED_VLLM": str(int(switch))},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if run.returncode:
+            report.fail(f"the engine of {way} failed")
+        rows += [{"way": way, **row} for row in json.loads(run.stdout.splitlines()[-1])]
+    print(device)
+    report.print_table(rows, STEP_COLUMNS)
+    name = re.sub(r"[^a-z0-9]+", "_", device.lower())
+    report.write_json(options.out / f"vllm_{name}.json", vars(options), {"device": device, "steps": rows}, started_on)
+
+
 def main() -> None:
     parser = serving.start(__doc__)
+    parser.add_argument("--device", choices=["cuda"], help="measure the engine's steps on a GPU")
+    parser.add_argument("--simulated-step", type=float, help="measure them on a device that takes this many seconds")
+    parser.add_argument("--requests", type=int, nargs="+", default=[8, 64, 256], help="of the engine, at once")
+    parser.add_argument(
+        "--beside", type=int, nargs="*", default=[64], help="those with a late one, a new schema, a kill"
+    )
+    parser.add_argument("--engine-tokens", type=int, default=200, help="tokens of each request of the engine")
+    parser.add_argument("--way", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines")
+    parser.add_argument("--model", help="the engine's model (default: the embedded one)")
+    parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--fault", nargs="*", choices=FAULTS, default=list(FAULTS))
     options = serving.shorten(parser.parse_args())
     vllm = vllm_candidate(options.vllm_python)
     if vllm is None:
         report.fail("this benchmark needs --vllm-python")
+    if options.device or options.simulated_step:
+        engine_steps(vllm.python, options)
+        return
     started_on, most = report.machine(), max(16, *options.concurrency)
 
     def run(backend: str, *, switch: bool = False, faults: bool = True) -> Start:

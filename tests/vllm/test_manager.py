@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import pytest
 from byte_vocabulary import LETTERS, STOP
 from faulty_pool import FaultyPool
 
+from benchmarks import fake_device
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
 from guided.errors import PoolUnavailable
@@ -32,11 +34,10 @@ import vllm.v1.engine.core
 from vllm import LLM, SamplingParams
 from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
 from vllm.parser.engine.parser_engine import ReasoningEnd
-from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request
 
-from guided.integrations.vllm.manager import GuidedManager
+from guided.integrations.vllm.manager import GuidedManager, StepClock
 
 OWN: list[tuple[dict[str, Any], Any]] = [
     ({"json": SCHEMA, "disable_any_whitespace": True}, satisfies(SCHEMA)),
@@ -83,18 +84,16 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 
 def schedule_asynchronously(patched: pytest.MonkeyPatch) -> None:
     """Have vLLM schedule a step before it has the tokens of the one before, as it does on GPUs, but not on CPUs."""
-    adapt = CpuPlatform.check_and_update_config
-
-    def adapt_but_for_that(config: Any) -> None:
-        adapt(config)
-        config.scheduler_config.async_scheduling = True
-
-    patched.setattr(CpuPlatform, "check_and_update_config", staticmethod(adapt_but_for_that))
+    fake_device.use(patched.setattr)
     for name in ("Event", "Stream", "current_stream", "stream"):  # a CPU computes in the order of the calls
         patched.setattr(torch.cuda, name, MagicMock())
 
 
-@pytest.fixture(scope="module", params=["sync", "async", "drafts"])
+ENGINES = ["v2", "v2-drafts"] if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ["sync", "async", "drafts"]
+"""The V2 runner's environment is not for V1: `test_v2.py` runs these tests in it."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def host(request: pytest.FixtureRequest, vllm_model: Path) -> Iterator[Host]:
     pools: list[FaultyPool] = []
 
@@ -112,10 +111,12 @@ def host(request: pytest.FixtureRequest, vllm_model: Path) -> Iterator[Host]:
         patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patched.setenv("GUIDED_VLLM", "1")
         activation.activate()
-        if request.param == "async":
+        if request.param not in ("sync", "drafts"):
             schedule_asynchronously(patched)
-        host = Host(vllm_model, pools, speculative_config=DRAFTS if request.param == "drafts" else None)
-        assert host.scheduler.vllm_config.scheduler_config.async_scheduling == (request.param == "async")
+        host = Host(vllm_model, pools, speculative_config=DRAFTS if "drafts" in request.param else None)
+        config = host.scheduler.vllm_config
+        assert config.scheduler_config.async_scheduling == (request.param not in ("sync", "drafts"))
+        assert config.use_v2_model_runner == ("v2" in request.param)
         yield host
         host.llm.llm_engine.engine_core.shutdown()
 
@@ -138,28 +139,27 @@ class TestLateMasks:
         assert [one.finish_reason for one in found] == ["stop"] * len(OWN)
         assert [one.token_ids for one in also_free] == [one.token_ids for one in free]
 
-    def test_late_requests_return_one_at_a_time(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each is computed again from its beginning, while the others of the batch wait."""
+    @pytest.mark.parametrize("scarce", [False, True], ids=["kept", "scarce"])
+    def test_a_late_request_keeps_its_blocks(self, host: Host, monkeypatch: pytest.MonkeyPatch, scarce: bool) -> None:
+        """Only its last token is computed again, if the others can get blocks."""
         host.calm()
-        scheduler = host.scheduler
-        schedule, returned = scheduler.schedule, Counter[int]()
+        kinds = [{"regex": "[a-f]{30}"}] * 3
+        expected, _ = host.ask(*kinds)
+        host.scheduler.reset_prefix_cache()
+        blocks = host.scheduler.kv_cache_manager.block_pool
+        taken = blocks.get_new_blocks(blocks.get_num_free_blocks() - 4) if scarce else []
+        joined = joining_again(host, monkeypatch)
+        host.pool.delay = lambda sequence_id, position: 3 * (position in (3, 9))
+        found, _ = host.ask(*kinds)
+        blocks.free_blocks(taken)
+        assert [one.text for one in found] == [one.text for one in expected]
+        assert len(joined) >= 6
+        assert (max(joined) > 1) == scarce
 
-        def counted(*args: Any) -> Any:
-            output = schedule(*args)
-            returned[len(output.scheduled_cached_reqs.resumed_req_ids)] += 1
-            return output
-
-        monkeypatch.setattr(scheduler, "schedule", counted)
-        host.pool.delay = lambda sequence_id, position: int(position == 3)
-        found, _ = host.ask(*[{"regex": "[a-f]{30}"}] * 4)
-        assert [one.finish_reason for one in found] == ["stop"] * 4
-        assert returned[1] >= 4
-        assert max(returned) == 1
-
-    def test_a_request_that_was_late_once_is_not_delayed_for_long(
-        self, host: Host, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_mask_is_waited_for_once(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Under asynchronous scheduling, the request's last token is computed in each step until its mask is there."""
         host.calm()
+        joined = joining_again(host, monkeypatch)
         asked: Counter[tuple[int, int]] = Counter()
         submit = host.pool.submit
 
@@ -168,11 +168,32 @@ class TestLateMasks:
             submit(sequences)
 
         monkeypatch.setattr(host.pool, "submit", counted)
-        host.pool.delay = lambda sequence_id, position: int(position == 3)
+        host.pool.delay = lambda sequence_id, position: 5 * (position == 3)
         (found,), _ = host.ask({"regex": "[a-f]{30}"})
         assert found.finish_reason == "stop"
-        assert max(count for (_, position), count in asked.items() if position < 8) > 1
-        assert {count for (_, position), count in asked.items() if position > 22} == {1}
+        assert max(count for (_, position), count in asked.items() if position == 3) == 2
+        assert {count for (_, position), count in asked.items() if position > 10} == {1}
+        assert (len(joined) > 1) == host.scheduler.scheduler_config.async_scheduling
+
+    def test_a_prompt_is_computed_while_its_grammar_compiles(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        host.calm()
+        schedule, computed = host.scheduler.schedule, list[int]()
+
+        def scheduled(*args: Any) -> Any:
+            output = schedule(*args)
+            computed.append(output.total_num_scheduled_tokens)
+            if len(computed) == 20:
+                host.pool.finish_compiles()
+            return output
+
+        monkeypatch.setattr(host.scheduler, "schedule", scheduled)
+        host.pool.hold_compiles = True
+        try:
+            (found,), _ = host.ask({"choice": ["yes", "no"]}, free=0)
+        finally:
+            host.pool.hold_compiles = False
+        assert found.text in ("yes", "no")
+        assert max(computed[:20]) > 1, "its prompt"
 
     @pytest.mark.parametrize("lost", [False, True], ids=["failed", "lost"])
     def test_a_failed_row_ends_with_an_error_and_no_unmasked_token(self, host: Host, lost: bool) -> None:
@@ -209,6 +230,57 @@ class TestLateMasks:
             assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
 
 
+def joining_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of computed tokens, without drafts, of each request that joins again."""
+    schedule, joined = host.scheduler.schedule, list[int]()
+
+    def scheduled(*args: Any) -> Any:
+        output = schedule(*args)
+        joining = [*output.scheduled_cached_reqs.resumed_req_ids, *(new.req_id for new in output.scheduled_new_reqs)]
+        for request_id in joining:
+            if host.scheduler.requests[request_id].num_output_tokens:
+                drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                joined.append(output.num_scheduled_tokens[request_id] - drafts)
+        return output
+
+    monkeypatch.setattr(host.scheduler, "schedule", scheduled)
+    return joined
+
+
+class TestDeadline:
+    def test_it_follows_the_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [0.0]
+        monkeypatch.setattr("guided.integrations.vllm.manager.time.perf_counter", lambda: now[0])
+        clock = StepClock()
+
+        def step(seconds: float, tokens: int = 1) -> None:
+            clock.dispatch()
+            now[0] += seconds
+            clock.update(tokens)
+
+        for _ in range(9):
+            step(0.004)
+        assert clock.remaining() == pytest.approx(0.0042)
+        now[0] += 0.003
+        assert clock.remaining() == pytest.approx(0.0012)
+        step(5.0)
+        assert clock.remaining() == pytest.approx(0.0042), "a pause"
+        for _ in range(50):
+            step(0.001, tokens=0)
+            clock.late_rows = 1
+            step(0.01, tokens=10**6)
+        assert clock.remaining() == pytest.approx(0.0042, rel=1e-3), (
+            "steps without tokens, and those that waited for a mask"
+        )
+        for _ in range(40):
+            step(0.008)
+        assert clock.remaining() == pytest.approx(0.0084, rel=1e-3)
+        for _ in range(90):
+            clock.late_rows = 32
+            step(0.008, tokens=64)
+        assert clock.remaining() == pytest.approx(0.0244, rel=1e-2), "many rows are late"
+
+
 # the gates of reasoning, and draft tokens: no engine
 
 END_OF_THOUGHT, STRIDE = 19, 5
@@ -216,9 +288,7 @@ END_OF_THOUGHT, STRIDE = 19, 5
 
 def use_pool(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], InlinePool]) -> None:
     """Have managers open this pool."""
-    monkeypatch.setattr(
-        "guided.integrations.vllm.manager.lazy_pool", lambda config: (LazyPool(LETTERS, open_pool), 0.2)
-    )
+    monkeypatch.setattr("guided.integrations.vllm.manager.lazy_pool", lambda config: LazyPool(LETTERS, open_pool))
 
 
 class Reasoner:

