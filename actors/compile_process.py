@@ -44,7 +44,6 @@ from actors.processes import (
 )
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
-from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
@@ -54,7 +53,8 @@ from guided.errors import (
     UnsupportedConstraint,
     to_wire,
 )
-from guided.process_resources import give_back_free_memory
+from guided.masks.compilation import compile_with
+from guided.masks.resources import give_back_free_memory
 from guided.vocabulary import Vocabulary
 
 _WARM_UP = (

@@ -19,13 +19,13 @@ from actors.compile_queue import CompileQueue, Task
 from actors.packages import CompileResult, Package
 from actors.processes import TICK_SECONDS
 from guided.backends import BACKENDS
-from guided.compilation import first_able
 from guided.constraint import Constraint
 from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, PoolUnavailable, from_wire
+from guided.masks.compilation import first_able
+from guided.masks.resources import available_cpus
 from guided.pools.grammar_cache import GrammarCache
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import CLIENT, BackendStatus, Grammar
-from guided.process_resources import available_cpus
 from guided.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)

@@ -34,9 +34,9 @@ from actors.protocol import (
     freed,
 )
 from guided.errors import GuidedError, bounded, from_wire
-from guided.pinned_masks import unpin_masks
 from guided.pools.grammar_cache import LeastRecentlyUsed
 from guided.pools.protocol import Grammar
+from guided.processors.pinned_masks import unpin_masks
 from guided.sequence import GuidedSequence
 
 _decode = Decoder(Failed).decode

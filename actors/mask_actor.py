@@ -31,9 +31,9 @@ from actors.protocol import WAKE, Indices, Int32s, Int64s, Segment, SegmentName,
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
-from guided.process_resources import watch_free_memory
+from guided.masks.resources import watch_free_memory
+from guided.masks.worker import MaskWorker
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 _TOGETHER_SECONDS = 0.003
 """Lines that are ready wait so long for the other ones, and are sent without them after that."""

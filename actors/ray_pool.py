@@ -39,9 +39,9 @@ from guided.errors import (
     WorkerDied,
     bounded,
 )
-from guided.pinned_masks import Pin
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import EndCause, Grammar, PoolStatus, WorkerState, WorkerStatus
+from guided.processors.pinned_masks import Pin
 from guided.vocabulary import Vocabulary
 
 _SLOW_LOAD = (GrammarLoadTimeout, "was killed: it took too long to load a grammar")
@@ -62,7 +62,7 @@ class RayPool(Dispatcher):
     Args:
         vocabulary: the vocabulary of the masks.
         options: None is `RayPoolOptions()`.
-        pin: called with each actor's mask column before it is up, on other threads: `guided.pinned_masks.pin_masks`.
+        pin: called with each actor's mask column before it is up, on other threads: see `pin_masks`.
         changes: fields of `RayPoolOptions` that replace those of `options`.
 
     Raises:

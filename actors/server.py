@@ -54,7 +54,7 @@ from actors.protocol import (
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar, guard
 from guided.errors import BackendError, GuidedError, from_wire, to_wire
-from guided.worker import MaskWorker
+from guided.masks.worker import MaskWorker
 
 _STUCK_SECONDS = 0.002
 """The first thread is stuck if it has filled no row for this long."""

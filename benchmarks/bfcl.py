@@ -34,12 +34,12 @@ from benchmarks.workload import read_rows
 from engine.default_model import checkpoint_path
 from engine.server.request.bodies import ChatRequest
 from engine.server.request.tools import requested_calls
-from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
-from guided.check import vocabulary_of
-from guided.compilation import compile_constraint
+from guided.check.check import vocabulary_of
+from guided.check.process import BackendProcess, set_time_limit
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidConstraint
+from guided.masks.compilation import compile_constraint
 from guided.schema.validation import Validator
 from guided.tools.formats import TOOL_FORMATS, answer_format
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from engine.default_model import checkpoint_path
 from guided.backends import Backends, candidates
 from guided.backends.base import CompiledGrammar
-from guided.check import check, vocabulary_of
-from guided.compilation import compile_with
+from guided.check.check import check, vocabulary_of
 from guided.constraint import Constraint
 from guided.errors import GuidedError
+from guided.masks.compilation import compile_with
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 SAMPLES = Path(__file__).with_name("keywords.jsonl")

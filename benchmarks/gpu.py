@@ -37,8 +37,8 @@ from benchmarks.workload import DATA, read_rows
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.llm import LLM
-from engine.model_config import model_factory
-from engine.model_loader import LoadedModel, prepare_model
+from engine.model.config import model_factory
+from engine.model.loader import LoadedModel, prepare_model
 from engine.sampling_params import SamplingParams
 from guided.backends import AUTO, resolve
 from guided.constraint import Constraint

@@ -24,11 +24,11 @@ from benchmarks.workload import Tokens, documents
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
 from guided.bitmask import words
-from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import GuidedError
+from guided.masks.compilation import compile_with
+from guided.masks.worker import MaskWorker
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 COLUMNS = {
     "backend": "backend",

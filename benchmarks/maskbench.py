@@ -23,13 +23,13 @@ from tqdm import tqdm
 from benchmarks import report
 from benchmarks.property_order import in_schema_order
 from benchmarks.workload import DATA, read_rows, tekken
-from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.backends.base import Matcher
 from guided.bitmask import words
-from guided.compilation import compile_constraint
+from guided.check.process import BackendProcess, set_time_limit
 from guided.constraint import Constraint
 from guided.errors import CompileTimeout, GuidedError, InvalidConstraint, TokenRejected
+from guided.masks.compilation import compile_constraint
 from guided.vocabulary import Vocabulary
 
 Outcome = Literal["passes", "accepts invalid", "rejects valid", "refused", "timeout", "error"]

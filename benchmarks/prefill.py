@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.llm import LLM
-from engine.model_loader import prepare_model
+from engine.model.loader import prepare_model
 from engine.sampling_params import SamplingParams
 
 TOKENS = 24

@@ -38,15 +38,15 @@ from benchmarks.random_constraints.languages import Case, random_choice, random_
 from benchmarks.random_constraints.schemas import random_schema, schema_case
 from benchmarks.workload import read_rows
 from engine.default_model import checkpoint_path
-from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, BACKENDS, Backends, candidates
 from guided.backends.base import CompiledGrammar
 from guided.bitmask import allowed_ids, words
-from guided.check import vocabulary_of
-from guided.compilation import compile_constraint
+from guided.check.check import vocabulary_of
+from guided.check.process import BackendProcess, set_time_limit
 from guided.errors import CompileTimeout, ConstraintNotMet, GuidedError, InvalidConstraint
+from guided.masks.compilation import compile_constraint
+from guided.masks.worker import MaskWorker
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 WAYS = (AUTO, *BACKENDS)
 CHECKED = report.ROOT.parent / "shared/data/checked-dev.jsonl.gz"

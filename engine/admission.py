@@ -9,10 +9,10 @@ from typing import Any, cast
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.keywords import refuse_unknown, without_neutral
-from engine.model_loader import LoadedModel
-from engine.restriction import Restriction
+from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
+from engine.step.restriction import Restriction
+from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
 from guided.errors import ContextLengthExceeded, InvalidRequest
 
 Prompt = str | Tokens[int] | Mapping[str, Any]

@@ -15,8 +15,8 @@ from engine.admission import Prompt
 from engine.base_llm import AsyncEngineArgs, BaseLLM
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import SequenceGroup
 from engine.stats import EngineStats
+from engine.step.sequence import SequenceGroup
 from guided.errors import GuidedError, InternalError, bounded
 from guided.pools.protocol import PoolStatus
 

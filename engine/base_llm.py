@@ -15,13 +15,13 @@ from engine.config import EngineConfig, LoadOptions
 from engine.keywords import refuse_unknown, without_neutral
 from engine.llm_engine import LLMEngine
 from engine.logits_processors.loading import describe, load_post_processor
-from engine.model_loader import LoadedModel, load_model
-from guided.pinned_masks import Pin, pin_masks
+from engine.model.loader import LoadedModel, load_model
 from guided.pools.inline import InlinePool
 from guided.pools.opening import LazyPool
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import MaskPool
-from guided.post_processor import LogitPostProcessor
+from guided.processors.interface import LogitPostProcessor
+from guided.processors.pinned_masks import Pin, pin_masks
 from guided.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.batch import Batch
-from engine.block_manager import BlockManager
-from engine.logprobs import TokenLogprobs
+from engine.memory.block_manager import BlockManager
 from engine.sampler import SamplerOutput, ranked_logprobs
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
-from guided.post_processor import LogitPostProcessor
+from engine.step.batch import Batch
+from engine.step.logprobs import TokenLogprobs
+from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus
+from guided.processors.interface import LogitPostProcessor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from engine.base_llm import BaseLLM
 from engine.keywords import refuse_unknown, without_neutral
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import SequenceGroup
+from engine.step.sequence import SequenceGroup
 from guided.errors import InvalidRequest
 
 

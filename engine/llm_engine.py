@@ -18,28 +18,28 @@ from typing import Any
 import torch
 
 from engine.admission import Admission, Prompt
-from engine.batch import Batch, Chunk
 from engine.beams import advance_beams, show_result
-from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.keywords import refuse_unknown, without_neutral
-from engine.kv_cache import plan_cache
 from engine.logits_processors.loading import describe, load_classes
 from engine.logits_processors.processors import LogitsProcessors
-from engine.logprobs import TokenLogprobs
-from engine.model_loader import LoadedModel
-from engine.model_runner import ModelRunner
+from engine.memory.block_manager import BlockManager
+from engine.memory.kv_cache import plan_cache
+from engine.model.loader import LoadedModel
+from engine.model.runner import ModelRunner
 from engine.outputs import RequestOutput
 from engine.sampler import Sampler, SamplerOutput, ranked_logprobs
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import SequenceGroup, SequenceStatus
 from engine.stats import EngineStats
-from guided.bundle import ProcessorBundle
+from engine.step.batch import Batch, Chunk
+from engine.step.logprobs import TokenLogprobs
+from engine.step.scheduler import Scheduler
+from engine.step.sequence import SequenceGroup, SequenceStatus
 from guided.errors import BackendError, DeadEnd, GuidedError, InternalError, PostProcessorFailed, bounded
 from guided.pools.protocol import CLIENT, Grammar, MaskPool
-from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
-from guided.processor import GuidedProcessor
+from guided.processors.bundle import ProcessorBundle
+from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.standard import GuidedProcessor
 from guided.sequence import SequenceOutput
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.logprobs import TokenLogprobs
-from engine.sequence import MaskDetails, Sequence, SequenceGroup, SequenceStatus
+from engine.step.logprobs import TokenLogprobs
+from engine.step.sequence import MaskDetails, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
-from guided.output_types import parse_as
+from guided.fields.output_types import parse_as
 
 Logprobs = list[TokenLogprobs | None]
 

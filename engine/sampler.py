@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.batch import Batch
 from engine.logits_processors.processors import LogitsProcessors
-from engine.logprobs import TokenLogprobs
 from engine.sampling_params import GREEDY_BELOW
+from engine.step.batch import Batch
+from engine.step.logprobs import TokenLogprobs
 from guided.sequence import SequenceOutput
 
 SUPPRESSED = -1e30

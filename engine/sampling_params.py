@@ -12,9 +12,9 @@ from engine.keywords import refuse_unknown
 from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
+from guided.fields.output_types import constraint_for
+from guided.fields.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 from guided.limits import Range
-from guided.output_types import constraint_for
-from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
 logger = logging.getLogger(__name__)
 MAX_LOGPROBS = 20
@@ -102,7 +102,7 @@ class SamplingParams:
         logit_bias: token id -> number that is added to its logit, in [-100, 100].
         allowed_token_ids: the only tokens that the output may have, besides those that end it. None: all tokens. If no
             token is left, the request ends with the error `dead_end`, as with `bad_words` and constraints.
-        bad_words: texts that no token may complete (`engine/restriction.py`).
+        bad_words: texts that no token may complete (`engine/step/restriction.py`).
         logprobs: number of alternatives to report per token (0: only the sampled token). None is off. Log-probabilities
             of beams include bias and penalties, as in the scores of the search.
         logprobs_mode: `raw` reports log-probabilities of the model's own distribution; `masked` reports those after

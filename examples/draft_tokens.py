@@ -16,7 +16,7 @@ from engine.default_model import checkpoint_path
 from guided import Constraint, GuidedProcessor, GuidedSequence, InlinePool, Vocabulary
 from guided.backends import Backends, candidates
 from guided.backends.base import Matcher
-from guided.compilation import compile_constraint
+from guided.masks.compilation import compile_constraint
 
 MAX_DRAFTS = 4
 

@@ -4,7 +4,6 @@ The package needs neither Ray nor the engine nor a server. A `MaskPool` decides 
 in the calling process, `actors.RayPool` in processes that may crash.
 """
 
-from guided.bundle import ProcessorBundle
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import (
     BackendError,
@@ -21,11 +20,12 @@ from guided.errors import (
     UnsupportedConstraint,
     WorkerDied,
 )
-from guided.output_types import constraint_for, parse_as
+from guided.fields.output_types import constraint_for, parse_as
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
-from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
-from guided.processor import DecodeStep, GuidedProcessor, decode_step
+from guided.processors.bundle import ProcessorBundle
+from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.standard import DecodeStep, GuidedProcessor, decode_step
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 

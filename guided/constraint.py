@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import LIMITS
 from guided.schema.keywords import at
-from guided.structural_tag import Content, Node, contents, located, parse, read
+from guided.tags.structural_tag import Content, Node, contents, located, parse, read
 
 if TYPE_CHECKING:
-    from guided import regex as regexes
+    from guided.regex import tree as regexes
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 MAX_INDENT = 32
@@ -173,7 +173,7 @@ class Constraint:
         strict_schema: bool = False,
         param: str = "structural_tag",
     ) -> Constraint:
-        """The output is free text with constrained parts: see `guided/structural_tag.py`."""
+        """The output is free text with constrained parts: see `guided/tags/structural_tag.py`."""
         from guided.schema.document import MAX_NOTES
 
         if isinstance(tag, str):
@@ -238,15 +238,15 @@ class Constraint:
 
 @lru_cache(maxsize=2)  # a compilation asks for the nodes several times
 def _nodes(source: str, open_objects: bool | None) -> Node:
-    from guided.element_arguments import expand
+    from guided.tags.arguments import expand
 
     return parse(json.loads(source), "structural_tag", partial(expand, open_objects=open_objects))
 
 
 @lru_cache(maxsize=64)  # a compilation asks several times for the texts in a structural tag
 def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
-    from guided import regex as regexes
-    from guided import regex_parser
+    from guided.regex import parser as regex_parser
+    from guided.regex import tree as regexes
 
     if kind == "choice":
         return regexes.choice(map(regexes.literal, json.loads(source)))

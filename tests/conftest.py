@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from engine.model_loader import LoadedModel
+    from engine.model.loader import LoadedModel
 
 # On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones. A busy
 # machine and examples that are thrown away are no failures.
@@ -141,7 +141,7 @@ def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_llama_dir: Path) -> LoadedModel:
-    from engine.model_loader import load_model
+    from engine.model.loader import load_model
 
     return load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
 

@@ -23,7 +23,7 @@ from serving import serving
 from typer.main import get_command
 
 from benchmarks import coverage, fields
-from engine.model_files import gguf_file
+from engine.model.files import gguf_file
 from engine.server.cli import app
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality, MovedRequest, VllmConfig
-from engine.sequence import Sequence
+from engine.step.sequence import Sequence
 
 
 class PersistentBatch:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, is_revised
 from guided.errors import bounded
-from guided.post_processor import LogitPostProcessor
+from guided.processors.interface import LogitPostProcessor
 
 if TYPE_CHECKING:
-    from engine.model_loader import LoadedModel  # slow: transformers
+    from engine.model.loader import LoadedModel  # slow: transformers
 
 GROUP = "vllm.logits_processors"
 """The group of entry points that every engine loads unless `logits_processor_plugins` is False."""

@@ -13,11 +13,11 @@ from functools import partial
 
 import torch
 
-from engine.batch import Batch
 from engine.logits_processors.batch import IndexedBatch, PersistentBatch
 from engine.logits_processors.interface import LogitsProcessor, VllmConfig, is_revised
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.step.batch import Batch
+from engine.step.sequence import Sequence
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from uvicorn.config import LOGGING_CONFIG
 
 from engine.async_llm import AsyncLLM
 from engine.base_llm import default_pool
-from engine.model_files import pretrained
+from engine.model.files import pretrained
 from engine.server.app import create_app
 from engine.server.connections import ConnectionLimits, LimitedProtocol
 from engine.server.context import ServerContext
@@ -36,7 +36,7 @@ from engine.server.logs import JsonFormatter, log_to_stderr
 from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.request.bodies import CHAT_EXAMPLE
 from guided.backends import AUTO
-from guided.process_resources import watch_free_memory
+from guided.masks.resources import watch_free_memory
 
 _EXIT_SECONDS = 8.0
 """Time after the grace period until the process ends, even if something still runs in it."""

@@ -44,8 +44,8 @@ class Adapter:
 
 
 BACKENDS: dict[str, Adapter] = {
-    "llguidance": Adapter("guided.backends.llguidance:LLGuidanceBackend", frozenset(KINDS), ("guidance",)),
-    "xgrammar": Adapter("guided.backends.xgrammar:XGrammarBackend", frozenset(KINDS)),
+    "llguidance": Adapter("guided.backends.llguidance.adapter:LLGuidanceBackend", frozenset(KINDS), ("guidance",)),
+    "xgrammar": Adapter("guided.backends.xgrammar.adapter:XGrammarBackend", frozenset(KINDS)),
     "outlines": Adapter(
         "guided.backends.outlines:OutlinesBackend",
         frozenset({"json_schema", "json_object", "regex", "choice"}),

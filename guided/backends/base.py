@@ -16,9 +16,9 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.backends.rules import LineBreaks
 from guided.constraint import Constraint
 from guided.errors import BackendError, ConstraintNotMet, GuidedError, TokenRejected, bounded
-from guided.output_rules import LineBreaks
 from guided.vocabulary import Vocabulary
 
 

@@ -14,16 +14,16 @@ from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
+from guided.backends.literals import literals
+from guided.backends.rules import LineBreaks, NumberLimit, token_limit
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
-from guided.literals import literals
-from guided.output_rules import LineBreaks, NumberLimit, token_limit
-from guided.structural_tag import Content, contents
+from guided.tags.structural_tag import Content, contents
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    from guided.backends.content_reader import ContentReader, Reading
     from guided.schema.beginnings import Beginnings
-    from guided.tags.content_reader import ContentReader, Reading
 
 _CHECKED = b"checked:"
 """Prefix of the serialisation of a grammar that is checked."""
@@ -94,8 +94,8 @@ class CheckedBackend(Backend):
 
 def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabulary) -> ContentReader:
     """Return the reader that validates the contents with a pointer in `checked`."""
+    from guided.backends.content_reader import ContentReader
     from guided.schema.beginnings import Beginnings  # imported for the first grammar that is checked
-    from guided.tags.content_reader import ContentReader
 
     tag = constraint.kind == "structural_tag"
     node = constraint.tag if tag else Content("json_schema", constraint.source or '{"type": "object"}', "")

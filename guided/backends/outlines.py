@@ -25,11 +25,11 @@ import outlines_core
 from numpy.typing import NDArray
 from outlines_core.json_schema import build_regex_from_schema
 
-from guided import regex
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.schema_lowering import ArrayShape, FewKeywords
 from guided.constraint import Constraint
 from guided.errors import TokenRejected, UnsupportedConstraint, bounded
+from guided.regex import tree as regex
 from guided.schema import string_pattern
 from guided.vocabulary import Vocabulary
 

@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from itertools import chain, permutations
 from typing import Any, ClassVar, NamedTuple
 
-from guided import regex
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
-from guided.regex_parser import parse_search
+from guided.regex import tree as regex
+from guided.regex.parser import parse_search
 from guided.schema.canonical import canonical
 from guided.schema.keywords import ALL_TYPES, NUMERIC, Schema, listed
 from guided.schema.numbers import EXACT, Numbers, numbers_of

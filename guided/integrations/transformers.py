@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
-from guided.kernel import apply_bitmask
-from guided.output_types import constraint_for
+from guided.fields.output_types import constraint_for
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
+from guided.processors.kernel import apply_bitmask
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -64,7 +64,7 @@ class GuidedLogitsProcessor:
         vocabulary: as wide as the model's logits, with all tokens that end a generation
             (`model.generation_config.eos_token_id`) among its stop tokens.
         constraints: one for all rows, or one for each prompt (a list or tuple), None for a prompt without a constraint.
-            Each is a `Constraint` or a Python type (`guided.output_types`).
+            Each is a `Constraint` or a Python type (`guided.fields.output_types`).
         pool: computes the masks; over the same vocabulary. The caller shuts it down. None: this process computes them.
         backend: "auto", or the name of one backend.
         failed_rows: what happens if a row has no valid mask. "raise" ends `generate()` with the error. "end" ends the

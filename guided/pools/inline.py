@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from guided.backends import BACKENDS, Backends
 from guided.bitmask import words
-from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import GuidedError
+from guided.masks.compilation import compile_constraint
+from guided.masks.worker import MaskWorker
 from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES, GrammarCache
 from guided.pools.protocol import (
     MAX_FORCED_TOKENS,
@@ -33,7 +34,6 @@ from guided.pools.protocol import (
 )
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 
 class InlinePool:

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 
 from guided.errors import bounded
 from guided.limits import CompileLimits, Range, check_ranges
+from guided.masks.resources import available_cpus
 from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES
-from guided.process_resources import available_cpus
 
 
 @dataclass(frozen=True, slots=True)

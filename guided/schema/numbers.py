@@ -12,8 +12,8 @@ from functools import lru_cache
 from math import ceil, floor, lcm
 from typing import Any, NamedTuple
 
-from guided import regex
-from guided.regex import Chars, Node
+from guided.regex import tree as regex
+from guided.regex.tree import Chars, Node
 from guided.schema.keywords import NUMBER_BOUNDS
 
 EXACT = 2**53

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
-from guided import automaton, regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import UNIVERSE, Chars, Concatenation, Node, Repeat
-from guided.regex_parser import parse, parse_search, width
+from guided.regex import automaton
+from guided.regex import tree as regex
+from guided.regex.parser import parse, parse_search, width
+from guided.regex.tree import UNIVERSE, Chars, Concatenation, Node, Repeat
 from guided.schema.formats import FORMATS
 from guided.schema.keywords import Schema, listed, types_of
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import regex
 
-from guided.element_arguments import ArgumentReader
+from guided.tags.arguments import ArgumentReader
 from guided.tools.formats import NAME, NUMBER, Function, ReasoningFormat, ToolFormat
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from engine.async_llm import AsyncLLM
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.server.metrics import Metrics
 from guided.pools.inline import InlinePool
 

@@ -16,7 +16,7 @@ import pytest
 from hosting import Hosted, hosted
 from serving import wait_until
 
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 
 NGINX, OPENSSL = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin"), shutil.which("openssl")
 CONFIG = Path(__file__).parents[2] / "deploy/nginx.conf"

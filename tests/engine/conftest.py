@@ -11,10 +11,10 @@ from engine_runs import finish as finish
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.step.sequence import Sequence
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary

@@ -12,7 +12,7 @@ from faulty_pool import FaultyPool
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import InternalError, InvalidConstraint, InvalidRequest

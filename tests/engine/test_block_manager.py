@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from engine.block_manager import BlockManager
+from engine.memory.block_manager import BlockManager
 
 
 def cached(num_blocks: int) -> BlockManager:

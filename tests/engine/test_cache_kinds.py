@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel, prepare_model
+from engine.model.loader import LoadedModel, prepare_model
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import ContextLengthExceeded
 from guided.pools.protocol import MaskPool
-from guided.post_processor import SampledEdit
+from guided.processors.interface import SampledEdit
 from tests.engine.conftest import run
 from tests.engine.test_beam_search import beams, expected
 from tests.engine.test_late_rows import count_computed

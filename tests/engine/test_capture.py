@@ -16,13 +16,13 @@ from model_families import FAMILIES, PAGE, Family
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.attention import ATTENTION
-from engine.fusion import fuse
-from engine.model_config import model_factory
-from engine.model_head import Head
-from engine.model_loader import LoadedModel, _body
-from engine.model_probe import Probe
-from engine.model_runner import ModelRunner
+from engine.model.attention import ATTENTION
+from engine.model.config import model_factory
+from engine.model.fusion import fuse
+from engine.model.head import Head
+from engine.model.loader import LoadedModel, _body
+from engine.model.probe import Probe
+from engine.model.runner import ModelRunner
 
 META = torch.device("meta")
 ROWS, BLOCKS = 3, 2

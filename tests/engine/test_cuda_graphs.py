@@ -13,13 +13,13 @@ import pytest
 import torch
 from model_families import FAMILIES, PROMPTS, save
 
-from engine import model_runner
 from engine.config import EngineConfig
-from engine.cuda_graphs import DecodeGraphs, GraphCalls, Outputs, graph_sizes
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel, load_model
-from engine.model_runner import ModelRunner
+from engine.model import runner as model_runner
+from engine.model.cuda_graphs import DecodeGraphs, GraphCalls, Outputs, graph_sizes
+from engine.model.loader import LoadedModel, load_model
+from engine.model.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine, run
 

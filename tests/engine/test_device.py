@@ -11,8 +11,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.model_loader import LoadedModel, load_model
-from engine.model_runner import ModelRunner
+from engine.model.loader import LoadedModel, load_model
+from engine.model.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from guided.errors import InternalError
 from tests.engine.conftest import MakeEngine, run
@@ -90,6 +90,6 @@ def test_on_cuda_guided_outputs_are_those_of_the_cpu(
     expected = LLM(tiny_model, config=copy.copy(config)).generate(list(prompts), list(params), use_tqdm=False)
     on_gpu = load_model(str(tiny_llama_dir), dtype="float32", device="cuda")
     found = LLM(on_gpu, config=config).generate(list(prompts), list(params), use_tqdm=False)
-    assert not [record for record in caplog.records if record.name == "engine.model_runner"]  # graphs are not off
+    assert not [record for record in caplog.records if record.name == "engine.model.runner"]  # graphs are not off
     for one, same in zip(found, expected, strict=True):
         assert [each.text for each in one.outputs] == [each.text for each in same.outputs]

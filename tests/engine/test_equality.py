@@ -21,7 +21,7 @@ from transformers import (
 
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.model_loader import LoadedModel, prepare_model
+from engine.model.loader import LoadedModel, prepare_model
 from engine.sampling_params import SamplingParams
 
 TIE = 1e-4

@@ -17,9 +17,9 @@ import triton.language as tl
 from liger_kernel.ops import geglu, rms_norm
 from triton.runtime import interpreter
 from model_families import FAMILIES
-from engine import model_probe
-from engine.model_loader import _body
-from engine.model_probe import Probe
+from engine.model import probe as model_probe
+from engine.model.loader import _body
+from engine.model.probe import Probe
 
 logging.basicConfig(format="%(message)s")
 real = interpreter._implicit_cvt

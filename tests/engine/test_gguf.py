@@ -14,10 +14,10 @@ from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
-from engine import model_files as module
-from engine.attention import UnsupportedModelError
-from engine.model_files import WHEELS, gguf_file
-from engine.model_loader import load_model
+from engine.model import files as module
+from engine.model.attention import UnsupportedModelError
+from engine.model.files import WHEELS, gguf_file
+from engine.model.loader import load_model
 
 LLAMA_3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"original_max_position_embeddings": 64, "rope_theta": 10_000.0}

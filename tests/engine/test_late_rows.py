@@ -10,13 +10,13 @@ import pytest
 import torch
 from faulty_pool import FaultyPool
 
-from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
+from engine.step.batch import Batch
 from guided.errors import BackendError, WorkerDied
-from guided.post_processor import LogitPostProcessor
+from guided.processors.interface import LogitPostProcessor
 from guided.sequence import GuidedSequence
 from tests.engine.conftest import MakeEngine, finish, run
 

@@ -10,7 +10,7 @@ import pytest
 import engine
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
 from guided.pools.inline import InlinePool

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from faulty_pool import FaultyPool
 
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import sequence_seed
+from engine.step.sequence import sequence_seed
 from guided.errors import InternalError, InvalidRequest
 from guided.pools.protocol import StepMasks
 from tests.engine.conftest import MakeEngine, finish, run

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engine.attention import UnsupportedModelError
-from engine.model_loader import load_model, prepare_model
+from engine.model.attention import UnsupportedModelError
+from engine.model.loader import load_model, prepare_model
 
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
 TINY = {"vocab_size": 640, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, **HEADS}

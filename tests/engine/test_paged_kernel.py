@@ -16,14 +16,14 @@ import torch
 from attention_cases import CASES, difference, tolerance
 from model_families import FAMILIES
 
-from engine.attention import PagedContext
-from engine.model_loader import prepare_model
+from engine.model.attention import PagedContext
+from engine.model.loader import prepare_model
 
 pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from engine import paged_kernel
+from engine.model import paged_kernel
 
 ROOT = Path(__file__).parents[2]
 TYPES = [torch.bfloat16, torch.float16, torch.float32]

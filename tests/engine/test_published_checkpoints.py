@@ -14,8 +14,8 @@ from model_families import FAMILIES, save
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from engine.attention import UnsupportedModelError
-from engine.model_loader import check_model, load_model
+from engine.model.attention import UnsupportedModelError
+from engine.model.loader import check_model, load_model
 from engine.server.process import _sampling_defaults
 from engine.server.request.bodies import Message
 from engine.server.request.prompts import encode_chat

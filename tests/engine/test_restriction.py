@@ -14,7 +14,7 @@ from engine import LLM, SamplingParams
 from engine.default_model import checkpoint_path
 from engine.detokenizer import TokenTexts
 from engine.outputs import RequestOutput
-from engine.restriction import Restriction
+from engine.step.restriction import Restriction
 from guided.vocabulary import Vocabulary
 
 PROMPT = "Text: Tomas Berg is 51 years old and lives in Oslo.\nJSON: "

@@ -9,7 +9,7 @@ import pytest
 from faulty_pool import FaultyPool
 
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine, run

@@ -11,11 +11,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
-from guided.post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
 from tests.engine.conftest import run
 

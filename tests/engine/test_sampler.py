@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.batch import Batch
 from engine.logits_processors import VllmConfig
 from engine.logits_processors.processors import LogitsProcessors
-from engine.logprobs import TokenLogprobs
 from engine.sampler import SUPPRESSED, Sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence, uniforms
+from engine.step.batch import Batch
+from engine.step.logprobs import TokenLogprobs
+from engine.step.sequence import Sequence, uniforms
 from tests.engine.conftest import new_sequence
 
 VOCAB = 12

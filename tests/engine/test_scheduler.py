@@ -5,11 +5,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import Batch
-from engine.block_manager import BlockManager
+from engine.memory.block_manager import BlockManager
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import SequenceGroup, SequenceStatus
+from engine.step.batch import Batch
+from engine.step.scheduler import Scheduler
+from engine.step.sequence import SequenceGroup, SequenceStatus
 from tests.engine.conftest import new_sequence
 
 BLOCK = 4

@@ -15,9 +15,9 @@ import torch
 from faulty_pool import FaultyPool
 from transformers import GPT2Config
 
-from engine.attention import UnsupportedModelError
 from engine.llm import LLM
-from engine.model_loader import load_model
+from engine.model.attention import UnsupportedModelError
+from engine.model.loader import load_model
 from engine.sampling_params import SamplingParams
 from guided.errors import InternalError
 
@@ -43,7 +43,7 @@ def params() -> list[SamplingParams]:
 def children() -> Iterator[int]:
     for task in Path("/proc/self/task").iterdir():
         for child in (task / "children").read_text().split():
-            if b"engine.ranks" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"engine.model.ranks" in Path(f"/proc/{child}/cmdline").read_bytes():
                 yield int(child)
 
 

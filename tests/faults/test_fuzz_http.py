@@ -25,7 +25,7 @@ from actors import RayPool
 from benchmarks.random_outputs import random_case
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.server.app import create_app
 from engine.server.options import ServerSettings
 from guided.backends import BACKENDS

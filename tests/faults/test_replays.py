@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors import RayPool, processes
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel, prepare_model
+from engine.model.loader import LoadedModel, prepare_model
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.backends import BACKENDS

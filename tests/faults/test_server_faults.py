@@ -23,7 +23,7 @@ from faulty_backend import ADAPTER, NAME, environment
 from hosting import WAIT, Hosted, events_in, hosted, read_to_the_end
 from serving import ServerProcess, serving, sse, wait_until
 
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from guided.backends import BACKENDS
 from guided.errors import GuidedError, InvalidRequest, errors_by_code
 

@@ -9,7 +9,7 @@ from engine_runs import bystanders, errors, generate, said
 from faulty_backend import NAME
 
 from actors import RayPool
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError, DeadEnd, TokenRejected
 from guided.pools.inline import InlinePool

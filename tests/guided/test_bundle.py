@@ -6,13 +6,13 @@ import pytest
 import torch
 from byte_vocabulary import LETTERS
 
-from guided.bundle import ProcessorBundle
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, UnsupportedConstraint
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar
-from guided.post_processor import ApplyReport, LogitPostProcessor
-from guided.processor import GuidedProcessor
+from guided.processors.bundle import ProcessorBundle
+from guided.processors.interface import ApplyReport, LogitPostProcessor
+from guided.processors.standard import GuidedProcessor
 from guided.sequence import GuidedSequence
 
 

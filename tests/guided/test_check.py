@@ -12,7 +12,7 @@ from byte_vocabulary import BYTES
 
 from engine.default_model import checkpoint_path
 from guided.backends import Backends
-from guided.check import check, check_all, kind_of, vocabulary_of
+from guided.check.check import check, check_all, kind_of, vocabulary_of
 from guided.errors import InvalidRequest
 
 SCHEMA = {

@@ -7,9 +7,9 @@ import gc
 import pytest
 
 from guided.backends import BACKENDS, Backends
-from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, UnsupportedConstraint
+from guided.masks.compilation import compile_with
 from guided.vocabulary import Vocabulary
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from guided.backends import Backends
 from guided.bitmask import allowed_ids, words
-from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest
+from guided.masks.compilation import compile_constraint
+from guided.masks.worker import MaskWorker
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 PERSON = {
     "type": "object",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from byte_vocabulary import BYTES, accepts
 
-from guided.backends.xgrammar import XGrammarBackend
+from guided.backends.grammar import check_lark, syntax
+from guided.backends.xgrammar.adapter import XGrammarBackend
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.grammar import check_lark, syntax
 
 BACKEND = XGrammarBackend(BYTES)
 

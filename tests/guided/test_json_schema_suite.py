@@ -16,9 +16,9 @@ from json_orders import reordered
 
 from guided.backends import Backends, candidates
 from guided.backends.base import CompiledGrammar
-from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint
+from guided.masks.compilation import compile_constraint
 
 SUITE = Path(__file__).parents[3] / "shared" / "data" / "json-schema-test-suite" / "tests"
 DIALECTS = {

@@ -14,10 +14,10 @@ from fake_device import GPU, FakeDevice, fake_device
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided import kernel
 from guided.bitmask import pack, words
-from guided.kernel import BitmaskKernel, apply_bitmask
-from guided.pinned_masks import pin_masks, pinned_end, unpin_masks
+from guided.processors import kernel
+from guided.processors.kernel import BitmaskKernel, apply_bitmask
+from guided.processors.pinned_masks import pin_masks, pinned_end, unpin_masks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 """The last one is masked by torch."""
@@ -127,7 +127,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from guided.mask_kernel import write_minus_infinity
+from guided.processors.mask_kernel import write_minus_infinity
 
 for capability, dtype in ((80, "fp32"), (90, "fp32"), (100, "fp32"), (80, "bf16"), (90, "fp16")):
     numbers = dict.fromkeys(("width", "words", "stride"), "i32")

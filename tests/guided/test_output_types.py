@@ -15,10 +15,10 @@ from outlines.types import JsonSchema, dsl
 from pydantic import BaseModel, field_validator
 
 from guided.backends import Backends, candidates
-from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint
-from guided.output_types import constraint_for, parse_as
+from guided.fields.output_types import constraint_for, parse_as
+from guided.masks.compilation import compile_constraint
 
 
 class Color(Enum):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from guided.process_resources import available_cpus
+from guided.masks.resources import available_cpus
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_freed_memory_is_given_back() -> None:
     script = f"""
 import time
 from pathlib import Path
-from guided.process_resources import watch_free_memory
+from guided.masks.resources import watch_free_memory
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 watch_free_memory()

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import Node, render
-from guided.regex_parser import parse, parse_search
+from guided.regex.parser import parse, parse_search
+from guided.regex.tree import Node, render
 
 
 def canonical(pattern: str) -> str:

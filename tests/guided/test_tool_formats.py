@@ -18,8 +18,8 @@ from guided.backends import Backends
 from guided.backends.base import Matcher
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
-from guided.element_styles import STYLES
 from guided.errors import TokenRejected, UnsupportedConstraint
+from guided.tags.styles import STYLES
 from guided.tools.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,

@@ -12,11 +12,11 @@ from byte_vocabulary import BYTES, STOP, WORDS, allowed, tokens
 
 from guided.backends import Backends
 from guided.bitmask import allowed_ids
-from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, GuidedError
-from guided.vetoes import MAX_VETOES
-from guided.worker import MaskWorker
+from guided.masks.compilation import compile_constraint
+from guided.masks.vetoes import MAX_VETOES
+from guided.masks.worker import MaskWorker
 
 NUMBERS = {"type": "array", "items": {"type": "integer"}}
 UNIQUE = {**NUMBERS, "uniqueItems": True}

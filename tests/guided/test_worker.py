@@ -10,8 +10,8 @@ from scripted_grammar import STOP, ScriptedGrammar
 
 from guided.bitmask import allowed_ids, words
 from guided.errors import BackendError, DeadEnd
+from guided.masks.worker import MaskWorker
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 VOCABULARY = Vocabulary(
     token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20)), b"<pad>"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from engine.model_loader import load_model
+from engine.model.loader import load_model
 from engine.server.request.bodies import Message
 from engine.server.request.prompts import encode_chat
 

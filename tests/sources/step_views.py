@@ -5,12 +5,12 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from engine.batch import Batch
-from engine.block_manager import BlockManager
-from engine.logprobs import TokenLogprobs
+from engine.memory.block_manager import BlockManager
 from engine.sampler import SamplerOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import SequenceData, SequenceGroup
+from engine.step.batch import Batch
+from engine.step.logprobs import TokenLogprobs
+from engine.step.sequence import SequenceData, SequenceGroup
 from guided.sequence import SequenceOutput
 
 

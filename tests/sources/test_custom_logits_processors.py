@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.logits_processors import BatchUpdate, MoveDirectionality, SamplingParams, VllmConfig
 from engine.logits_processors.batch import PersistentBatch
 from engine.logits_processors.loading import load_classes
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.server.app import create_app
 from engine.server.options import ServerSettings

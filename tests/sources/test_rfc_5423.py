@@ -21,16 +21,16 @@ from faulty_pool import FaultyPool
 from actors import RayPool
 from engine import LLM
 from engine.llm_engine import LLMEngine
-from engine.logprobs import Logprob
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import SequenceStatus
-from guided.bundle import ProcessorBundle
+from engine.step.logprobs import Logprob
+from engine.step.sequence import SequenceStatus
 from guided.errors import InternalError, PostProcessorFailed, WorkerDied
 from guided.pools.inline import InlinePool
-from guided.post_processor import ApplyReport, LogitPostProcessor
-from guided.processor import GuidedProcessor
+from guided.processors.bundle import ProcessorBundle
+from guided.processors.interface import ApplyReport, LogitPostProcessor
+from guided.processors.standard import GuidedProcessor
 from guided.sequence import GuidedSequence
 from tests.engine.conftest import MakeEngine, finish
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.batch import Batch, Chunk
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
+from engine.step.batch import Batch, Chunk
 from tests.engine.conftest import MakeEngine, run
 from tests.sources.step_views import SamplingMetadata, SamplingType, seq_group_metadata_list
 

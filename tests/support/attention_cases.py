@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention import PagedContext, Prefill, paged_attention, running
-from engine.kv_cache import KVCache, LayerShapes
+from engine.memory.kv_cache import KVCache, LayerShapes
+from engine.model.attention import PagedContext, Prefill, paged_attention, running
 
 BLOCK = 16
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from faulty_backend import NAME
 
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.pools.protocol import MaskPool

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from guided import kernel, pinned_masks
+from guided.processors import kernel, pinned_masks
 
 GPU = torch.device("cuda:0")
 
@@ -121,9 +121,9 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         patch.setattr(ctypes, "CDLL", lambda name: device)
         patch.setattr(kernel, "_cuda_failed", False)
         patch.setenv("TRITON_INTERPRET", "1")
-        before = sys.modules.pop("guided.mask_kernel", None)
+        before = sys.modules.pop("guided.processors.mask_kernel", None)
         try:
-            import guided.mask_kernel as interpreted
+            import guided.processors.mask_kernel as interpreted
 
             launch = interpreted.launch
 
@@ -145,6 +145,6 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
             yield device
         finally:
             pinned_masks._columns.clear()
-            sys.modules.pop("guided.mask_kernel", None)
+            sys.modules.pop("guided.processors.mask_kernel", None)
             if before is not None:
-                sys.modules["guided.mask_kernel"] = before
+                sys.modules["guided.processors.mask_kernel"] = before

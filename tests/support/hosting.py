@@ -18,7 +18,7 @@ from serving import wait_until
 
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.server.app import create_app
 from engine.server.commands.serve import listener_on
 from engine.server.connections import ConnectionLimits

@@ -23,11 +23,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from engine import attention
-from engine.attention import Scores, Span, UnsupportedModelError
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.model_loader import LoadedModel, load_model
+from engine.model import attention
+from engine.model.attention import Scores, Span, UnsupportedModelError
+from engine.model.loader import LoadedModel, load_model
 from engine.sampling_params import SamplingParams
 
 VOCAB = 640

@@ -24,9 +24,9 @@ from actors.server import StepServer
 from guided.backends.base import CompiledGrammar
 from guided.constraint import Constraint
 from guided.errors import GuidedError, MaskTimeout, WorkerDied
+from guided.masks.worker import MaskWorker
 from guided.pools.protocol import Grammar, StepMasks
 from guided.sequence import GuidedSequence
-from guided.worker import MaskWorker
 
 WAIT = 30.0
 ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, ClassVar
 
-from engine.logprobs import TokenLogprobs
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.context import ServerContext
 from engine.server.request.bodies import GuidedInfo, MaskTimes
 from engine.server.request.job import Job
+from engine.step.logprobs import TokenLogprobs
 from guided.errors import GuidedError, error_body
 from guided.tools.parser import Piece
 

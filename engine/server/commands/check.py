@@ -16,7 +16,7 @@ from engine.server.commands.parameters import reported
 from guided.backends import AUTO, resolve
 
 if TYPE_CHECKING:
-    from guided.check import Report
+    from guided.check.check import Report
 
 
 def check(
@@ -64,7 +64,7 @@ def check(
     good = True
     with reported("check", 2):
         backend = resolve(backend)
-        from guided.check import check_all, vocabulary_of  # slow: the grammar libraries
+        from guided.check.check import check_all, vocabulary_of  # slow: the grammar libraries
 
         for report in check_all(
             texts,

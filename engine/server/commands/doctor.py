@@ -18,7 +18,7 @@ from engine.server.commands.parameters import SERVER_OPTIONS, install_advice, op
 from engine.server.commands.serve import listener_on
 from engine.server.options import ServeOptions
 from guided.backends import BACKENDS
-from guided.process_resources import available_cpus
+from guided.masks.resources import available_cpus
 
 _SECONDS = 120.0
 """Time limit of a check in a separate process."""
@@ -48,7 +48,7 @@ import engine.server.process
 """
 _TRY_MODEL = """
 import sys
-from engine.model_loader import check_model
+from engine.model.loader import check_model
 try:
     check_model(sys.argv[1], sys.argv[2] or None, int(sys.argv[3]) or None)
 except (OSError, ValueError) as error:
@@ -57,7 +57,7 @@ except (OSError, ValueError) as error:
 _TRY_GPU = """
 import sys
 import numpy as np, torch
-from guided.kernel import apply_bitmask
+from guided.processors.kernel import apply_bitmask
 if torch.version.cuda is None:
     sys.exit("no CUDA device: this torch is a build for CPUs")
 if not torch.cuda.is_available():
@@ -66,12 +66,12 @@ device = torch.device(sys.argv[1])
 logits = torch.zeros(2, 264, device=device)
 apply_bitmask(logits, np.zeros((2, 9), np.int32), [0, 1])
 assert torch.isinf(logits).all()
-import engine.paged_kernel
+import engine.model.paged_kernel
 row = torch.ones(1, 2, 16, dtype=torch.bfloat16, device=device)
 keys = row.repeat(16, 1, 1)
 starts = torch.arange(2, device=device)
 places = torch.zeros(1, 1, dtype=torch.int64, device=device)
-out = engine.paged_kernel.attend(row, keys, keys, None, places[0], starts, places, 16, 1.0, None, 16, False)
+out = engine.model.paged_kernel.attend(row, keys, keys, None, places[0], starts, places, 16, 1.0, None, 16, False)
 assert (out == 1).all()
 print(f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}: the kernels of attention and masks run")
 """

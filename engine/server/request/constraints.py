@@ -14,7 +14,7 @@ from engine.server.request.fields import Body, ConstraintFields, ResponseFormat,
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
-from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
+from guided.fields.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
 _FORMAT_KINDS: dict[str, ConstraintKind] = {
     "json_schema": "json_schema",

@@ -12,12 +12,12 @@ from typing import Any
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import SequenceGroup
 from engine.server.context import ServerContext
 from engine.server.errors import QueueFull, ShuttingDown
 from engine.server.request.bodies import ChoicesRequest, GenerationRequest, GuidedInfo, Reported
 from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.fields import ConstraintFields
+from engine.step.sequence import SequenceGroup
 from guided.constraint import KINDS, Constraint
 from guided.errors import (
     CompileTimeout,

@@ -15,7 +15,7 @@ from engine.server.request.job import OutputForm, locate
 from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
-from guided.regex_parser import parse
+from guided.regex.parser import parse
 from guided.schema.document import relaxed
 from guided.schema.keywords import escape
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
+from guided.fields.request import GivenConstraint, GivenWhitespace, build, take_whitespace
 from guided.integrations.vllm import metrics
-from guided.request import GivenConstraint, GivenWhitespace, build, take_whitespace
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -21,9 +21,9 @@ from thread_cluster import WAIT, Cluster, all_ready, close_all, grammar_named, o
 from actors.packages import send_package
 from actors.protocol import WAKE, Failed
 from guided.errors import BackendError, ConstraintQuarantined, GuidedError, MaskTimeout, WorkerDied, to_wire
-from guided.kernel import BitmaskKernel
-from guided.pinned_masks import pin_masks, pinned_end
 from guided.pools.protocol import EndCause
+from guided.processors.kernel import BitmaskKernel
+from guided.processors.pinned_masks import pin_masks, pinned_end
 
 # placement
 

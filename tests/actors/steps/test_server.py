@@ -49,7 +49,7 @@ from actors.protocol import (
 )
 from actors.server import StepServer
 from guided.errors import BackendError, TokenRejected, from_wire
-from guided.worker import MaskWorker
+from guided.masks.worker import MaskWorker
 
 LOST = b"lost"
 """A grammar that cannot be fetched from the object store."""

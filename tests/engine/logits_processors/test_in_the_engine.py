@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.logits_processors import BatchUpdate, LogitsProcessor
 from engine.logits_processors.loading import load_classes
 from engine.logits_processors.processors import LogitsProcessorFailed
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.pools.inline import InlinePool

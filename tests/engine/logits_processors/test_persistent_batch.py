@@ -12,7 +12,7 @@ from engine.logits_processors import BatchUpdate, LogitsProcessor, MoveDirection
 from engine.logits_processors.batch import IndexedBatch, PersistentBatch
 from engine.logits_processors.interface import ModelConfig, SchedulerConfig
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.step.sequence import Sequence
 from tests.engine.conftest import new_sequence
 
 COUNT = 9

@@ -14,7 +14,7 @@ import pytest
 from hosting import Hosted, events_in, hosted, read_to_the_end
 from serving import wait_until
 
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.server.connections import ConnectionLimits
 from engine.server.request.fields import MAX_IGNORED
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from hosting import hosted
 
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.server.logs import JsonFormatter
 
 

@@ -8,7 +8,7 @@ from hosting import hosted
 from rich.console import Console
 from typer.testing import CliRunner
 
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.server.cli import app
 from engine.server.commands.top import Snapshot, view
 

@@ -10,15 +10,15 @@ import pytest
 
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
+from guided.backends.content_reader import ContentReader
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import ConstraintNotMet, TokenRejected, UnsupportedConstraint
+from guided.masks.worker import MaskWorker
 from guided.schema.beginnings import Beginnings
 from guided.schema.validation import Validator
-from guided.structural_tag import Content
-from guided.tags.content_reader import ContentReader
+from guided.tags.structural_tag import Content
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 NUMBERS = {"type": "array", "items": {"type": "integer"}}
 CASES: list[tuple[dict[str, Any], Any, Any, str]] = [

@@ -12,7 +12,7 @@ from guided.backends import Backends
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint
-from guided.worker import MaskWorker
+from guided.masks.worker import MaskWorker
 
 BACKENDS = Backends(BYTES)
 URI = "http://json-schema.org/draft-0{}/schema#"

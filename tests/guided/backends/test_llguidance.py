@@ -13,9 +13,9 @@ from byte_vocabulary import BYTES, accepts
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from numpy.typing import NDArray
 
-from guided.backends import llguidance as llguidance_backend
 from guided.backends.base import Matcher
-from guided.backends.llguidance import LLGuidanceBackend
+from guided.backends.llguidance import adapter as llguidance_backend
+from guided.backends.llguidance.adapter import LLGuidanceBackend
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint

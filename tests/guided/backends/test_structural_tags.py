@@ -12,8 +12,8 @@ from guided.backends import Backends
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint
+from guided.masks.worker import MaskWorker
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 TEXT: dict[str, Any] = {"type": "any_text"}
 

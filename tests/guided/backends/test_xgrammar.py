@@ -10,8 +10,8 @@ import pytest
 from byte_vocabulary import BYTES, accepts
 from contract_cases import mask
 
-from guided.backends import xgrammar as xgrammar_module
-from guided.backends.xgrammar import XGrammarBackend
+from guided.backends.xgrammar import adapter as xgrammar_module
+from guided.backends.xgrammar.adapter import XGrammarBackend
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint

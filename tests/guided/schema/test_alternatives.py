@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from guided.backends.llguidance_schema import LLGuidanceLowering
+from guided.backends.llguidance.schema import LLGuidanceLowering
 from guided.constraint import Constraint
 
 INTEGER = {"type": "integer"}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from guided.backends.llguidance_schema import LLGuidanceLowering
+from guided.backends.llguidance.schema import LLGuidanceLowering
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.schema.canonical import CanonicalForm, canonical

@@ -14,8 +14,8 @@ from byte_vocabulary import BYTES, STOP, WORDS, accepts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from guided.backends.llguidance import LLGuidanceBackend
-from guided.backends.xgrammar import XGrammarBackend
+from guided.backends.llguidance.adapter import LLGuidanceBackend
+from guided.backends.xgrammar.adapter import XGrammarBackend
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint

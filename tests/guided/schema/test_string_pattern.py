@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex_parser import parse_search
+from guided.regex import tree as regex
+from guided.regex.parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 

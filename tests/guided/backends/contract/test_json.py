@@ -16,8 +16,8 @@ from guided.backends import BACKENDS, Backends
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.masks.worker import MaskWorker
 from guided.vocabulary import Vocabulary
-from guided.worker import MaskWorker
 
 
 @pytest.mark.parametrize("schema", [{"type": "number"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}])

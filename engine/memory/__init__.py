@@ -1,0 +1,1 @@
+"""Blocks, keys and values, and recurrent states."""

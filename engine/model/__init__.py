@@ -1,0 +1,1 @@
+"""The model: loaded, probed and run with paged attention."""

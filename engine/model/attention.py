@@ -1,0 +1,370 @@
+"""Paged attention for transformers' models: keys and values are stored in blocks, and block tables find them.
+
+transformers' modeling code calls the function through its `AttentionInterface`. All sequences of a step are flattened
+in one row: chunks of prefills first, then one token of each decoding one. (The layout is vLLM's, arXiv:2309.06180.)
+The step is a context variable, because not every model passes its keywords on to its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
+from transformers import AttentionInterface
+
+from engine.memory.kv_cache import KVCache
+from engine.memory.recurrent import StepStates
+
+ATTENTION = "guided_paged"
+"""The name of `paged_attention` as an `attn_implementation`."""
+
+_HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
+"""Keywords that models pass to attention functions and that this one can ignore."""
+_NOT_PASSED = 0
+_ALL = 1 << 30
+"""More tokens than any sequence has."""
+_MAX_SCORES = 1 << 26
+"""Attention scores of a prefill that are in memory at once, where torch's own attention cannot compute them."""
+
+
+class UnsupportedModelError(ValueError):
+    """The engine cannot serve this model. The message says why."""
+
+
+class Span(NamedTuple):
+    """Which tokens a token attends to: as many as `length` up to itself, or those before it in its chunk of `length`
+    tokens. None: all before it."""
+
+    length: int | None = None
+    is_chunk: bool = False
+
+    def first(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the position of the first token that tokens at these positions attend to."""
+        if self.length is None:
+            return torch.zeros_like(positions)
+        return positions // self.length * self.length if self.is_chunk else positions + 1 - self.length
+
+
+class Scores(NamedTuple):
+    """What a layer does to its attention scores."""
+
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """`[heads]`: the score of a key without a value."""
+
+    @property
+    def are_changed(self) -> bool:
+        """torch's own attention cannot compute them."""
+        return self.softcap is not None or self.sinks is not None
+
+
+Prefill = tuple[int, int, int, NDArray[np.int64] | None]
+"""A chunk: tokens `start` to `end` of the row, the number of the sequence's tokens before it; their keys and values are
+in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
+
+
+class FlattenedRow:
+    """Takes the place of transformers' `Cache`, for models that count the tokens before a step's themselves."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+
+    def get_seq_length(self, layer_idx: int | None = None) -> torch.Tensor | int:
+        """Return what a layer adds to the place of each token in the row to get its position in its sequence. Models
+        ask without a layer: they know the positions."""
+        if layer_idx is None:
+            return 0
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave the keys and values to `paged_attention`."""
+        return key_states, value_states
+
+
+class StepTensors(NamedTuple):
+    """What a forward pass reads, on the device. All are int64. A row that pads a decode step to a fixed size has
+    position 0, the first slot of the cache's last block, and any blocks."""
+
+    packed: torch.Tensor
+    """`[3, tokens]`: as `PagedContext.packed`."""
+    starts: torch.Tensor
+    """`[sequences + 1]`: first token of each sequence, and number of tokens."""
+    tables: torch.Tensor
+    """`[sequences, blocks]`: blocks of each sequence, padded with any valid block."""
+    state_slots: torch.Tensor
+    """As `PagedContext.state_slots`."""
+
+
+@dataclass
+class PagedContext:
+    """A step for the model: the chunks' tokens first, then one of each decoding sequence. With tensor parallelism each
+    rank gets it."""
+
+    packed: NDArray[np.int64]
+    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
+    prefills: Sequence[Prefill]
+    tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    """int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block."""
+    copies: Sequence[tuple[int, int]] = ()
+    """As `Batch.copies`."""
+    state_slots: Sequence[int] = ()
+    """Slots of the sequences, for a model with recurrent layers: of those of one chunk, or of all that decode."""
+    state_copies: Sequence[tuple[int, int]] = ()
+    """As `BlockManager.row_copies`."""
+    states: StepStates | None = field(default=None, init=False)
+    """The recurrent states of the forward pass, while it runs."""
+
+    def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
+        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
+        self.copy(cache)
+        return self.forward(body, cache, self.send(cache.block_size, device))
+
+    def copy(self, cache: KVCache) -> None:
+        """Copy the blocks and states that the forward pass writes, where they are shared."""
+        if self.copies:
+            cache.copy_blocks(self.copies)
+        if cache.states is not None:
+            cache.states.copy(self.state_copies)
+
+    def send(self, block_size: int, device: torch.device) -> StepTensors:
+        """Copy what the forward pass reads to the device."""
+        num_prefills, total = len(self.prefills), self.packed.shape[1]
+        starts = [start for start, *_ in self.prefills]
+        starts += range(total - len(self.tables), total + 1)
+        rows = [self._blocks(prefill, block_size) for prefill in self.prefills]
+        width = max([self.tables.shape[1], *map(len, rows)])
+        tables = np.zeros((len(starts) - 1, width), np.int64)
+        tables[num_prefills:, : self.tables.shape[1]] = self.tables
+        for row, blocks in enumerate(rows):
+            tables[row, : len(blocks)] = blocks
+        parts = [self.packed, np.array(starts), tables, np.array(self.state_slots, np.int64)]
+        # One transfer is faster than four.
+        sent = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device, non_blocking=True)
+        tensors = torch.split(sent, [part.size for part in parts])
+        return StepTensors(*(tensor.view(part.shape) for tensor, part in zip(tensors, parts, strict=True)))
+
+    def _blocks(self, prefill: Prefill, block_size: int) -> NDArray[np.int64]:
+        start, end, _, table = prefill
+        return self.packed[2, start:end:block_size] // block_size if table is None else table[0]
+
+    def forward(self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors) -> torch.Tensor:
+        """Run the forward pass on what is on the device: hidden states `[tokens, hidden]`. With a cache that does not
+        gather, a CUDA graph can hold it: it waits for nothing, and reads nothing else of this object than the number of
+        prefills and of decoding sequences."""
+        tokens, positions, _ = tensors.packed
+        self.move(cache, tensors)
+        rows, name = 1, "past_key_values"
+        if cache.states is not None:
+            rows, name = len(self.tables) or 1, cache.states.argument
+            is_new = any(before == 0 for _, _, before, _ in self.prefills)
+            self.states = StepStates(cache.states, tensors.state_slots, rows, is_new)
+        others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
+        with running(self):
+            output = body(
+                input_ids=tokens.view(rows, -1), position_ids=positions.view(rows, -1), use_cache=False, **others
+            )
+        if self.states is not None:
+            self.states.finish()
+        # Mamba adds its layers up in float32.
+        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
+        return hidden
+
+    def move(self, cache: KVCache, tensors: StepTensors) -> None:
+        """Prepare the attention of the step."""
+        self.cache, self.tensors = cache, tensors
+        self._masks: dict[tuple[int, Span], torch.Tensor] = {}
+        if cache.gathers:
+            lengths = np.asarray(self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1)
+            tables = tensors.tables[len(self.prefills) :]
+            self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
+            """(tables, lengths) of decoding sequences of which the keys are gathered together."""
+
+    def mask(self, part: int, span: Span, dtype: torch.dtype) -> torch.Tensor:
+        """Return the additive mask `[sequences, 1, 1, slots]` of the keys of a part, built once per step."""
+        mask = self._masks.get((part, span))
+        if mask is None:
+            tables, lengths = self.decodes[part]
+            positions = torch.arange(tables.shape[1] * self.cache.block_size, device=lengths.device)
+            hidden = (positions >= lengths[:, None]) | (positions < span.first(lengths - 1)[:, None])
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            mask = self._masks[part, span] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+        return mask
+
+
+def split_decodes(
+    tables: torch.Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. `tables` is
+    int64 `[sequences, blocks]`, on the device. `lengths`, int64 `[sequences]`, includes the current token."""
+    starts, longest = [0], 0
+    for row, length in enumerate(lengths.tolist()):
+        longest = max(longest, length)
+        if row > starts[-1] and (row + 1 - starts[-1]) * longest > gather_tokens:
+            starts.append(row)
+            longest = length
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for start, own in zip(starts, np.split(lengths, starts[1:]), strict=True):
+        if len(own):
+            own_tables = tables[start : start + len(own), : -(-int(own.max()) // block_size)].contiguous()
+            parts.append((own_tables, torch.from_numpy(own).to(tables.device, non_blocking=True)))
+    return parts
+
+
+_step: ContextVar[PagedContext] = ContextVar("step")
+
+
+@contextmanager
+def running(step: PagedContext) -> Iterator[None]:
+    """Give the step to the attention of a model that runs in this context."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = _NOT_PASSED,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Store this layer's keys and values, `[1, kv_heads, tokens, dim]`, and compute the attention of `query`,
+    `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights.
+
+    Args:
+        sliding_window: number of tokens that a token attends to, with itself. None: all. Without it, the configuration
+            says what the layer attends to.
+        softcap: bound of the scores, which a tanh keeps.
+        s_aux: attention sinks `[heads]`: the score of a key without a value.
+        attention_mask: None.
+    """
+    others["attention_mask"] = attention_mask
+    unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
+        )
+    paged = _step.get()
+    layer: int = module.layer_idx if paged.states is None else paged.states.layer  # type: ignore[assignment]
+    rows = len(query)
+    if rows > 1:  # one token of each decoding sequence, see `StepStates`
+        query, key, value = (part.transpose(0, 2) for part in (query, key, value))
+    span = _span(module.config, layer) if sliding_window == _NOT_PASSED else Span(sliding_window)
+    scores = Scores(scaling, softcap, s_aux)
+    cache, tensors = paged.cache, paged.tensors
+    cache.write(layer, tensors.packed[2], key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if not cache.gathers:
+        from engine.model.paged_kernel import attend  # not every installation has Triton
+
+        attended = attend(
+            query[0].transpose(0, 1), cache.keys[layer], cache.values[layer], s_aux, tensors.packed[1], tensors.starts,
+            tensors.tables, cache.block_size, scaling or query.shape[3] ** -0.5, softcap, span.length or _ALL,
+            span.is_chunk,
+        )  # fmt: skip
+        return attended.view(rows, -1, *attended.shape[1:]), None
+    if not paged.prefills:
+        attended = _decode(query, paged, layer, scores, span, key.shape[1])
+        return attended.view(rows, -1, *attended.shape[2:]), None
+    parts: list[torch.Tensor] = []
+    for row, (start, end, before, _) in enumerate(paged.prefills):
+        part = slice(start, end)
+        keys, values = key[..., part, :], value[..., part, :]
+        if before:
+            num_blocks = -(-(before + end - start) // cache.block_size)
+            keys, values = cache.gather(layer, tensors.tables[row : row + 1, :num_blocks])
+        parts.append(_prefill(query[..., part, :], keys, values, before, scores, span))
+    first = paged.prefills[-1][1]
+    if first < query.shape[2]:
+        parts.append(_decode(query[:, :, first:], paged, layer, scores, span, key.shape[1]))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+
+
+def _span(config: Any, layer: int) -> Span:
+    """Return what a layer attends to, by its configuration. Some models know it by their mask only."""
+    layer_types = getattr(config, "layer_types", None)
+    kind = layer_types[layer] if layer_types else "sliding_attention"
+    if kind == "chunked_attention":
+        return Span(config.attention_chunk_size, is_chunk=True)
+    return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
+
+
+def _prefill(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scores: Scores, span: Span
+) -> torch.Tensor:
+    """Attention within one sequence, with `before` tokens before the first of `query`: `[1, heads, tokens, dim]` in,
+    `[1, tokens, heads, dim]` out. Keys after the last of `query` are ignored."""
+    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    total = before + tokens
+    key, value = key[:, :, :total], value[:, :, :total]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    mask = None
+    if before or scores.are_changed or (span.length or tokens) < tokens:
+        positions = torch.arange(total, device=query.device)
+        rows = positions[before:, None]
+        mask = (positions <= rows) & (positions >= span.first(rows))
+    # All scores of a long prompt would not fit into the memory.
+    size = max(1, _MAX_SCORES // (query.shape[1] * total)) if scores.are_changed else tokens
+    masks = [None] if mask is None else torch.split(mask, size)
+    queries = torch.split(query, size, dim=2)
+    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(queries, masks, strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
+
+
+def _decode(
+    query: torch.Tensor, paged: PagedContext, layer: int, scores: Scores, span: Span, kv_heads: int
+) -> torch.Tensor:
+    """Attention of one token per sequence: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out."""
+    _, heads, decodes, dim = query.shape
+    # Query heads that share a key head take the place of query tokens, so that no key is repeated.
+    grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
+    parts: list[torch.Tensor] = []
+    rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
+    for part, ((tables, _), own) in enumerate(zip(paged.decodes, rows, strict=True)):
+        keys, values = paged.cache.gather(layer, tables)
+        parts.append(_attend(own, keys, values, paged.mask(part, span, query.dtype), scores))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
+    """Attention of `query`, `[rows, heads, tokens, dim]`, to as many heads of keys. `mask` is additive, or True where a
+    token attends to a key. None: to all keys until its own."""
+    if not scores.are_changed:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling
+        )
+    assert mask is not None
+    weights = query @ key.transpose(2, 3) * (scores.scaling or query.shape[3] ** -0.5)
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    weights = weights.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else weights + mask
+    keys = weights.shape[3]
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(weights.dtype).view(query.shape[1], -1, 1)
+        weights = torch.cat([weights, sinks.expand(*weights.shape[:3], 1)], dim=3)
+    return weights.softmax(3, dtype=torch.float32)[..., :keys].to(value.dtype) @ value
+
+
+# There is no entry in `AttentionMaskInterface`: without one, transformers builds no mask, and does not search the
+# positions for packed sequences, which costs as much as one layer's attention.
+AttentionInterface.register(ATTENTION, paged_attention)

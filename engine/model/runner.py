@@ -1,0 +1,189 @@
+"""ModelRunner: computes the logits of a scheduled batch. All sequences of a step are flattened in one row; a model with
+recurrent layers (`engine/memory/recurrent.py`) runs once per chunk of a prefill, and once for all decodes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.memory.block_manager import BlockManager
+from engine.memory.kv_cache import KVCache
+from engine.model.attention import PagedContext, Prefill, StepTensors
+from engine.model.cuda_graphs import DecodeGraphs, Outputs, graph_calls, graph_sizes
+from engine.model.loader import LoadedModel
+from engine.model.ranks import CacheSize, Selection, run_steps
+from engine.step.batch import Batch, Chunk
+from engine.step.sequence import Sequence
+from guided.errors import bounded
+
+logger = logging.getLogger(__name__)
+
+
+def read_batch(batch: Batch, blocks: BlockManager, has_states: bool) -> list[PagedContext]:
+    """Read the forward passes of a batch: one, or, with recurrent layers, one per chunk and one for the decodes."""
+    if has_states:
+        steps = [_read([chunk], [], blocks) for chunk in batch.prefills]
+        if batch.decodes:
+            steps.append(_read([], batch.decodes, blocks))
+    else:
+        steps = [_read(batch.prefills, batch.decodes, blocks)]
+    steps[0].copies = batch.copies
+    steps[0].state_copies, blocks.row_copies = blocks.row_copies, []
+    return steps
+
+
+def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager) -> PagedContext:
+    """Read the tokens, blocks and slots of one forward pass."""
+    size, tables, row_of = blocks.block_size, blocks.tables, blocks.rows
+    num_prefilled = sum(chunk.end - chunk.start for chunk in chunks)
+    packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
+    token_ids, positions, slots = packed
+    prefills: list[Prefill] = []
+    end = 0
+    for chunk in chunks:
+        start = end
+        end += chunk.end - chunk.start
+        first = chunk.sequences[0]
+        row = row_of[first.seq_id]
+        token_ids[start:end] = first.data.span(chunk.start, chunk.end)
+        positions[start:end] = at = np.arange(chunk.start, chunk.end)
+        slots[start:end] = tables[row, at // size] * size + at % size
+        table = tables[row : row + 1, : -(-chunk.end // size)].copy() if chunk.start else None
+        prefills.append((start, end, chunk.start, table))
+    rows = [row_of[sequence.seq_id] for sequence in decodes]
+    width = 0
+    if decodes:
+        token_ids[end:] = [sequence.last_token for sequence in decodes]
+        positions[end:] = lengths = [sequence.length - 1 for sequence in decodes]
+        block, offset = np.divmod(positions[end:], size)
+        slots[end:] = tables[rows, block] * size + offset
+        width = max(lengths) // size + 1
+    slots_of_states = [row_of[sequence.seq_id] for chunk in chunks for sequence in chunk.sequences] + rows
+    return PagedContext(packed, prefills, tables[rows, :width], state_slots=slots_of_states)
+
+
+_BLOCKS = 4
+"""The inputs of a graph are token ids, positions, slots of tokens and of states, and from here on blocks."""
+
+
+def _columns(step: PagedContext) -> NDArray[np.int64]:
+    """Return the inputs of a graph for a step that only decodes, int64 `[_BLOCKS + blocks, rows]`."""
+    return np.concatenate([step.packed, np.array([step.state_slots]), np.transpose(step.tables)])
+
+
+class ModelRunner:
+    """Runs the model's body on a batch, and its head on the sampled rows. With tensor parallelism, on all ranks. On a
+    GPU, steps that only decode are CUDA graphs, unless `enforce_eager` is set or the ranks are several."""
+
+    def __init__(self, model: LoadedModel, block_size: int, enforce_eager: bool = False) -> None:
+        self._model, self._block_size = model, block_size
+        self._calls = None if enforce_eager or model.ranks is not None else graph_calls(model.device)
+        self.blocks: BlockManager
+        self._cache: KVCache
+        self._graphs: DecodeGraphs | None = None
+        self._replayed: Outputs | None = None
+        """The outputs of the last step, if a graph has computed them."""
+
+    @torch.inference_mode()
+    def start(self, blocks: BlockManager) -> None:
+        """Allocate the KV cache, and capture the graphs of decode steps. Call it before `execute`."""
+        self.blocks = blocks
+        self._allocate(blocks.num_blocks, len(blocks.tables))
+        self._capture(graph_sizes(len(blocks.tables)), *blocks.tables.shape)
+
+    def _capture(self, sizes: list[int], max_seqs: int, max_blocks: int) -> None:
+        """Capture decode steps of these numbers of rows. If one cannot be captured, all steps stay eager."""
+        if self._calls is None:
+            return
+        padding = torch.zeros(_BLOCKS + max_blocks, dtype=torch.int64)
+        padding[2], padding[3] = self._cache.num_blocks * self._block_size, max_seqs
+        try:
+            self._graphs = DecodeGraphs(self._calls, self._decode, padding, sizes, self._model.device)
+        except Exception as error:
+            self._calls = None
+            cause = error.__context__ or error  # the end of a failed capture fails too
+            logger.warning(
+                "CUDA graphs are off, so decoding is slower: a step cannot be captured: %s", bounded(repr(cause))
+            )
+
+    def _decode(self, inputs: torch.Tensor) -> Outputs:
+        """Run the decode step of a graph. `inputs` are int64 `[height, rows]`, as `_columns` makes them."""
+        tables = inputs[_BLOCKS:].t().contiguous()
+        starts = torch.arange(len(tables) + 1, device=inputs.device)
+        step = PagedContext(inputs[:3], [], tables)  # type: ignore[arg-type]  # only their lengths count
+        hidden = step.forward(self._model.body, self._cache, StepTensors(inputs[:3], starts, tables, inputs[3]))
+        return hidden, self._model.head(hidden)
+
+    def _everywhere(self, message: object) -> contextlib.AbstractContextManager[None]:
+        ranks = self._model.ranks
+        return contextlib.nullcontext() if ranks is None else ranks.running(message)
+
+    def _allocate(self, num_blocks: int, max_seqs: int) -> None:
+        with self._everywhere(CacheSize(num_blocks, self._block_size, max_seqs, torch.get_num_threads())):
+            self._cache = self._model.new_cache(num_blocks, self._block_size, max_seqs)
+
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input. Without a token to compute
+        there is none, and the result is empty."""
+        if not batch.computes:
+            return torch.empty(0, dtype=self._model.dtype, device=self._model.device)
+        return self._execute(read_batch(batch, self.blocks, self._model.layout is not None))
+
+    def _execute(self, steps: list[PagedContext]) -> torch.Tensor:
+        self._replayed = None
+        first = steps[0]
+        if self._graphs is not None and len(steps) == 1 and not first.prefills:
+            first.copy(self._cache)
+            self._replayed = self._graphs.run(_columns(first))
+            return self._replayed[0]
+        with self._everywhere(steps):
+            return run_steps(steps, self._model, self._cache)
+
+    def select(self, hidden: torch.Tensor, rows: list[int] | None, kept: Tokens[Sequence] = ()) -> torch.Tensor:
+        """Return these rows of the step's hidden states, or all, and the ones that sequences have kept: `[rows,
+        hidden]`."""
+        selection = Selection(rows, [sequence.hidden for sequence in kept])
+        with self._everywhere(selection):
+            return selection.of(hidden)
+
+    def compute_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Compute the logits of what `select` has returned: float32 `[rows, vocab]`, for the caller to change."""
+        if self._replayed is not None and rows is self._replayed[0]:
+            return self._replayed[1].to(torch.float32, copy=True)
+        with self._everywhere(None):
+            logits: torch.Tensor = self._model.head(rows)
+        return logits.float()
+
+    @torch.inference_mode()
+    def memory_for_cache(self, tokens: int, rows: int, max_model_len: int) -> int:
+        """Run the largest step: `tokens` tokens of sequences of up to `max_model_len`, and `rows` sampled rows. Return
+        the bytes of the GPU that the KV cache may take beside it and the graphs, of which the largest is captured."""
+        device = self._model.device
+        self._allocate(1, 1)
+        free = torch.cuda.mem_get_info(device)[0]
+        self._capture([rows], 1, -(-max_model_len // self._block_size))
+        graphs = free - torch.cuda.mem_get_info(device)[0]
+        self._graphs = None
+        layout = self._model.layout
+        if layout is not None:  # one forward pass is for one sequence
+            tokens = min(tokens, max_model_len) if layout.resumes else max_model_len
+        starts = np.arange(0, tokens, max_model_len).tolist()
+        prefills: list[Prefill] = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
+        packed = np.zeros((3, tokens), np.int64)
+        packed[1] = np.arange(tokens) % max_model_len
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        hidden = self._execute([PagedContext(packed, prefills, state_slots=[0])])
+        self.compute_logits(self.select(hidden, [0] * rows)).softmax(-1).sort(-1)  # as for top_p
+        del hidden
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+        # A step may take more than the profiled one, and 3 % of the free memory stays unused.
+        return int(free * 0.97 - peak * 1.1) - graphs

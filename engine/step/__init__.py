@@ -1,0 +1,1 @@
+"""A step's data: sequences, batch, scheduler, sampler."""

@@ -1,0 +1,81 @@
+"""Texts, regexes and GBNF in xgrammar's notation for grammars (EBNF)."""
+
+from __future__ import annotations
+
+import re
+
+from guided.regex import tree as regex
+from guided.regex.parser import parse
+from guided.regex.tree import Chars, Choice, Concatenation, Node, Ranges, Repeat, across_surrogates
+
+
+def quoted(text: str) -> str:
+    """Return the literal `text`."""
+    special = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'
+
+
+def exact(grammar: str) -> str:
+    """Return a grammar in which each `\\x` has two digits, as xgrammar prints it: it reads more, so `é0` is lost."""
+    return re.sub(r"\\(?:x([0-9A-Fa-f]{2})|.)", lambda found: f"\\u00{found[1]}" if found[1] else found[0], grammar)
+
+
+def ebnf(node: Node) -> str:
+    """Return `node` as the right side of a rule."""
+    match node:
+        case Chars(ranges):
+            # xgrammar 0.2.8 computes wrong masks for a class with several ranges beyond ASCII behind a repetition, and
+            # for one beyond ASCII behind another class: it allows tokens that it does not accept. Alternatives and
+            # counts are right, but masks of repeated ones take 20 ms.
+            joined = across_surrogates(ranges)
+            parts = [_class([one for one in joined if one[1] < 0x80])]
+            parts += [_class([one]) + "{1}" for one in joined if one[1] >= 0x80]
+            return "(" + " | ".join(filter(None, parts)) + ")"
+        case Concatenation(items):
+            return f"({' '.join(map(ebnf, items))})" if items else '""'
+        case Choice(options):
+            return f"({' | '.join(map(ebnf, options))})"
+        case Repeat(item, 0, 1):
+            return f'({ebnf(item)} | "")'
+        case Repeat(item, low, high):
+            repeated = _class(across_surrogates(item.ranges)) if isinstance(item, Chars) else f"({ebnf(item)})"
+            if high is None:
+                return repeated + {0: "*", 1: "+"}.get(low, f"{{{low},}}")
+            return f"{repeated}{{{low},{high}}}"
+
+
+def _class(ranges: Ranges | list[tuple[int, int]]) -> str:
+    return "[" + "".join(_range(low, high) for low, high in ranges) + "]" if ranges else ""
+
+
+def _range(low: int, high: int) -> str:
+    return f"\\U{low:08x}" + (f"-\\U{high:08x}" if high > low else "")
+
+
+_GBNF_TOKEN = re.compile(
+    r'(?P<skip>#[^\n]*|"(?:\\.|[^"\\\n])*"?)'
+    r"|(?P<chars>\[(?:\\.|[^\]\\\n])*\]|\.)(?P<repeated>\s*[*+?{])?"
+    r"|(?P<before>::=|\()(?=\s*\|)"
+)
+
+
+def gbnf(text: str) -> str:
+    """Return GBNF in xgrammar's notation: without `.` and empty alternatives, and with classes that it reads correctly.
+
+    Its other mistakes are for xgrammar to find.
+
+    Raises:
+        InvalidConstraint: a class is malformed or empty.
+    """
+
+    def rewritten(found: re.Match[str]) -> str:
+        if found["before"]:
+            return f'{found[0]} ""'
+        if not found["chars"]:
+            return found[0]
+        if found["chars"] == ".":
+            return ebnf(Chars(regex.UNIVERSE)) + (found["repeated"] or "")
+        node = parse(found["chars"], param="grammar")
+        return found[0] if found["repeated"] else ebnf(node)
+
+    return exact(_GBNF_TOKEN.sub(rewritten, text))

@@ -1,0 +1,1 @@
+"""Whether constraints compile, and what is enforced of them, without an engine."""

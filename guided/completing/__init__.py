@@ -1,1 +1,0 @@
-"""Completion of an output within its token budget (`complete`)."""

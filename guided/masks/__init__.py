@@ -1,0 +1,1 @@
+"""Masks: a worker computes them, sequence by sequence; compilation and the first mask."""

@@ -1,0 +1,285 @@
+"""GuidedProcessor: the standard post-processor. It masks constrained rows with the bitmasks of a pool.
+
+`decode_step` is one step of a decode loop with it. `docs/embedding.md` shows the calls that it makes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from guided.backends import candidates
+from guided.bitmask import pack, words
+from guided.constraint import Constraint
+from guided.pools.protocol import Grammar, MaskPool, StepMasks
+from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.kernel import BitmaskKernel, end_of_work
+from guided.sequence import GuidedSequence
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+FIRST_MASK_SECONDS = 0.1
+"""Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
+_LOOK_SECONDS = 0.0005
+"""Interval between looks at masks and device."""
+
+
+@dataclass(slots=True)
+class _Request:
+    future: Future[Grammar]
+    sequences: set[int] = field(default_factory=set)
+
+
+class GuidedProcessor(LogitPostProcessor):
+    """The standard `LogitPostProcessor`. It computes masks with `pool`, which the caller shuts down."""
+
+    all_rows = False
+
+    def __init__(self, pool: MaskPool) -> None:
+        self._pool = pool
+        self._kernel = BitmaskKernel()
+        self.vocabulary = pool.vocabulary
+        """Of the masks."""
+        self._requests: dict[str, _Request] = {}
+        self._request_ids: dict[int, str] = {}
+        """Request id of each open sequence."""
+        self._timed: set[int] = set()
+        """Ids of open sequences with `mask_seconds`."""
+        self._opened: tuple[GuidedSequence, ...] | None = None
+        """The last prepared tuple, as long as all its sequences are open."""
+        self._prepared: Sequence[GuidedSequence] | None = None
+        """Sequences of the prepared step, until `apply` or `collect` finishes it."""
+        self._logits_rows: NDArray[np.intp] | None = None
+        self._forced: list[tuple[GuidedSequence, int, list[int]]] = []
+        """`(sequence, length of its output, forced tokens)` of this step, from `StepMasks.forced`."""
+        self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
+
+    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is already initialized")
+        future = self._pool.compile(constraint, candidates(constraint.kind, backend))
+        self._requests[request_id] = _Request(future)
+        return future
+
+    def prepare(
+        self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp] | Sequence[int] | None = None
+    ) -> None:
+        if self._prepared is not None:
+            raise RuntimeError("prepare() was called twice without apply() between")
+        if sequences is not self._opened:
+            known = self._request_ids
+            unknown = [each for each in sequences if known.get(each.sequence_id) != each.request_id]
+            if len({each.sequence_id for each in sequences}) < len(sequences):
+                raise ValueError("a sequence id occurs twice in this step: each sequence needs its own")
+            if unknown:
+                self._open(unknown)
+            self._opened = sequences if isinstance(sequences, tuple) else None
+        self._logits_rows = None if logits_rows is None else np.asarray(logits_rows, np.intp)
+        self._kernel.wait()  # the workers overwrite the masks
+        self._pool.submit(sequences)
+        self._prepared = sequences
+
+    def _open(self, sequences: Iterable[GuidedSequence]) -> None:
+        for sequence in sequences:
+            if sequence.sequence_id in self._request_ids:
+                owner = self._request_ids[sequence.sequence_id]
+                raise ValueError(f"sequence id {sequence.sequence_id} belongs to request {owner!r}: free that first")
+            request = self._requests.get(sequence.request_id)
+            if request is None:
+                raise ValueError(f"request {sequence.request_id!r} is not initialized")
+            if not request.future.done():
+                raise ValueError(f"the grammar of request {sequence.request_id!r} is still being compiled")
+            self._pool.open(sequence, request.future.result(timeout=0))
+            request.sequences.add(sequence.sequence_id)
+            self._request_ids[sequence.sequence_id] = sequence.request_id
+            if sequence.mask_seconds is not None:
+                self._timed.add(sequence.sequence_id)
+
+    def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport:
+        width = self.vocabulary.padded_vocab_size
+        if self._prepared and logits.shape[-1] < width:
+            raise ValueError(f"the logits have {logits.shape[-1]} columns and the vocabulary {width}: pass whole rows")
+        sequences = self._take_prepared("apply")
+        computed = end_of_work(logits) if deadline is not None and sequences else None
+        step, report = self._collect(sequences, deadline, len(logits) == len(sequences), computed)
+        started = time.perf_counter()
+        masks = [(part.masks, part.slots) for part in step.ready]
+        rows = [part.rows for part in step.ready]
+        if self._logits_rows is not None:
+            rows = [self._logits_rows[part] for part in rows]
+        closed = self._without_mask(step)
+        if closed:
+            masks.append((self._stop_mask[None], np.zeros(len(closed), np.intp)))
+            rows.append(np.array(closed))
+        self._kernel.apply(logits, masks, np.concatenate(rows) if rows else ())
+        report.kernel_seconds = time.perf_counter() - started
+        return report
+
+    def collect(self, bitmask: NDArray[np.int32], deadline: float | None = None) -> ApplyReport:
+        """Copy the masks, instead of `apply`: for an engine that writes -inf itself.
+
+        Args:
+            bitmask: int32 `[rows, words]`. Line i gets the mask of the sequence with logits row i. Lines of failed and
+                late sequences allow a stop token only.
+            deadline: seconds to wait at most. None: as for `apply`.
+        """
+        step, report = self._collect(self._take_prepared("collect"), deadline, alone=False)
+        lines = self._logits_rows
+        for part in step.ready:
+            bitmask[part.rows if lines is None else lines[part.rows]] = part.masks[part.slots]
+        bitmask[self._without_mask(step)] = self._stop_mask
+        return report
+
+    def _take_prepared(self, method: str) -> Sequence[GuidedSequence]:
+        """Return the prepared step, which `method` finishes."""
+        if self._prepared is None:
+            raise RuntimeError(f"{method}() without prepare()")
+        sequences, self._prepared = self._prepared, None
+        return sequences
+
+    def _without_mask(self, step: StepMasks) -> list[int]:
+        """Return the logits rows of a step that have no mask."""
+        rows = [*step.failed, *step.late]
+        return rows if self._logits_rows is None else [int(self._logits_rows[row]) for row in rows]
+
+    def _collect(
+        self, sequences: Sequence[GuidedSequence], deadline: float | None, alone: bool, computed: Any = None
+    ) -> tuple[StepMasks, ApplyReport]:
+        """Collect the step, and free the sequences that failed.
+
+        Args:
+            alone: no other row of the batch can be sampled.
+            computed: a `torch.cuda.Event` from which the deadline counts. Masks that are there before it do not wait.
+        """
+        if computed is not None:
+            step = self._pool.collect(_LOOK_SECONDS)
+            while step.late and not computed.query():
+                step = self._pool.collect(_LOOK_SECONDS)
+        started = time.perf_counter()
+        if computed is None or step.late:
+            step = self._pool.collect(deadline)
+        if alone and deadline is not None and sequences and len(step.late) == len(sequences):
+            step = self._wait_for_first(sequences, started + FIRST_MASK_SECONDS, step.seconds)
+        report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
+        self._forced = [(sequences[row], len(sequences[row].output_token_ids), run) for row, run in step.forced.items()]
+        report.vetoes = {sequences[row].sequence_id: veto for row, veto in step.vetoes.items()}
+        report.late = [sequences[row].sequence_id for row in step.late]
+        if self._timed:
+            for part in step.ready:
+                for slot, row in zip(part.slots, part.rows, strict=True):
+                    if (sequence := sequences[row]).mask_seconds is not None:
+                        sequence.mask_seconds += float(part.seconds[slot])
+        if step.failed:
+            report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
+            self._close(list(report.failed))
+        return step, report
+
+    def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
+        """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again."""
+        while not self._pool.decided() and time.perf_counter() < until:
+            time.sleep(_LOOK_SECONDS)
+        self._pool.submit(sequences)
+        step = self._pool.collect(0.0)
+        step.seconds += seconds
+        return step
+
+    def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+        """Append the tokens that have no alternative, if the pool looks ahead."""
+        edits: dict[int, SampledEdit] = {}
+        for sequence, length, (first, *others) in self._forced:
+            output = sequence.output_token_ids
+            if others and len(output) == length + 1 and output[-1] == first:
+                edits[sequence.sequence_id] = SampledEdit(append=others)
+        return edits
+
+    def decided(self) -> list[int]:
+        return self._pool.decided()
+
+    def free(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._close(list(request.sequences))
+
+    def rollback(self, sequence_id: int, length: int) -> None:
+        self._pool.rollback(sequence_id, length)
+
+    def free_sequence(self, sequence_id: int) -> None:
+        self._close([sequence_id])
+
+    def _close(self, sequence_ids: Collection[int]) -> None:
+        self._kernel.wait()  # other sequences get their slots
+        self._pool.free(sequence_ids)
+        self._timed.difference_update(sequence_ids)
+        self._opened = None  # a freed sequence that is prepared again is opened again
+        for sequence_id in sequence_ids:
+            request = self._requests.get(self._request_ids.pop(sequence_id, ""))
+            if request is not None:
+                request.sequences.discard(sequence_id)
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """The result of one step."""
+
+    tokens: list[int]
+    """The sampled token of each logits row. Ignore those of failed and late sequences."""
+    report: ApplyReport
+    """Which sequences failed, and which are late."""
+    ended: list[int] = field(default_factory=list)
+    """Ids of sequences that sampled a stop token. It is not appended. Do not decode them again."""
+
+
+def decode_step(
+    processor: GuidedProcessor,
+    sequences: Sequence[GuidedSequence],
+    forward: Callable[[], torch.Tensor],
+    sample: Callable[[torch.Tensor], Sequence[int]],
+    logits_rows: Sequence[int] | None = None,
+    deadline: float | None = None,
+) -> DecodeStep:
+    """Prepare the masks, run the forward pass, apply the masks, sample, and append the tokens to the outputs.
+
+    Args:
+        sequences: the constrained sequences of the batch, with lists as `output_token_ids`.
+        forward: returns the logits, float `[rows, >= padded_vocab_size]`. The masks are computed meanwhile.
+        sample: returns one token for each logits row.
+        logits_rows: the logits row of each sequence. None: row i for sequence i.
+        deadline: seconds to wait for masks after the forward pass. A sequence without a mask by then is late: decode it
+            again when `processor.decided` returns it. None: wait for every mask.
+
+    Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the forced tokens
+    are appended too, so an output may grow by several tokens.
+    """
+    processor.prepare(sequences, logits_rows)
+    try:
+        logits = forward()
+    except BaseException:  # each `prepare` is followed by one `apply` or `collect`
+        rows = len(sequences) if logits_rows is None else 1 + max(logits_rows, default=-1)
+        processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0)
+        raise
+    report = processor.apply(logits, deadline)
+    step = DecodeStep([int(token) for token in sample(logits)], report)
+    for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
+        if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
+            _append(processor, sequence, [step.tokens[row]], step)
+    if forced := processor.edits(sequences):
+        for sequence in sequences:
+            if sequence.sequence_id in forced:
+                _append(processor, sequence, forced[sequence.sequence_id].append, step)
+    return step
+
+
+def _append(processor: GuidedProcessor, sequence: GuidedSequence, tokens: Sequence[int], step: DecodeStep) -> None:
+    """Append to the output, up to a stop token."""
+    for token in tokens:
+        if token in processor.vocabulary.stop_token_ids:
+            step.ended.append(sequence.sequence_id)
+            return
+        cast("list[int]", sequence.output_token_ids).append(token)

@@ -1,0 +1,1 @@
+"""Regular expressions: their tree, parser and automata."""

@@ -1,0 +1,345 @@
+"""The parser of regular expressions: a pattern becomes a tree of `guided.regex`.
+
+Python's own parser reads the pattern, with the meaning of `re`, or of ECMA-262 in a JSON Schema. Before, this syntax is
+rewritten:
+
+    \\p{L} \\p{Letter} \\P{Script=Greek} \\pL    a class of code points
+    \\u{41} \\x{41} \\ud83d\\ude00              one code point
+    \\cJ                                      a control character
+    (?<name>...)                             a group
+    \\z                                       the end (in a regex, not in a schema's pattern)
+
+`guided.schema.ecma` and a library check the patterns of schemas before. Syntax that no token mask can enforce, or that
+the dialects read differently, is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import unicodedata
+import warnings
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from itertools import takewhile
+from typing import Any
+
+import regex as unicode_regex
+
+from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.regex import automaton
+from guided.regex.tree import (
+    EMPTY,
+    UNIVERSE,
+    Chars,
+    Node,
+    Ranges,
+    choice,
+    complement,
+    intersection,
+    ranges_of,
+    render,
+    render_range,
+    repeat,
+    sequence,
+)
+
+_sre: Any = importlib.import_module("re._parser")
+"""Python's own parser. The module is private, but its output has never changed. Other parsers may differ from `re`."""
+_ESCAPE = (
+    r"\\[ux]\{(?P<code>[0-9A-Fa-f]{1,6})\}"
+    r"|\\u(?P<high>[dD][89ABab][0-9A-Fa-f]{2})\\u(?P<low>[dD][c-fC-F][0-9A-Fa-f]{2})"
+    r"|\\(?P<sign>[pP])(?:\{(?P<property>\^?[\w:=. -]+)\}|(?P<letter>[A-Za-z]))"
+    r"|\\c(?P<control>[A-Za-z])"
+    r"|(?P<group>\(\?<[^\W\d][\w$]*+>)"
+    r"|(?P<reference>\\k<[\w$]*+>)"
+    r"|\\."
+)
+_IN_CLASS = re.compile(_ESCAPE, re.DOTALL)
+_TOKEN = re.compile(_ESCAPE + r"|\[(?P<not>\^?)(?P<members>\]?(?:[^\]\\]|\\.)*+)(?P<end>\]?)", re.DOTALL)
+_REFUSED_MEMBERS = {
+    r"\[[:.=]\^?\w+[:.=]$": ("a POSIX class", "which dialects read differently: write one such as [a-z] or \\p{L}"),
+    r"&&\[": ("'&&' between classes", "which only Rust reads as an intersection"),
+}
+_ECMA_LINES: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+_ECMA_SPACES: Ranges = (
+    *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
+    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+)
+
+
+def parse(pattern: str, *, param: str = "regex", lookaheads: bool = True) -> Node:
+    """Parse `pattern` into a tree, with the meaning of `re.fullmatch(pattern, ...)` on valid Unicode.
+
+    Args:
+        lookaheads: whether lookaheads at the beginning are applied, which may take long, or refused.
+
+    Raises:
+        InvalidConstraint: `pattern` is not a regular expression, or no text matches it.
+        UnsupportedConstraint: other lookaround, backreferences, possessive groups, anchors in the middle, ...
+    """
+    reader = _Translator(pattern, param)
+    parsed = reader.parse()
+    if lookaheads and re.search(r"\(\?[=!]", pattern) and r"\Z" not in pattern:
+        return _search(parsed, parsed.state.flags, reader, whole=True)
+    return reader.sequence(parsed, parsed.state.flags, start=True, end=True)
+
+
+@lru_cache(maxsize=256)
+def parse_search(pattern: str) -> Node:
+    """Return all strings that contain a match of `pattern`, a pattern of a JSON Schema with the meaning of ECMA-262.
+
+    Raises the errors of `parse`.
+    """
+    reader = _Translator(pattern, "json_schema", ecma=True)
+    parsed = reader.parse()
+    return _search(parsed, parsed.state.flags, reader)
+
+
+def width(node: Node) -> tuple[int, int | None]:
+    """Return the minimum and maximum number of characters of a match (None: unbounded)."""
+    low, high = _sre.parse(render(node)).getwidth()
+    return low, None if high >= _sre.MAXREPEAT else high
+
+
+def _search(parsed: Any, flags: int, reader: _Translator, *, whole: bool = False) -> Node:
+    """Return all texts that contain a match, or that match as a whole (`whole`)."""
+    items = list(parsed)
+    if (
+        items and str(items[-1][0]) == "BRANCH"
+    ):  # the parser has moved the common prefix of all alternatives before the branch
+        options = items[-1][1][1]
+        return choice(_search([*items[:-1], *option], flags, reader, whole=whole) for option in options)
+    if whole and not _anchored(items, 0, "AT_BEGINNING"):
+        items = [*_sre.parse("^"), *items]
+    if ahead := _lookaheads(items):
+        parts = [(str(operation) == "ASSERT_NOT", inner) for operation, (_, inner) in ahead]
+        conditions = [(negated, _search([items[0], *inner], flags, reader)) for negated, inner in parts]
+        rest = [items[0], *items[1 + len(ahead) :]]
+        machine = automaton.of(_search(rest, flags, reader, whole=whole))
+        for negated, condition in conditions:
+            machine = machine - automaton.of(condition) if negated else machine & automaton.of(condition)
+        return automaton.texts(machine)
+    start, end = _anchored(items, 0, "AT_BEGINNING"), whole or _anchored(items, -1, "AT_END")
+    node = reader.sequence(items, flags, start=start, end=end)
+    anything = repeat(Chars(UNIVERSE), 0, None)
+    after = anything
+    if end:  # outside of ECMA-262, `$` also matches before a line break at the end
+        after = EMPTY if whole or reader.ecma else repeat(Chars(((10, 10),)), 0, 1)
+    return sequence([EMPTY if start else anything, node, after])
+
+
+def _lookaheads(items: list[Any]) -> list[Any]:
+    """Return the lookaheads that follow an anchor at the beginning."""
+    if not (items and str(items[0][0]) == "AT" and _anchored(items[:1], 0, "AT_BEGINNING")):
+        return []
+    return list(takewhile(lambda item: str(item[0]) in ("ASSERT", "ASSERT_NOT") and item[1][0] == 1, items[1:]))
+
+
+def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
+    """Return whether every alternative of `parsed` has `anchor` in its first (0) or last (-1) position."""
+    items = list(parsed)
+    if not items:
+        return False
+    operation, argument = str(items[edge][0]), items[edge][1]
+    if operation == "AT":
+        return str(argument) in (anchor, f"{anchor}_STRING")
+    if operation == "BRANCH":
+        return all(_anchored(option, edge, anchor) for option in argument[1])
+    return operation == "SUBPATTERN" and _anchored(argument[3], edge, anchor)
+
+
+class _Translator:
+    """Rewrites one pattern for Python's parser, and converts the parser's lists of operations to nodes.
+
+    Args:
+        ecma: whether classes, escapes and anchors have the meaning of ECMA-262 (JSON Schema), or of `re`.
+    """
+
+    def __init__(self, pattern: str, param: str, *, ecma: bool = False) -> None:
+        self._name = f"the regex {bounded(pattern, 120)!r}"
+        self._pattern = pattern
+        self._param = param
+        self.ecma = ecma
+
+    def parse(self) -> Any:
+        """Return the list of operations of Python's parser."""
+        rewritten = _TOKEN.sub(self._rewritten, self._pattern)
+        # Maximum length of a rewritten pattern: `\p{L}` takes 13,000.
+        if len(rewritten) > max(300_000, 2 * len(self._pattern)):
+            raise ConstraintTooLarge(f"{self._name} contains too many Unicode properties", param=self._param)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "possible nested set": the meaning stays that of `re`
+                return _sre.parse(rewritten)
+        except re.error as error:
+            why = error if rewritten == self._pattern else error.msg  # without the position in `rewritten`
+            raise self._invalid(f"is malformed: {why}") from None
+        except (OverflowError, RecursionError, ValueError) as error:  # contradictory flags raise a ValueError
+            raise self._invalid(f"can't be read: {error}") from None
+
+    def _rewritten(self, match: re.Match[str]) -> str:
+        """Return an escape, a group or a class in the syntax of `re`."""
+        if match["members"] is None:
+            return self._rewritten_escape(match, in_class=False)
+        for syntax, (what, why) in _REFUSED_MEMBERS.items():
+            if re.search(syntax, match["members"]):
+                raise self._unsupported(what, why)
+        members = _IN_CLASS.sub(lambda inner: self._rewritten_escape(inner, in_class=True), match["members"])
+        return f"[{match['not']}{members}{match['end']}"
+
+    def _rewritten_escape(self, match: re.Match[str], *, in_class: bool) -> str:
+        text = match[0]
+        if match["code"]:
+            if (code := int(match["code"], 16)) > 0x10FFFF:
+                raise self._invalid(f"contains the code point {code:#x}")
+            return f"\\U{code:08x}"
+        if match["high"]:
+            high, low = int(match["high"], 16), int(match["low"], 16)
+            return f"\\U{0x10000 + ((high & 0x3FF) << 10) + (low & 0x3FF):08x}"
+        if match["sign"]:
+            name = match["property"] or match["letter"]
+            try:
+                members = _members_of_property(name.strip(), match["sign"] == "P")
+            except unicode_regex.error:
+                raise self._invalid(f"contains \\p{{{bounded(name, 60)}}}, which is no Unicode property") from None
+            return members if in_class else f"[{members}]"
+        if match["control"]:
+            return f"\\x{ord(match['control']) & 31:02x}"
+        if match["reference"]:
+            raise self._unsupported(f"a backreference ({bounded(text, 40)})")
+        if text == r"\z" and not self.ecma and not in_class:
+            return r"\Z"
+        return "(" if match["group"] and not in_class else text
+
+    def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
+        """Return the node for a list of operations.
+
+        Args:
+            start, end: whether no text can precede or follow. Anchors have no effect there and are dropped.
+        """
+        items = list(parsed)
+        nodes: list[Node] = []
+        for index, (operation, argument) in enumerate(items):
+            first = start and all(node == EMPTY for node in nodes)
+            last = end and all(str(later) == "AT" for later, _ in items[index + 1 :])
+            nodes.append(self._item(str(operation), argument, flags, start=first, end=last))
+        return sequence(nodes)
+
+    def _item(self, operation: str, argument: Any, flags: int, *, start: bool, end: bool) -> Node:
+        match operation:
+            case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
+                return self._chars(operation, argument, flags)
+            case "AT":
+                if not str(argument).startswith(("AT_BEGINNING", "AT_END")):
+                    raise self._unsupported("a word boundary")
+                if self.ecma and str(argument).endswith("_STRING"):
+                    raise self._unsupported(r"'\A' or '\Z'", "which is a letter in ECMA-262: write ^ or $")
+                if not (start if str(argument).startswith("AT_BEGINNING") else end):
+                    raise self._unsupported("an anchor in the middle")
+                return EMPTY
+            case "BRANCH":
+                return choice(self.sequence(option, flags, start=start, end=end) for option in argument[1])
+            case "SUBPATTERN":
+                _group, added, removed, inner = argument
+                return self.sequence(inner, (flags | added) & ~removed, start=start, end=end)
+            case "MAX_REPEAT" | "MIN_REPEAT":  # greedy and lazy match the same texts
+                low, high, inner = argument
+                once = high == 1
+                node = self.sequence(inner, flags, start=start and once, end=end and once)
+                return repeat(node, int(low), None if high is _sre.MAXREPEAT else int(high))
+        names = {
+            "ASSERT": "lookaround",
+            "ASSERT_NOT": "negative lookaround",
+            "GROUPREF": "a backreference",
+            "GROUPREF_EXISTS": "a conditional group",
+            "ATOMIC_GROUP": "an atomic group",
+            "POSSESSIVE_REPEAT": "a possessive quantifier",
+        }
+        raise self._unsupported(names.get(operation, operation))
+
+    def _chars(self, operation: str, argument: Any, flags: int) -> Node:
+        if operation == "ANY":
+            return Chars(UNIVERSE if flags & re.DOTALL else complement(_ECMA_LINES if self.ecma else ((10, 10),)))
+        members = argument if operation == "IN" else [("LITERAL", argument)]
+        pairs: list[tuple[int, int]] = []
+        negated = operation == "NOT_LITERAL"
+        for kind, value in members:
+            match str(kind):
+                case "NEGATE":
+                    negated = True
+                case "LITERAL":
+                    pairs.append((value, value))
+                case "RANGE":
+                    pairs.append((value[0], value[1]))
+                case "CATEGORY":
+                    pairs.extend(_category(str(value), bool(flags & re.ASCII) or self.ecma, self.ecma))
+        ranges = ranges_of(pairs)
+        if flags & re.IGNORECASE:
+            ranges = _fold(ranges, flags)
+        if negated:
+            ranges = complement(ranges)
+        if not ranges:
+            raise self._invalid("contains an empty character class")
+        return Chars(ranges)
+
+    def _invalid(self, what: str) -> InvalidConstraint:
+        return InvalidConstraint(f"{self._name} {what}", param=self._param)
+
+    def _unsupported(
+        self, what: str, why: str = "which a token mask can't enforce: rewrite it without"
+    ) -> UnsupportedConstraint:
+        return UnsupportedConstraint(f"{self._name} contains {what}, {why}", param=self._param)
+
+
+def _fold(ranges: Ranges, flags: int) -> Ranges:
+    """Add the characters that are equal to one of `ranges` under IGNORECASE."""
+    members = "".join(render_range(low, high) for low, high in ranges)
+    equal = re.findall(f"[{members}]", _cased(), flags & (re.IGNORECASE | re.ASCII)) if members else ()
+    return ranges_of([*ranges, *((ord(character), ord(character)) for character in equal)])
+
+
+@cache
+def _category(name: str, ascii_only: bool, ecma: bool) -> Ranges:
+    """Return the characters of `\\d`, `\\w`, `\\s` or a complement, as in this Python's `re` or in ECMA-262."""
+    if "_NOT_" in name:
+        return complement(_category(name.replace("_NOT_", "_"), ascii_only, ecma))
+    if ecma and name == "CATEGORY_SPACE":
+        return _ECMA_SPACES
+    letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[name]
+    return _runs(re.finditer(f"{letter}+", _every_character(), re.ASCII if ascii_only else 0))
+
+
+@lru_cache(maxsize=64)
+def _members_of_property(name: str, negated: bool) -> str:
+    """Return the members of a class with the code points of a property, or with surrogates if there are none."""
+    matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
+    runs = _runs(matching.finditer(_every_character()))
+    runs = runs if negated else intersection(runs, _assigned())
+    return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) or "\ud800-\udfff"
+
+
+def _runs(matches: Iterable[Any]) -> Ranges:
+    """Return the code points of matches in `_every_character`, which are runs of adjacent code points."""
+    return ranges_of((ord(match[0][0]), ord(match[0][-1])) for match in matches)
+
+
+@cache
+def _every_character() -> str:
+    return "".join(chr(code) for low, high in UNIVERSE for code in range(low, high + 1))
+
+
+@cache
+def _assigned() -> Ranges:
+    """Return the characters of Python's version of Unicode. Readers of the output may not know newer characters."""
+    kinds = "".join(map(unicodedata.category, _every_character()))  # two letters each
+    runs = (match.span() for match in re.finditer("(?:Cn)+", kinds))
+    return complement(
+        ranges_of((ord(_every_character()[a // 2]), ord(_every_character()[b // 2 - 1])) for a, b in runs)
+    )
+
+
+@cache
+def _cased() -> str:
+    """Return the characters that have another case."""
+    return "".join(char for char in _every_character() if char.lower() != char or char.upper() != char)
