@@ -101,12 +101,16 @@ class Cluster:
     @property
     def trouble(self) -> str | None:
         """Why there is no connection to Ray now; None if there is one."""
-        return None if self.head is not None else self._failure
+        if self.head is not None:
+            return None
+        return self._failure
 
     @property
     def head(self) -> str | None:
         """The address of Ray's head. None: there is no connection now."""
-        return None if self._driver is None else self._driver.head
+        if self._driver is None:
+            return None
+        return self._driver.head
 
     def check_room(self, options: RayPoolOptions) -> None:
         """Check that Ray has room for a pool, whatever runs there now.
@@ -214,7 +218,9 @@ class Driver:
     @property
     def head(self) -> str | None:
         """The address of Ray's head. None: it is not connected yet, or has ended."""
-        return self._head if self._process.poll() is None else None
+        if self._process.poll() is None:
+            return self._head
+        return None
 
     def connect(self) -> None:
         """Wait until the driver has connected to Ray. Raises `PoolUnavailable` if it cannot."""
@@ -269,7 +275,8 @@ class Session:
         Raises:
             PoolUnavailable: Ray did not `action` in time, the driver or the actor has ended, or the method raised.
         """
-        began, warn_after = time.monotonic(), CALL_SECONDS
+        began = time.monotonic()
+        warn_after = CALL_SECONDS
         try:
             self._connection.send((name, arguments))
             while not self._connection.poll(TICK_SECONDS):

@@ -295,10 +295,12 @@ def _warm(backends: Backends) -> None:
 
 
 def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
-    name, constraint = request.backend, request.constraint
+    name = request.backend
+    constraint = request.constraint
     try:
         compiled = compile_with(backends, constraint, name)
-        dumped, checked = compiled.grammar.dump(), tuple(compiled.grammar.checked)
+        dumped = compiled.grammar.dump()
+        checked = tuple(compiled.grammar.checked)
         size = max(compiled.nbytes, len(dumped))
         if size > request.max_bytes:
             raise ConstraintTooLarge(

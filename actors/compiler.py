@@ -157,7 +157,8 @@ class Compiler:
                 result, package = self._run(process, request, left - kept)
             finally:
                 left -= time.monotonic() - began
-            checked, size = result.checked, result.nbytes
+            checked = result.checked
+            size = result.nbytes
             return Grammar(task.key, name, task.constraint, limit - left, checked=checked, nbytes=size, dumped=package)
 
         return first_able(task.backends, attempt)

@@ -76,7 +76,9 @@ class SequenceState:
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
-        self.worker, self.slot, self.changed_from = None, FREE, None
+        self.worker = None
+        self.slot = FREE
+        self.changed_from = None
 
 
 class Work(NamedTuple):
@@ -129,14 +131,18 @@ class StepPart:
         Args:
             last, lengths: `[rows of the whole step]`, see `last_tokens`.
         """
-        table, slots, rows, fill = self.table, self.slots, self.rows, self._fill
+        table = self.table
+        slots = self.slots
+        rows = self.rows
+        fill = self._fill
         target = table.target[slots]
         new = lengths[rows] - (target & POSITION)
         usual = (new == 1) & (table.ready[slots] == target)
         if not usual.all():  # seldom: in the usual case each operation counts, because the engine waits for it
             for index in np.flatnonzero(~usual & (new != 0)).tolist():
                 self.worker.edit(self.states[index])
-            slots, rows = slots[usual], rows[usual]
+            slots = slots[usual]
+            rows = rows[usual]
             fill = _fill(slots)
         if len(slots):
             table.tokens[slots] = last[rows]
@@ -179,16 +185,20 @@ class WorkerConnection:
     def open(self, state: SequenceState) -> None:
         """Open a sequence in a free slot, with the whole output that it has now."""
         slot = self._free_slots.pop()
-        sequence, grammar = state.sequence, state.grammar
+        sequence = state.sequence
+        grammar = state.grammar
         tokens = list(sequence.output_token_ids)
-        number, left = self._loaded.get(grammar.key), list[int]()
+        number = self._loaded.get(grammar.key)
+        left = list[int]()
         if number is None:
             number = next(self._count)
             self.channel.send_grammar(grammar.dumped)
             left = self._loaded.add(grammar.key, number, grammar.nbytes)
         state.number = number
         self.sequences[slot] = state
-        state.worker, state.slot, state.waits_until = self, slot, math.inf
+        state.worker = self
+        state.slot = slot
+        state.waits_until = math.inf
         version = self._next_version(slot, len(tokens))
         opening = (slot, version, number, tokens, sequence.request_id, sequence.budget, sequence.final)
         self.requests.append(Open(*opening))
@@ -197,11 +207,14 @@ class WorkerConnection:
 
     def edit(self, state: SequenceState) -> None:
         """Send the part of a sequence's output that has changed, or that the worker may not know, in a message."""
-        output, ready = state.sequence.output_token_ids, int(self.table.ready[state.slot])
-        filled, sent = ready & POSITION if ready >= 0 else 0, int(self.table.target[state.slot]) & POSITION
+        output = state.sequence.output_token_ids
+        ready = int(self.table.ready[state.slot])
+        filled = ready & POSITION if ready >= 0 else 0
+        sent = int(self.table.target[state.slot]) & POSITION
         start = min(filled, sent, len(output))
         if state.changed_from is not None:
-            start, state.changed_from = min(start, state.changed_from), None
+            start = min(start, state.changed_from)
+            state.changed_from = None
         tokens = list(output[start:])
         self.requests.append(Edit(state.slot, self._next_version(state.slot, start + len(tokens)), start, tokens))
 
@@ -252,7 +265,8 @@ class WorkerConnection:
     def work(self) -> list[Work]:
         """Return what each busy thread of the worker does, what began last first. From any thread."""
         mark = self.table.mark[0]
-        busy, beat = mark["busy"].tolist(), float(mark["beat"])
+        busy = mark["busy"].tolist()
+        beat = float(mark["beat"])
         walls = (beat - mark["since"]).tolist()
         works = [
             Work(wall, wall - waited, ran, phase, subject)
@@ -276,7 +290,8 @@ class WorkerConnection:
         """
         text = f"; {work.phase}: {work.cpu:.1f} s of CPU in {max(0.0, work.wall) + silent:.1f} s"
         for state in self.concerned(work):
-            sequence, constraint = state.sequence, state.grammar.constraint
+            sequence = state.sequence
+            constraint = state.grammar.constraint
             text += f", sequence {sequence.sequence_id} of request {sequence.request_id}, constraint {constraint.key}"
             return text + f": {bounded(constraint.source, 200)!r}"
         return text

@@ -56,7 +56,8 @@ class _Step:
     def _sort(self, part: StepPart, undecided: dict[int, SequenceState]) -> None:
         """Add the rows without a mask to `failed` or to `undecided`."""
         for index in np.flatnonzero(~part.ready).tolist():
-            row, state = int(part.rows[index]), part.states[index]
+            row = int(part.rows[index])
+            state = part.states[index]
             if state.error is None:
                 undecided[row] = state
             else:
@@ -276,7 +277,9 @@ class Dispatcher:
         found = StepMasks(failed=step.failed)
         ready_rows = 0
         for part in step.parts:
-            table, slots, rows = part.table, part.slots[part.ready], part.rows[part.ready]
+            table = part.table
+            slots = part.slots[part.ready]
+            rows = part.rows[part.ready]
             found.ready.append(ReadyMasks(table.mask, slots, rows, table.seconds))
             if self._forced_tokens:
                 found.forced |= forced_runs(table.forced[slots], rows)
@@ -307,7 +310,8 @@ class Dispatcher:
             step.waiting.clear()
             self._add_rows(step, waiting)
             send_all(self.workers)
-            undecided, now = step.look(), time.monotonic()
+            undecided = step.look()
+            now = time.monotonic()
             if not undecided or now >= deadline:
                 return undecided
             polled = self._poller.poll(math.ceil(1000 * min(_LOOK_SECONDS, deadline - now)))

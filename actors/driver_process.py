@@ -43,7 +43,8 @@ _JOIN_SECONDS = 12.0
 
 def main() -> None:
     """Serve the engine's process. Arguments: descriptor of a socket; directory of a local Ray, "" to join a cluster."""
-    control, directory = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    control = socket.socket(fileno=int(sys.argv[1]))
+    directory = sys.argv[2]
     if directory:
         _remove_when_ended(directory)
     threading.Thread(target=_exit_with_engine, args=(control,), daemon=True).start()
@@ -131,7 +132,8 @@ class Session:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 name, arguments = self._engine.recv()
-                result, error = None, None
+                result = None
+                error = None
                 try:
                     result = getattr(self, name)(*arguments)
                 except EOFError:
@@ -168,7 +170,8 @@ class Session:
         if self.call("attach", path, segment):
             return True
         self.call("serve_remotely", segment.slots, segment.words)
-        actor, table = self._actor, attach(segment)
+        actor = self._actor
+        table = attach(segment)
         if table is None:
             raise PoolUnavailable("the memory of the engine's process cannot be mapped")
         collect = actor.collect.options(concurrency_group=ANSWERS).remote
@@ -207,7 +210,9 @@ def _ray_options(placement: NodePlacement, cpus: float, index: int) -> dict[str,
         return {**options, "resources": {placement.name: placement.amount}}
     # Ray (2.60) places actors that reserve nothing anywhere, whatever their strategy or labels.
     options["num_cpus"] = cpus or 0.001
-    return {**options, "label_selector": {placement.name: placement.value}} if placement.kind == "label" else options
+    if placement.kind == "label":
+        return {**options, "label_selector": {placement.name: placement.value}}
+    return options
 
 
 def check_room(placement: NodePlacement, cpus: float, number: int, nodes: list[dict[str, Any]], here: str) -> None:

@@ -94,7 +94,9 @@ def package_version() -> str:
 def memory_limit(wanted: int | None) -> int:
     """Return an actor's memory limit in bytes: `wanted`, at most the machine's memory. None: 2 GiB, at most half."""
     machine = machine_bytes()
-    return min(wanted, machine) if wanted is not None else min(2 << 30, machine // 2)
+    if wanted is not None:
+        return min(wanted, machine)
+    return min(2 << 30, machine // 2)
 
 
 def machine_bytes() -> int:

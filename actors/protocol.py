@@ -40,7 +40,10 @@ EDIT = 1 << 32
 """One edit, in a version."""
 FREE = -1
 """`ready` of a slot that no sequence has held yet."""
-OK, FAILED, STEERED, CHECKED = 0, 1, 2, 4
+OK = 0
+FAILED = 1
+STEERED = 2
+CHECKED = 4
 """Values of `status`. The last two may be combined."""
 IDLE = -1
 """`busy` of a thread that does nothing."""
@@ -324,4 +327,6 @@ def attach(name: SegmentName) -> SlotTable | None:
             memory = mmap.mmap(file.fileno(), name.nbytes)
     except (OSError, ValueError):
         return None
-    return SlotTable.over(memory, name.slots, name.words) if memory[:_NONCE_BYTES] == name.nonce else None
+    if memory[:_NONCE_BYTES] == name.nonce:
+        return SlotTable.over(memory, name.slots, name.words)
+    return None

@@ -210,7 +210,8 @@ class Supervisor:
             if self._pool.pin is not None:
                 self._pool.pin(connection.table.mask)
             _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
-            self._up, self._state = (connection, location), "up"
+            self._up = (connection, location)
+            self._state = "up"
             self._pool.announce(partial(self._pool.add, connection))
             if not self.started.done():
                 self.started.set_result(None)
@@ -218,7 +219,8 @@ class Supervisor:
             try:
                 cause, culprit = self._watched(session, connection, watch)
             finally:
-                self._up, self._state = None, "restarting"
+                self._up = None
+                self._state = "restarting"
             error = self._error_of(cause, location.pid)
             if not self.stopping.is_set():
                 works = connection.work() if culprit is None else [culprit]

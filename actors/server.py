@@ -227,7 +227,8 @@ class StepServer:
         mark = self._table.mark[0]
         mark["heart"] = threading.get_native_id()
         threads = [*self._threads[:-1], self._threads[LOAD]]
-        began, before = np.zeros(len(ACTIVITIES)), np.zeros((len(ACTIVITIES), 2))
+        began = np.zeros(len(ACTIVITIES))
+        before = np.zeros((len(ACTIVITIES), 2))
         """Since when each thread is busy, and its `thread_times` at the first heartbeat after that."""
         while True:
             now = time.monotonic()  # first: if this thread waits for a CPU now, the others seem to have waited more
@@ -246,7 +247,8 @@ class StepServer:
     def _fill_next(self, thread: int) -> bool:
         """Fill the next row that a thread may fill. Returns whether there was one."""
         with self._lock:
-            last, self._filling[thread] = self._filling[thread], None
+            last = self._filling[thread]
+            self._filling[thread] = None
             if last is not None and last.freed:
                 self._free(last)
             slot = self._next(thread)
@@ -311,7 +313,8 @@ class StepServer:
 
     def _want_all(self, slots: Int32s) -> None:
         table = self._table
-        targets, tokens = table.target[slots].tolist(), table.tokens[slots].tolist()
+        targets = table.target[slots].tolist()
+        tokens = table.tokens[slots].tolist()
         for number, target, token in zip(slots.tolist(), targets, tokens, strict=True):
             slot = self._slots.get(number)
             if slot is not None and target // EDIT == slot.target // EDIT:  # if not, `Edit` or `Free` follows
@@ -331,14 +334,16 @@ class StepServer:
         self._ready[slot.number] = slot.freed
 
     def _fill(self, thread: int, slot: _Slot, target: int, token: int, changes: list[Open | Edit]) -> None:
-        table, number = self._table, slot.number
+        table = self._table
+        number = slot.number
         try:
             for change in changes:
                 if isinstance(change, Open):
                     self._open(slot.grammar.loaded, change)
                 else:
                     self._worker.edit(number, change.start, change.tokens)
-            known, length = self._worker.length(number), target & POSITION
+            known = self._worker.length(number)
+            length = target & POSITION
             if length - known in (0, 1):
                 error = self._worker.fill(number, [token][: length - known], table.mask[number])
             else:

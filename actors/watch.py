@@ -20,7 +20,8 @@ LOAD_SECONDS = 10.0
 """Limit for loading a grammar."""
 LOAD_WALL_SECONDS = 60.0
 """Limit for the same with the time in which it waited for a CPU, and for importing a grammar library."""
-SILENT_SECONDS, REMOTE_SILENT_SECONDS = 5.0, 15.0
+SILENT_SECONDS = 5.0
+REMOTE_SILENT_SECONDS = 15.0
 """An actor is ended after so long without a heartbeat, or without a beginning of what it was asked for. On another node
 the network may be the reason."""
 _LOCKED_SECONDS = 1.0
@@ -60,11 +61,13 @@ class Watch:
 
     def look(self) -> Verdict | None:
         """Look at the actor. Call it every `TICK_SECONDS`."""
-        table, now = self._connection.table, time.monotonic()
+        table = self._connection.table
+        now = time.monotonic()
         mark = table.mark[0]
         passed = self._counted(int(mark["heart"]), now - self._looked_at)
         self._looked_at = now
-        before, self._seen = self._seen, (float(mark["beat"]), int(table.ready.sum()))
+        before = self._seen
+        self._seen = (float(mark["beat"]), int(table.ready.sum()))
         works = self._connection.work()
         self.silent = self.silent + passed if before[0] == self._seen[0] else 0.0
         if works or before[1] != self._seen[1] or not table.has_work():

@@ -31,7 +31,8 @@ def _declare(app: ASGIApp) -> ASGIApp:
     """Wrap the proxy's application, which returns without a complete answer if the replica has ended."""
 
     async def complete(scope: Scope, receive: Receive, send: Send) -> None:
-        begun, is_complete = "", scope["type"] != "http"
+        begun = ""
+        is_complete = scope["type"] != "http"
 
         async def watch(message: Message) -> None:
             nonlocal begun, is_complete

@@ -30,7 +30,9 @@ class Admission:
         num_blocks: int,
         validate: Callable[[SamplingParams], None],
     ) -> None:
-        self._config, self._max_model_len, self._validate = config, max_model_len, validate
+        self._config = config
+        self._max_model_len = max_model_len
+        self._validate = validate
         self._num_tokens = num_blocks * config.block_size
         self._tokenizer = model.tokenizer
         self._device = model.device
@@ -54,7 +56,8 @@ class Admission:
             for sequence in sequences:
                 sequence.restriction = restriction
         if params.use_beam_search:
-            tokens, most = params.width * sequences[0].max_length, self._num_tokens
+            tokens = params.width * sequences[0].max_length
+            most = self._num_tokens
             if tokens > most:
                 why = f"{params.width} beams with {tokens} tokens don't fit in the KV cache of {most} tokens"
                 raise InvalidRequest(f"{why}: lower best_of or max_tokens", param="best_of")
@@ -87,13 +90,17 @@ class Admission:
 
     def _context_error(self, token_ids: list[int], params: SamplingParams) -> InvalidRequest | None:
         """Return the error of every API for a request that is too long for the context."""
-        have, most, limit = len(token_ids), params.max_tokens or 1, self._max_model_len
+        have = len(token_ids)
+        most = params.max_tokens or 1
+        limit = self._max_model_len
         if have + most <= limit:
             return None
-        param, what = "prompt", "messages"
+        param = "prompt"
+        what = "messages"
         why = f"your messages resulted in {have} tokens, and the output needs at least one"
         if have < limit:
-            param, what = "max_tokens", "messages or completion"
+            param = "max_tokens"
+            what = "messages or completion"
             why = f"you requested {have + most} tokens ({have} in the messages, {most} in the completion)"
         return ContextLengthExceeded(
             f"This model's maximum context length is {limit} tokens. However, {why}."
@@ -120,7 +127,8 @@ def _unwrapped(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     if not isinstance(prompt, Mapping):
         return None, list(prompt)
     refuse_unknown("a prompt", without_neutral(prompt), ("prompt", "prompt_token_ids"))
-    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    text = prompt.get("prompt")
+    token_ids = prompt.get("prompt_token_ids")
     if text is None and token_ids is None:
         raise InvalidRequest("give prompt or prompt_token_ids", param="prompt")
     return cast(str | None, text), None if token_ids is None else list(token_ids)

@@ -65,7 +65,8 @@ class _Stream:
         self._ready.clear()
         if self._error is not None:
             raise self._error
-        newest, self._newest = self._newest, {}
+        newest = self._newest
+        self._newest = {}
         return list(newest.values())
 
 

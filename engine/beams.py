@@ -45,7 +45,8 @@ class BeamSearch:
         self.finished: list[Hypothesis] = []
         """Best first, at most `width`."""
         self._first = first = group.sequences[0]
-        self._params, self._width = group.sampling_params, group.sampling_params.width
+        self._params = group.sampling_params
+        self._width = group.sampling_params.width
         self._max_tokens = first.max_length - len(group.prompt_token_ids)
         self._logprobs = [0.0] + [-math.inf] * (self._width - 1)  # all beams begin with the same tokens
 
@@ -75,7 +76,8 @@ class BeamSearch:
     def _is_stopped(self, tokens: list[int]) -> bool:
         if tokens[-1] in self._first.stop_ids:
             return True
-        stop, least = self._params.stop, self._params.min_tokens
+        stop = self._params.stop
+        least = self._params.min_tokens
         return bool(stop) and self._first.detokenizer.completes_stop(tokens, least)
 
     def _best(self, logprobs: torch.Tensor) -> list[Candidate]:
@@ -123,10 +125,12 @@ def _advance(
     group: SequenceGroup, rows: list[int], sampled: SamplerOutput, blocks: BlockManager, processor: LogitPostProcessor
 ) -> bool:
     """Continue one search. `rows` are those of its beams. Returns False if it has ended."""
-    beams, count = group.sequences, group.sampling_params.logprobs
+    beams = group.sequences
+    count = group.sampling_params.logprobs
     assert sampled.beam_scores is not None
     group.first_token_time = group.first_token_time or time.monotonic()
-    outputs, logprobs = [one.data.output_token_ids[:] for one in beams], [one.output_logprobs[:] for one in beams]
+    outputs = [one.data.output_token_ids[:] for one in beams]
+    logprobs = [one.output_logprobs[:] for one in beams]
     chosen = group.search.advance(sampled.beam_scores[rows], outputs)
 
     def scored(one: Candidate) -> list[TokenLogprobs]:

@@ -38,7 +38,9 @@ class TokenTexts:
 
     def pieces(self, skip_special_tokens: bool) -> list[bytes]:
         """Return the bytes that each token adds to an output."""
-        return self.without_special if skip_special_tokens else self.with_special
+        if skip_special_tokens:
+            return self.without_special
+        return self.with_special
 
     def of(self, token_id: int) -> str:
         """Return the text of a single token, special or not. Incomplete characters are replaced."""
@@ -92,7 +94,8 @@ class Detokenizer:
         spaces = params.spaces_between_special_tokens and not params.skip_special_tokens and params.constraint is None
         self._pieces = texts.pieces(params.skip_special_tokens)
         self._special = texts.special if spaces else frozenset[int]()
-        self._stop, self._include_stop = tuple(params.stop), params.include_stop_str_in_output
+        self._stop = tuple(params.stop)
+        self._include_stop = params.include_stop_str_in_output
         self._whole_characters = params.constraint is not None
         self._held_back = 0 if self._include_stop else max([0, *(len(text) - 1 for text in self._stop)])
         self._make_parser = params.parser
@@ -186,7 +189,9 @@ class Detokenizer:
 
     def visible(self, finished: bool) -> str:
         """Return the part of the text that cannot change any more."""
-        return self.text if finished or not self._held_back else self.text[: -self._held_back]
+        if finished or not self._held_back:
+            return self.text
+        return self.text[: -self._held_back]
 
 
 def _with_pieces(free: str, pieces: Iterable[Piece]) -> str:

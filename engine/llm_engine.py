@@ -199,7 +199,8 @@ class LLMEngine:
                 self.append(sampled, batch)
                 self.stats.note_step(time.perf_counter() - started, report.wait_seconds, batch.computes)
         self.stats.late = sum(sequence.is_late for sequence in self.scheduler.skipped)
-        changed, self._changed = self._changed, {}
+        changed = self._changed
+        self._changed = {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished()]
 
     @contextlib.contextmanager
@@ -251,7 +252,8 @@ class LLMEngine:
         try:
             grammar = compiled.result()
             is_new = grammar.compiled_at >= group.arrival_time
-            group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds if is_new else 0.0
+            group.backend = grammar.backend
+            group.compile_seconds = grammar.compile_seconds if is_new else 0.0
             group.checked = grammar.checked
             for sequence in group.sequences:
                 if sequence.guided is not None and grammar.checked and not group.sampling_params.use_beam_search:
@@ -290,7 +292,8 @@ class LLMEngine:
 
     def _score(self, chunk: Chunk, first: int, last: int, hidden: torch.Tensor) -> None:
         """Add the log-probabilities of tokens `first` to `last` of a chunk's sequence."""
-        sequence, params = chunk.sequences[0], chunk.sequences[0].params
+        sequence = chunk.sequences[0]
+        params = chunk.sequences[0].params
         of_prompt = first < len(sequence.data.prompt_token_ids)
         count = (params.prompt_logprobs if of_prompt else params.logprobs) or 0
         for begin in range(first, last, _SCORED_ROWS):
@@ -376,8 +379,12 @@ class LLMEngine:
 
     def _append_tokens(self, sampled: SamplerOutput, batch: Batch) -> bool:
         """Append a token to each sequence but beams. Returns whether a sequence has ended."""
-        changed, now, running = self._changed, time.monotonic(), SequenceStatus.RUNNING
-        skipped, logprobs, measured = sampled.skipped, sampled.logprobs, sampled.measured
+        changed = self._changed
+        now = time.monotonic()
+        running = SequenceStatus.RUNNING
+        skipped = sampled.skipped
+        logprobs = sampled.logprobs
+        measured = sampled.measured
         plain = not logprobs and not measured
         any_ended = False
         for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
@@ -432,7 +439,8 @@ class LLMEngine:
     def _follow(self, edit: SampledEdit, batch: Batch, row: int) -> None:
         """Roll back, append and stop, as the edit of a row says: output, blocks and matcher."""
         sequence = batch.sequences[row]
-        processor, vocab_size = self.processor, self.model.vocabulary.padded_vocab_size
+        processor = self.processor
+        vocab_size = self.model.vocabulary.padded_vocab_size
         if not all(type(token) is int and 0 <= token < vocab_size for token in edit.append):
             raise InternalError(f"tokens to append must be integers from 0 to {vocab_size - 1}: {bounded(edit.append)}")
         if edit.rollback:
@@ -488,7 +496,8 @@ class LLMEngine:
             self.processor.free(group.request_id)
 
 
-_LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
+_LEAST_DEADLINE = 0.001
+_DEADLINE_SHARE = 0.05
 """Mask deadline: seconds, or this share of the mean step, whichever is more."""
 _SCORED_ROWS = 256
 """Maximum number of prompt tokens that are scored at once: each takes a row of logits."""

@@ -70,7 +70,9 @@ class CompletionOutput:
     @classmethod
     def from_sequence(cls, sequence: Sequence) -> CompletionOutput:
         """Take a snapshot of a sequence."""
-        params, finished, guided = sequence.params, sequence.is_finished(), sequence.guided
+        params = sequence.params
+        finished = sequence.is_finished()
+        guided = sequence.guided
         wants_logprobs = params.logprobs is not None
         has_sum = params.needs_logprobs or params.use_beam_search
         held_back = 0 if finished else sequence.held_back
@@ -86,7 +88,9 @@ class CompletionOutput:
         details = sequence.details if params.mask_details else None
         if details is not None:
             seconds = 0.0 if guided is None else guided.mask_seconds or 0.0
-            allowed, forced, kept = details.allowed[:count], details.forced[:count], details.kept[:count]
+            allowed = details.allowed[:count]
+            forced = details.forced[:count]
+            kept = details.kept[:count]
             kept += [None] * (len(allowed) - len(kept))
             details = replace(details, allowed=allowed, forced=forced, kept=kept, mask_seconds=seconds)
         return cls(

@@ -24,7 +24,8 @@ from guided.sequence import SequenceOutput
 
 SUPPRESSED = -1e30
 """The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
-PROBE_STEPS, _PROBE_ROWS = 61, 4
+PROBE_STEPS = 61
+_PROBE_ROWS = 4
 """After this many steps, up to about this many masks are measured for the statistics. The number of steps is a prime,
 so that answers of the same length are not always measured at the same place."""
 _BLOCK = 1024
@@ -121,13 +122,15 @@ class Sampler:
         if self._measured:
             output.measured = self._measure(logits, skip)
         if rows := batch.with_logprobs:
-            raw, self._raw = self._raw, None
+            raw = self._raw
+            self._raw = None
             assert raw is not None, "adjust comes before sample"
             counts = [batch.sequences[row].params.logprobs or 0 for row in rows]
             output.logprobs = dict(zip(rows, ranked_logprobs(raw, chosen[rows], counts), strict=True))
         if self._beam_logprobs is not None:
             forbidden = logits[batch.beams].isneginf()
-            output.beam_logprobs, self._beam_logprobs = self._beam_logprobs, None
+            output.beam_logprobs = self._beam_logprobs
+            self._beam_logprobs = None
             output.beam_scores = output.beam_logprobs.masked_fill(forbidden, -torch.inf)
         return output
 

@@ -247,9 +247,11 @@ class SamplingParams:
     def _check_beams(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequest(f"best_of is {self.best_of}; it must be at least n ({self.n})", param="best_of")
-        how, names = "needs", ["length_penalty", "early_stopping"]
+        how = "needs"
+        names = ["length_penalty", "early_stopping"]
         if self.use_beam_search:
-            how, names = "does not work with", [*_TRUNCATING, "mask_details", "complete"]
+            how = "does not work with"
+            names = [*_TRUNCATING, "mask_details", "complete"]
         for name in filter(self._is_given, names):
             raise InvalidRequest(f"{name} {how} use_beam_search", param=name)
 

@@ -250,7 +250,9 @@ def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
 
     if kind == "choice":
         return regexes.choice(map(regexes.literal, json.loads(source)))
-    return regex_parser.parse(source) if kind == "regex" else None
+    if kind == "regex":
+        return regex_parser.parse(source)
+    return None
 
 
 def _check_text(text: object, what: str, param: str, pointer: str | None = None) -> None:

@@ -33,7 +33,9 @@ MAX_ECHO = 300
 def bounded(text: object, limit: int = MAX_ECHO) -> str:
     """Return `text` as a printable string of at most `limit` characters, with lone surrogates escaped."""
     printable = str(text).encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
-    return printable if len(printable) <= limit else printable[: limit - 1] + "…"
+    if len(printable) <= limit:
+        return printable
+    return printable[: limit - 1] + "…"
 
 
 class GuidedError(Exception):

@@ -124,7 +124,8 @@ class Limits:
                         message = f"brackets are nested deeper than {self.max_nesting} levels"
                         raise ConstraintTooLarge(message, param=param)
                 else:
-                    closed, end = (repeated.pop() if len(repeated) > 1 else 1), token.end()
+                    closed = repeated.pop() if len(repeated) > 1 else 1
+                    end = token.end()
                     repeated[-1] = max(repeated[-1], closed)
             elif kind is not None:  # neither an escape nor a class
                 inner = closed if token.start() == end else 1

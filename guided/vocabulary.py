@@ -121,7 +121,8 @@ class Vocabulary:
 
     def spelled(self, token_ids: Iterable[int]) -> bytes:
         """Return the text of tokens. Special tokens that a structural tag may name are spelled as their names."""
-        contents, names = self.token_bytes, self._name_bytes
+        contents = self.token_bytes
+        names = self._name_bytes
         return b"".join(names.get(token) or contents[token] for token in token_ids)
 
     def encode(self, text: str | bytes) -> list[int]:
@@ -153,7 +154,9 @@ class Vocabulary:
 
     def _encode_greedily(self, data: bytes) -> list[int]:
         tokens: list[int] = []
-        start, longest, by_bytes = 0, self._longest, self._by_bytes
+        start = 0
+        longest = self._longest
+        by_bytes = self._by_bytes
         while start < len(data):
             for end in range(min(len(data), start + longest), start, -1):
                 token = by_bytes.get(data[start:end])
@@ -167,7 +170,8 @@ class Vocabulary:
 
     def beginning_with(self, texts: Iterable[bytes]) -> NDArray[np.int32]:
         """Return a mask of the text tokens that begin with one of `texts`: int32 `[words]`."""
-        ids, contents = self._sorted, self.token_bytes.__getitem__
+        ids = self._sorted
+        contents = self.token_bytes.__getitem__
         tokens: list[int] = []
         for text in texts:
             start = bisect_left(ids, text, key=contents)
@@ -280,7 +284,8 @@ class Vocabulary:
         ordinary = document["vocab"][: config["default_vocab_size"] - num_special]
         contents = [b""] * num_special + [base64.b64decode(entry["token_bytes"]) for entry in ordinary]
         width = len(contents) if padded_vocab_size is None else padded_vocab_size
-        special, pattern = frozenset(range(num_special)), config["pattern"]
+        special = frozenset(range(num_special))
+        pattern = config["pattern"]
         return cls(tuple(contents), tuple(stop_token_ids), special, width, split_pattern=pattern)
 
 

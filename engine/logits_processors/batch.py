@@ -25,7 +25,8 @@ class PersistentBatch:
         if rows == self._rows:
             return None
         places: list[Sequence | None] = list(self._rows)
-        staying, known = set(rows), set(self._rows)
+        staying = set(rows)
+        known = set(self._rows)
         free = [index for index, sequence in enumerate(self._rows) if sequence not in staying]
         added: list[AddedRequest] = []
         for count, sequence in enumerate(sequence for sequence in rows if sequence not in known):
@@ -59,9 +60,11 @@ def _reorder(places: list[Sequence | None], rows: list[Sequence]) -> list[MovedR
     moves: list[MovedRequest] = []
     where = {sequence: index for index, sequence in enumerate(places)}
     for index, sequence in enumerate(rows):
-        other, place = places[index], where[sequence]
+        other = places[index]
+        place = where[sequence]
         if other is not sequence:
-            places[index], places[place] = sequence, other
+            places[index] = sequence
+            places[place] = other
             where[other] = place
             moves.append((index, place, MoveDirectionality.SWAP))
     return moves
@@ -95,7 +98,8 @@ class IndexedBatch:
                 self._processor.add_request((sequence.params, len(sequence.data.prompt_token_ids), index))
             self._write(sequence)
         mapping = [self._known[sequence][0] for sequence in rows]
-        same, self._mapping = mapping == self._mapping, mapping
+        same = mapping == self._mapping
+        self._mapping = mapping
         self._processor.update_state(None if same else np.array(mapping, np.int64), self._token_ids, self._seq_lens)
 
     def _write(self, sequence: Sequence) -> None:

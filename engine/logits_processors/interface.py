@@ -144,7 +144,8 @@ def process_dict_updates(
     if not req_entries:
         return changed
     for first, second, direction in batch_update.moved:
-        ours, theirs = req_entries.pop(first, None), req_entries.pop(second, None)
+        ours = req_entries.pop(first, None)
+        theirs = req_entries.pop(second, None)
         changed |= ours is not None or theirs is not None
         if ours is not None:
             req_entries[second] = ours

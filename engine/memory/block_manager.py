@@ -96,7 +96,8 @@ class BlockManager:
     def note_content(self, seq_id: int, computed: int, span: Callable[[int, int], list[int]]) -> None:
         """Note what the sequence's full blocks contain, so that other sequences find them. `computed` of its tokens are
         in the cache, or will be after this step. `span` returns its tokens between two positions."""
-        size, prefixes = self.block_size, self._prefixes.get(seq_id)
+        size = self.block_size
+        prefixes = self._prefixes.get(seq_id)
         if prefixes is None or not self._prefix_cache:
             return
         for index in range(len(prefixes), computed // size):
@@ -163,7 +164,8 @@ class BlockManager:
         self._content.clear()
 
     def _set(self, seq_id: int, blocks: list[int], prefixes: list[int]) -> None:
-        self._blocks[seq_id], self._prefixes[seq_id] = blocks, prefixes
+        self._blocks[seq_id] = blocks
+        self._prefixes[seq_id] = prefixes
         self.tables[self.rows[seq_id], : len(blocks)] = blocks
 
     def _release(self, blocks: list[int]) -> None:

@@ -76,7 +76,8 @@ class KVCache:
 
     def _gather(self, cache: torch.Tensor, tables: torch.Tensor, place: int) -> torch.Tensor:
         _, heads, dim = cache.shape
-        (rows, blocks), width = tables.shape, self.block_size * heads * dim
+        (rows, blocks) = tables.shape
+        width = self.block_size * heads * dim
         size = rows * blocks * width
         if self._gathered[place].numel() < size:
             self._gathered[place] = cache.new_empty(size)
@@ -114,7 +115,8 @@ def plan_cache(
     one = -(-max_model_len // config.block_size)
     per_token = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers.values())
     block = per_token * config.block_size * dtype.itemsize
-    memory, slots = 0, config.max_num_seqs
+    memory = 0
+    slots = config.max_num_seqs
     if layout is not None or config.num_blocks is None:
         memory = config.kv_cache_bytes or available()
     if layout is not None:

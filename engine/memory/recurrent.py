@@ -51,7 +51,8 @@ class RecurrentStates:
     def __init__(self, layout: StateLayout, slots: int, device: torch.device) -> None:
         self.argument = layout.argument
         self.tensors: dict[StateKey, torch.Tensor] = {}
-        self._slots, self._device = slots, device
+        self._slots = slots
+        self._device = device
         for key, state in layout.shapes.items():
             self._add(key, state, state.dtype)
 
@@ -92,7 +93,9 @@ class StepStates:
     def __init__(self, states: RecurrentStates, slots: torch.Tensor, rows: int, is_new: bool) -> None:
         self.layer = -1
         """The layer that was in use last."""
-        self._states, self._slots, self._is_new = states, slots, is_new
+        self._states = states
+        self._slots = slots
+        self._is_new = is_new
         self._read_slots = slots[:rows]
         self._given: dict[StateKey, torch.Tensor] = {}
         """States of this layer. It may change them in place, without a call."""

@@ -49,7 +49,9 @@ class Span(NamedTuple):
         """Return the position of the first token that tokens at these positions attend to."""
         if self.length is None:
             return torch.zeros_like(positions)
-        return positions // self.length * self.length if self.is_chunk else positions + 1 - self.length
+        if self.is_chunk:
+            return positions // self.length * self.length
+        return positions + 1 - self.length
 
 
 class Scores(NamedTuple):
@@ -138,7 +140,8 @@ class PagedContext:
 
     def send(self, block_size: int, device: torch.device) -> StepTensors:
         """Copy what the forward pass reads to the device."""
-        num_prefills, total = len(self.prefills), self.packed.shape[1]
+        num_prefills = len(self.prefills)
+        total = self.packed.shape[1]
         starts = [start for start, *_ in self.prefills]
         starts += range(total - len(self.tables), total + 1)
         rows = [self._blocks(prefill, block_size) for prefill in self.prefills]
@@ -155,7 +158,8 @@ class PagedContext:
 
     def _blocks(self, prefill: Prefill, block_size: int) -> NDArray[np.int64]:
         start, end, _, table = prefill
-        return self.packed[2, start:end:block_size] // block_size if table is None else table[0]
+        blocks: NDArray[np.int64] = self.packed[2, start:end:block_size] // block_size if table is None else table[0]
+        return blocks
 
     def forward(self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors) -> torch.Tensor:
         """Run the forward pass on what is on the device: hidden states `[tokens, hidden]`. With a cache that does not
@@ -163,9 +167,11 @@ class PagedContext:
         prefills and of decoding sequences."""
         tokens, positions, _ = tensors.packed
         self.move(cache, tensors)
-        rows, name = 1, "past_key_values"
+        rows = 1
+        name = "past_key_values"
         if cache.states is not None:
-            rows, name = len(self.tables) or 1, cache.states.argument
+            rows = len(self.tables) or 1
+            name = cache.states.argument
             is_new = any(before == 0 for _, _, before, _ in self.prefills)
             self.states = StepStates(cache.states, tensors.state_slots, rows, is_new)
         others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
@@ -181,7 +187,8 @@ class PagedContext:
 
     def move(self, cache: KVCache, tensors: StepTensors) -> None:
         """Prepare the attention of the step."""
-        self.cache, self.tensors = cache, tensors
+        self.cache = cache
+        self.tensors = tensors
         self._masks: dict[tuple[int, Span], torch.Tensor] = {}
         if cache.gathers:
             lengths = np.asarray(self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1)
@@ -206,7 +213,8 @@ def split_decodes(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. `tables` is
     int64 `[sequences, blocks]`, on the device. `lengths`, int64 `[sequences]`, includes the current token."""
-    starts, longest = [0], 0
+    starts = [0]
+    longest = 0
     for row, length in enumerate(lengths.tolist()):
         longest = max(longest, length)
         if row > starts[-1] and (row + 1 - starts[-1]) * longest > gather_tokens:
@@ -269,7 +277,8 @@ def paged_attention(
         query, key, value = (part.transpose(0, 2) for part in (query, key, value))
     span = _span(module.config, layer) if sliding_window == _NOT_PASSED else Span(sliding_window)
     scores = Scores(scaling, softcap, s_aux)
-    cache, tensors = paged.cache, paged.tensors
+    cache = paged.cache
+    tensors = paged.tensors
     cache.write(layer, tensors.packed[2], key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not cache.gathers:
         from engine.model.paged_kernel import attend  # not every installation has Triton
@@ -286,7 +295,8 @@ def paged_attention(
     parts: list[torch.Tensor] = []
     for row, (start, end, before, _) in enumerate(paged.prefills):
         part = slice(start, end)
-        keys, values = key[..., part, :], value[..., part, :]
+        keys = key[..., part, :]
+        values = value[..., part, :]
         if before:
             num_blocks = -(-(before + end - start) // cache.block_size)
             keys, values = cache.gather(layer, tensors.tables[row : row + 1, :num_blocks])
@@ -311,11 +321,14 @@ def _prefill(
 ) -> torch.Tensor:
     """Attention within one sequence, with `before` tokens before the first of `query`: `[1, heads, tokens, dim]` in,
     `[1, tokens, heads, dim]` out. Keys after the last of `query` are ignored."""
-    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    tokens = query.shape[2]
+    groups = query.shape[1] // key.shape[1]
     total = before + tokens
-    key, value = key[:, :, :total], value[:, :, :total]
+    key = key[:, :, :total]
+    value = value[:, :, :total]
     if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
     mask = None
     if before or scores.are_changed or (span.length or tokens) < tokens:
         positions = torch.arange(total, device=query.device)

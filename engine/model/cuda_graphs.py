@@ -52,7 +52,9 @@ class GraphCalls:
 
 def graph_calls(device: torch.device) -> GraphCalls | None:
     """Return the calls for a device, or None if it has no graphs."""
-    return GraphCalls(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return GraphCalls(device)
+    return None
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -81,7 +83,9 @@ class DecodeGraphs:
         sizes: list[int],
         device: torch.device,
     ) -> None:
-        self._calls, self._forward, self._padding = calls, forward, padding[:, None]
+        self._calls = calls
+        self._forward = forward
+        self._padding = padding[:, None]
         self._inputs = torch.empty(len(padding) * sizes[0], dtype=torch.int64, device=device)
         pinned = partial(torch.empty, len(self._inputs), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._staging = deque((pinned(), calls.record()) for _ in range(2))

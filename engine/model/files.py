@@ -41,7 +41,9 @@ def gguf_file(model: str) -> Path | None:
 def pretrained(model: str) -> tuple[str, dict[str, Any]]:
     """Return what transformers' `from_pretrained` takes for a model: a directory or hub name, and keywords."""
     path = gguf_file(model)
-    return (model, {}) if path is None else (str(path.parent), {"gguf_file": path.name})
+    if path is None:
+        return (model, {})
+    return (str(path.parent), {"gguf_file": path.name})
 
 
 def processor_template(place: str, revision: str | None) -> str | None:

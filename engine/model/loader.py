@@ -177,7 +177,9 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
     # Operators that tell whether this CPU multiplies a dtype quickly.
     fast = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     check = fast.get(stored) if on_cpu else None
-    return "auto" if check is None or getattr(torch.ops.mkldnn, check)() else torch.float32
+    if check is None or getattr(torch.ops.mkldnn, check)():
+        return "auto"
+    return torch.float32
 
 
 def _check_plan(config: Any, size: int, device: torch.device) -> None:

@@ -106,7 +106,8 @@ def _attend(
 
 def constants(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_decode: bool) -> dict[str, Any]:
     """Return those constants of `_attend` that depend on the model, and on whether each sequence has one token."""
-    key_dim, value_dim = query.shape[2], values.shape[2]
+    key_dim = query.shape[2]
+    value_dim = values.shape[2]
     group = query.shape[1] // keys.shape[1]
     key_columns = max(16, triton.next_power_of_2(key_dim))
     value_columns = max(16, triton.next_power_of_2(value_dim))

@@ -61,7 +61,8 @@ class Probe:
         """What attention layers store of a token."""
         self.layout: StateLayout | None = None
         """What recurrent layers store of a sequence."""
-        self._model, self._body = model, body
+        self._model = model
+        self._body = body
         self._weight = model.get_output_embeddings().weight
         config = model.config.get_text_config(decoder=True)
         self._prompts = [[token % config.vocab_size for token in prompt] for prompt in _PROMPTS]
@@ -132,7 +133,9 @@ class Probe:
     def _compute(self) -> torch.Tensor:
         """Compute the hidden states of which `find_head` compares the logits."""
         short, long = self._prompts
-        begin, end, other = (long[:_CHUNK], 0, 1), (long[_CHUNK:], _CHUNK, 1), (short, 0, 0)
+        begin = (long[:_CHUNK], 0, 1)
+        end = (long[_CHUNK:], _CHUNK, 1)
+        other = (short, 0, 0)
         steps: list[tuple[Span, ...]] = [(begin, other), (end,)]
         if self.layout is not None:
             resumes = self._resumes(begin, end)
@@ -168,7 +171,9 @@ class Probe:
         return step.run(self._body, cache, self._weight.device)
 
     def _new_states(self) -> RecurrentStates | None:
-        return None if self.layout is None else RecurrentStates(self.layout, len(_PROMPTS), self._weight.device)
+        if self.layout is None:
+            return None
+        return RecurrentStates(self.layout, len(_PROMPTS), self._weight.device)
 
     def _new_cache(self) -> KVCache:
         place = self._weight.dtype, self._weight.device

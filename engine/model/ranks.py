@@ -55,7 +55,9 @@ class Selection(NamedTuple):
 def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> torch.Tensor:
     """Run the forward passes of a step on this process's part of the model: hidden states `[tokens, hidden]`."""
     hidden = [step.run(model.body, cache, model.device) for step in steps]
-    return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+    if len(hidden) == 1:
+        return hidden[0]
+    return torch.cat(hidden)
 
 
 class Ranks:
@@ -121,7 +123,8 @@ class Ranks:
                 process.wait()
         if self._processes and distributed.is_initialized():
             distributed.destroy_process_group()
-        self._processes, self._connections = [], []
+        self._processes = []
+        self._connections = []
 
 
 @torch.inference_mode()

@@ -33,13 +33,16 @@ def read_batch(batch: Batch, blocks: BlockManager, has_states: bool) -> list[Pag
     else:
         steps = [_read(batch.prefills, batch.decodes, blocks)]
     steps[0].copies = batch.copies
-    steps[0].state_copies, blocks.row_copies = blocks.row_copies, []
+    steps[0].state_copies = blocks.row_copies
+    blocks.row_copies = []
     return steps
 
 
 def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager) -> PagedContext:
     """Read the tokens, blocks and slots of one forward pass."""
-    size, tables, row_of = blocks.block_size, blocks.tables, blocks.rows
+    size = blocks.block_size
+    tables = blocks.tables
+    row_of = blocks.rows
     num_prefilled = sum(chunk.end - chunk.start for chunk in chunks)
     packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
     token_ids, positions, slots = packed
@@ -81,7 +84,8 @@ class ModelRunner:
     GPU, steps that only decode are CUDA graphs, unless `enforce_eager` is set or the ranks are several."""
 
     def __init__(self, model: LoadedModel, block_size: int, enforce_eager: bool = False) -> None:
-        self._model, self._block_size = model, block_size
+        self._model = model
+        self._block_size = block_size
         self._calls = None if enforce_eager or model.ranks is not None else graph_calls(model.device)
         self.blocks: BlockManager
         self._cache: KVCache
@@ -101,7 +105,8 @@ class ModelRunner:
         if self._calls is None:
             return
         padding = torch.zeros(_BLOCKS + max_blocks, dtype=torch.int64)
-        padding[2], padding[3] = self._cache.num_blocks * self._block_size, max_seqs
+        padding[2] = self._cache.num_blocks * self._block_size
+        padding[3] = max_seqs
         try:
             self._graphs = DecodeGraphs(self._calls, self._decode, padding, sizes, self._model.device)
         except Exception as error:
@@ -121,7 +126,9 @@ class ModelRunner:
 
     def _everywhere(self, message: object) -> contextlib.AbstractContextManager[None]:
         ranks = self._model.ranks
-        return contextlib.nullcontext() if ranks is None else ranks.running(message)
+        if ranks is None:
+            return contextlib.nullcontext()
+        return ranks.running(message)
 
     def _allocate(self, num_blocks: int, max_seqs: int) -> None:
         with self._everywhere(CacheSize(num_blocks, self._block_size, max_seqs, torch.get_num_threads())):

@@ -59,7 +59,9 @@ class ServerContext:
         """Return the name of the chosen format. `auto` takes the one whose marks are in the tokenizer's templates."""
         tokenizer = self.llm.tokenizer
         templates = f"{tokenizer.chat_template}{getattr(tokenizer, 'response_template', '')}"
-        return detect(templates, formats) if chosen == AUTO else chosen
+        if chosen == AUTO:
+            return detect(templates, formats)
+        return chosen
 
     @property
     def texts(self) -> TokenTexts:

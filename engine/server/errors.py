@@ -68,7 +68,9 @@ def _named(error: GuidedError) -> str:
     """Return a message that names the field at fault, for clients that show only the message."""
     name = error.param
     is_named = name is None or f"'{name}'" in error.message or error.message.startswith((f"{name} ", f"{name}:"))
-    return str(error) if is_named else f"{name}: {error}"
+    if is_named:
+        return str(error)
+    return f"{name}: {error}"
 
 
 def respell(error: GuidedError, scope: Scope) -> None:
@@ -84,7 +86,9 @@ def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     value."""
     telling = {"unsupported_parameter": 2, "unknown_parameter": 2, "literal_error": 1}
     first = max(errors, key=lambda error: (telling.get(error["type"], 0), len(error["loc"])))
-    code, why, place = first["type"], first["msg"].partition(" or instance of")[0], first["loc"]
+    code = first["type"]
+    why = first["msg"].partition(" or instance of")[0]
+    place = first["loc"]
     if telling.get(code) == 2:
         place = (*place, first["ctx"]["name"])
     param = bounded(_path(place))
@@ -95,9 +99,11 @@ def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     elif param:
         if code == "literal_error" and "content" in place and place[-1] == "type":
             why += ". Images, sounds and files are not supported: the models served here read text"
-        code, message = "invalid_type", f"Invalid '{param}': {bounded(why)}"
+        code = "invalid_type"
+        message = f"Invalid '{param}': {bounded(why)}"
     else:
-        code, message = "", "the body must be a JSON object (content-type: application/json)"
+        code = ""
+        message = "the body must be a JSON object (content-type: application/json)"
     return InvalidRequest(message, param=param or None, code=code)
 
 

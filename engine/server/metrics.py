@@ -93,7 +93,8 @@ class Metrics(Collector):
         """Admitted request -> its number of tokens, and the time of the last one."""
         async with aclosing(outputs):
             async for output in outputs:
-                times, now = output.metrics, time.monotonic()
+                times = output.metrics
+                now = time.monotonic()
                 assert times is not None
                 if output.request_id not in seen:
                     if output.error is not None:
@@ -138,7 +139,9 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read the counters of the engine and the pool, at each scrape."""
         health = self._llm.health()
-        stats, scheduler, blocks = health.stats, self._llm.engine.scheduler, self._llm.engine.blocks
+        stats = health.stats
+        scheduler = self._llm.engine.scheduler
+        blocks = self._llm.engine.blocks
         slots = 0 if scheduler.layout is None else scheduler.max_num_seqs
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),

@@ -84,7 +84,8 @@ class RequestChecks:
 
     def _limited(self, receive: Receive) -> Receive:
         """Count the bytes of the body as they arrive."""
-        total, limit = 0, self.context.settings.max_body_bytes
+        total = 0
+        limit = self.context.settings.max_body_bytes
 
         async def limited() -> Message:
             nonlocal total

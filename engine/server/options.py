@@ -174,13 +174,17 @@ class Option:
     def default(self) -> Any:
         defaults: Any = ServeOptions()
         value = reduce(getattr, self.path, defaults)
-        return value // _MIB if value is not None and self.name.endswith("_mib") else value
+        if value is not None and self.name.endswith("_mib"):
+            return value // _MIB
+        return value
 
     def to_field(self, value: Any) -> Any:
         """Convert a value that a user wrote to the field's unit and type."""
         if isinstance(value, list):
             return tuple(value)
-        return value * _MIB if value is not None and self.name.endswith("_mib") else value
+        if value is not None and self.name.endswith("_mib"):
+            return value * _MIB
+        return value
 
 
 def _panel(title: str, *options: Option) -> Iterator[Option]:

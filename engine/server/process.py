@@ -184,12 +184,14 @@ def _say(options: ServeOptions, text: str) -> None:
 
 
 def _greeting(url: str, options: ServeOptions, engine: AsyncLLM) -> str:
-    model, pool = engine.model, engine.pool.status()
+    model = engine.model
+    pool = engine.pool.status()
     device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
     if model.device.type == "cpu" and options.load.device == "auto":
         device += " (no CUDA device was found)"
     masks = f"{len(pool.workers)} Ray actors" if pool.name == "ray" else "this process, without isolation"
-    key, warning = "", []
+    key = ""
+    warning = []
     if options.server.api_key:
         key = " -H 'authorization: Bearer '\"$GUIDED_API_KEY\""
     elif not _is_loopback(options.host):

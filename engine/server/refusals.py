@@ -74,7 +74,8 @@ def _hint(request: Request) -> str:
 async def _on_unexpected_error(request: Request, error: Exception) -> JSONResponse:
     # Starlette raises the error again after this answer, outside of our middleware. The server then logs the traceback.
     request_id = request.scope.get("state", {}).get("request_id", "-")
-    text, extra = "x-request-id %s: %s %s failed: %r", {"x_request_id": request_id}
+    text = "x-request-id %s: %s %s failed: %r"
+    extra = {"x_request_id": request_id}
     logger.error(text, request_id, request.method, bounded(request.scope["path"], 100), error, extra=extra)
     internal = InternalError("the server failed on this request; its log says why")
     return refuse(request.app.state.context.metrics, request.scope, internal, **{"x-request-id": request_id})

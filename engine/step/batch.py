@@ -33,11 +33,13 @@ class Chunk:
         sequence = self.sequences[0]
         num_prompt = len(sequence.data.prompt_token_ids)
         if sequence.params.prompt_logprobs is not None:
-            known, last = len(sequence.group.prompt_logprobs), min(self.end + 1, num_prompt)
+            known = len(sequence.group.prompt_logprobs)
+            last = min(self.end + 1, num_prompt)
             if known < last:
                 yield known, last
         if sequence.has_unscored_tokens:
-            known, last = num_prompt + sequence.num_scored, min(self.end + 1, sequence.length)
+            known = num_prompt + sequence.num_scored
+            last = min(self.end + 1, sequence.length)
             if known < last:
                 yield known, last
 
@@ -92,10 +94,12 @@ class Batch:
         self.beams = rows(lambda one: one.use_beam_search)
 
     def _select(self) -> None:
-        self.sequences, self.selected = [], []
+        self.sequences = []
+        self.selected = []
         end = 0
         for chunk in self.prefills:
-            chunk.row, end = end, end + chunk.end - chunk.start
+            chunk.row = end
+            end = end + chunk.end - chunk.start
             if chunk.is_last:
                 self.sequences += chunk.sequences
                 self.selected += [end - 1] * len(chunk.sequences)

@@ -105,7 +105,8 @@ class Scheduler:
         sequence with forced tokens becomes a prefill. Returns those with one new token, those without one, which have
         kept a hidden state, and the blocks to copy."""
         copies: list[tuple[int, int]] = []
-        append_slot, block_size = self.blocks.append_slot, self.blocks.block_size
+        append_slot = self.blocks.append_slot
+        block_size = self.blocks.block_size
         skipped = {sequence for prefill in self.prefilling for sequence in prefill}
         done = 0
         while done < len(self.running):

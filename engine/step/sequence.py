@@ -44,7 +44,9 @@ class SequenceStatus(Enum):
         """Return the `finish_reason`: `stop`, `length`, `abort` or `error`, and None of an unfinished sequence."""
         if status in _UNFINISHED:
             return None
-        return "length" if status is SequenceStatus.FINISHED_IGNORED else str(status.value)
+        if status is SequenceStatus.FINISHED_IGNORED:
+            return "length"
+        return str(status.value)
 
 
 _UNFINISHED = {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING}
@@ -92,7 +94,8 @@ class SequenceData:
 
     def span(self, start: int, end: int) -> list[int]:
         """Return tokens `start` to `end` of prompt and output."""
-        prompt, num_prompt = self.prompt_token_ids, len(self.prompt_token_ids)
+        prompt = self.prompt_token_ids
+        num_prompt = len(self.prompt_token_ids)
         return prompt[start:end] + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
 
@@ -165,7 +168,9 @@ class Sequence:
     def held_back(self) -> int:
         """Number of newest tokens that outputs do not show before the end, because they may be taken back."""
         final = None if self.guided is None else self.guided.final
-        return self.group.held_back if final is None else max(self.group.held_back, self.num_output_tokens - final)
+        if final is None:
+            return self.group.held_back
+        return max(self.group.held_back, self.num_output_tokens - final)
 
     def is_finished(self) -> bool:
         """Return whether it has ended."""
@@ -180,7 +185,8 @@ class Sequence:
         if logprobs is not None:
             self.add_logprobs(logprobs)
         if self.details is not None and measured is not None:
-            (allowed, kept), constrained = measured, self.params.constraint is not None
+            (allowed, kept) = measured
+            constrained = self.params.constraint is not None
             self.details.allowed.append(allowed if constrained else None)
             self.details.forced.append(kept is None)
             if kept is not None or not constrained:
@@ -215,7 +221,9 @@ class Sequence:
     def num_scored(self) -> int:
         """Number of its first output tokens that have what is wanted of them: log-probabilities and kept masses."""
         scored = len(self.output_logprobs) if self.needs_logprobs else self.num_output_tokens
-        return scored if self.details is None else min(scored, len(self.details.kept))
+        if self.details is None:
+            return scored
+        return min(scored, len(self.details.kept))
 
     @property
     def has_unscored_tokens(self) -> bool:
@@ -237,7 +245,9 @@ class Sequence:
 
     def end_if_complete(self) -> bool:
         """End it at a stop token, a stop string, or its maximum length, in this order. Returns whether it has ended."""
-        token, output, params = self.last_token, self.data.output_token_ids, self.params
+        token = self.last_token
+        output = self.data.output_token_ids
+        params = self.params
         if token in self.stop_ids:
             self.finish(SequenceStatus.FINISHED_STOPPED)
             self.ended_by_stop_token = True
@@ -296,7 +306,8 @@ class SequenceGroup:
 
     def show(self, eos_token_id: int | None, needs_logprobs: bool) -> None:
         """Create the view of each sequence that post-processors get. `needs_logprobs`: one of them reads them."""
-        params, budget = self.sampling_params, None
+        params = self.sampling_params
+        budget = None
         if params.complete and params.constraint is not None:
             first = self.sequences[0]
             budget = first.max_length - first.length

@@ -80,7 +80,8 @@ class CheckedBackend(Backend):
         if checked:
             reader = _reader(constraint, checked, self._vocabulary)
             grammar = CheckedGrammar(grammar, reader, checked, constraint.leave_out)
-        limit, kinds = None, {constraint.kind}
+        limit = None
+        kinds = {constraint.kind}
         if constraint.kind == "structural_tag":
             kinds = {content.kind for content in contents(constraint.outline)}
             limit = token_limit(constraint.outline, self._vocabulary)
@@ -167,7 +168,9 @@ class CheckedMatcher(TextMatcher):
         return self._inner.is_accepting() and self.violation() is None
 
     def forced_tokens(self) -> list[int]:
-        return [] if self._terminated else self._inner.forced_tokens()
+        if self._terminated:
+            return []
+        return self._inner.forced_tokens()
 
     def open_content(self) -> tuple[Beginnings, int] | None:
         """Return the schema of the content that the output ends in, if it is checked, and the content's first byte."""

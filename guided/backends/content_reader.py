@@ -61,9 +61,11 @@ class ContentReader:
     def read(self, before: Reading, output: bytes, length: int) -> Reading:
         """Read an output, the text of `length` tokens, that begins with the one that was read `before`."""
         text = output.decode("utf-8", "ignore")
-        todo, waiting = list(before.states), list[_State]()
+        todo = list(before.states)
+        waiting = list[_State]()
         seen: dict[tuple[int, ...], _State] = {}
-        complete, violation = False, before.violation
+        complete = False
+        violation = before.violation
         while todo:
             state = todo.pop()
             position, items = state
@@ -88,7 +90,9 @@ class ContentReader:
             return None
         position, (first, *_) = reading.states[0]
         schema = self._schemas.get(first.pointer) if isinstance(first, Content) else None
-        return None if schema is None else (schema, len(output.decode("utf-8", "ignore")[:position].encode()))
+        if schema is None:
+            return None
+        return (schema, len(output.decode("utf-8", "ignore")[:position].encode()))
 
     def _follow(self, first: Node, rest: _Items, text: str, position: int) -> tuple[list[_State], int | None]:
         """Return the states after `first`, and the position from which to look at it again when there is more text."""
@@ -151,7 +155,9 @@ class ContentReader:
         """Return a literal as it stands in the text of an output."""
         if isinstance(node, Text):
             return node.text
-        return node.token if isinstance(node.token, str) else self.vocabulary.spelled([node.token]).decode()
+        if isinstance(node.token, str):
+            return node.token
+        return self.vocabulary.spelled([node.token]).decode()
 
     def _value(self, content: Content, text: str, position: int) -> tuple[int | None, bool, ConstraintNotMet | None]:
         """Return where the JSON value at `position` ends, whether it can go on, and why it is invalid."""

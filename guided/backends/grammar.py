@@ -21,7 +21,9 @@ _LARK_TOKEN = re.compile(
 
 def syntax(text: str) -> Literal["lark", "gbnf"]:
     """Return the notation of `text`: only GBNF/EBNF has `name ::= …` at the start of a line."""
-    return "gbnf" if _GBNF_RULE.search(text) else "lark"
+    if _GBNF_RULE.search(text):
+        return "gbnf"
+    return "lark"
 
 
 def check_lark(text: str) -> str:

@@ -144,7 +144,9 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
         return bool(self.inner.can_end())
 
     def shortcut_key(self) -> Any:
-        return self.inner.shortcut_key() if self.quoted and not self.begun else None
+        if self.quoted and not self.begun:
+            return self.inner.shortcut_key()
+        return None
 
 
 @lru_cache(maxsize=1 << 16)
@@ -169,7 +171,8 @@ class _ByteTexts:
         self._root = TokenizerPrefixTree(spelled, False, vocabulary.vocab_size).root
         self._free = JsonFreetextTokenCache(False, vocabulary.vocab_size)
         for token, content in contents.items():
-            whole, rest = content[: valid_utf8(content)].decode(), content[valid_utf8(content) :].decode("latin-1")
+            whole = content[: valid_utf8(content)].decode()
+            rest = content[valid_utf8(content) :].decode("latin-1")
             if _FREE.fullmatch(whole) and not (rest and whole[-1:] == '"') and _is_utf8(rest, begun=True):
                 self._free.add_token(whole + rest[:1], token)
         self._free.freeze()
@@ -228,7 +231,8 @@ class LMFormatEnforcerMatcher(TextMatcher):
             self._states.append(state)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
-        state, tokens = self._states[-1], self._shared
+        state = self._states[-1]
+        tokens = self._shared
         if (free := state.shortcut_key()) is not None:
             row[:] = tokens.free(*free[1:]) | tokens.following(state, '"\\')
         else:

@@ -107,7 +107,8 @@ class _OutlinesLowering(FewKeywords):
         return {"enum": values}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+        least = int(schema.get("minLength", 0))
+        most = schema.get("maxLength")
         if schema.get("format") == "uuid":
             return {"type": "string", "format": "uuid"}
         if "pattern" in schema:

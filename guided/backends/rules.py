@@ -58,7 +58,8 @@ class NumberLimit:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        contents, width = vocabulary.token_bytes, vocabulary.padded_vocab_size
+        contents = vocabulary.token_bytes
+        width = vocabulary.padded_vocab_size
         text_tokens = vocabulary.text_token_ids
         self._in_number = frozenset(token for token in text_tokens if _PART_OF_NUMBER.search(contents[token]))
         self._exponents = frozenset(token for token in self._in_number if contents[token][-1] not in b"0123456789")
@@ -165,7 +166,8 @@ def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
     items = _flat(node)
     begin = ""
     while items and isinstance(items[0], Text):
-        begin, items = begin + items[0].text, items[1:]
+        begin = begin + items[0].text
+        items = items[1:]
     match items:
         case [FreeText(_, int(limit)), Text(end), *_] if end and len(limited) == 1:
             return TokenLimit(vocabulary, begin, limit, end)

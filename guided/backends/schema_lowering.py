@@ -55,7 +55,9 @@ class ArrayShape(NamedTuple):
 
 def any_of(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Join lowered alternatives."""
-    return parts[0] if len(parts) == 1 else {"anyOf": parts}
+    if len(parts) == 1:
+        return parts[0]
+    return {"anyOf": parts}
 
 
 def counts(lower: str, least: int, upper: str, most: int | None) -> dict[str, int]:
@@ -96,7 +98,9 @@ class SchemaLowering(ABC):
             name = reference["$ref"].removeprefix("#/$defs/")
             if name not in definitions:
                 definitions[name] = self.lower(self.form.target(reference))
-        return {**root, "$defs": definitions} if definitions else root
+        if definitions:
+            return {**root, "$defs": definitions}
+        return root
 
     def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower a `$ref`: keep it, and have `document` add its target."""
@@ -113,7 +117,9 @@ class SchemaLowering(ABC):
             schema = self._without(schema, self.refusal(schema, keyword))
         while True:
             try:
-                return self._lower(schema) if schema else self.any_value()
+                if schema:
+                    return self._lower(schema)
+                return self.any_value()
             except UnsupportedConstraint as refusal:
                 schema = self._without(schema, refusal)
 
@@ -153,7 +159,9 @@ class SchemaLowering(ABC):
         if kind in ("integer", "number") and schema.keys() & NUMERIC:
             return self.numeric(schema, kind)
         typed = {"string": self.string, "object": self.object}
-        return typed[kind](schema) if kind in typed else {"type": kind}
+        if kind in typed:
+            return typed[kind](schema)
+        return {"type": kind}
 
     def any_value(self) -> dict[str, Any]:
         """Return the form of any JSON value."""
@@ -221,7 +229,8 @@ class SchemaLowering(ABC):
 
     def _shape(self, schema: dict[str, Any]) -> ArrayShape:
         """Return the items of an array; refuse the keywords that no library enforces."""
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        least = int(schema.get("minItems", 0))
+        most = schema.get("maxItems")
         if "contains" in schema:
             raise self.refusal(schema, "contains")
         if schema.get("uniqueItems") and (most is None or most > 1):
@@ -255,7 +264,8 @@ class FewKeywords(SchemaLowering):
         return lowered
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
-        required, rest = schema.get("required", []), schema.get("additionalProperties", True)
+        required = schema.get("required", [])
+        rest = schema.get("additionalProperties", True)
         parts = {name: part for name, part in schema.get("properties", {}).items() if part is not False}
         parts |= {name: rest for name in required if name not in parts and rest is not False}
         names = {name: written for name in parts if (written := self.name(name)) is not None}

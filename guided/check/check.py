@@ -107,7 +107,9 @@ def kind_of(name: str, text: str) -> ConstraintKind:
         return kind
     if text.lstrip()[:1] == "{" or text.strip() in ("true", "false"):
         return "json_schema"
-    return "grammar" if _RULE.search(text) else "regex"
+    if _RULE.search(text):
+        return "grammar"
+    return "regex"
 
 
 def check(
@@ -144,7 +146,9 @@ def check(
             candidates(kind, backend),
             lambda name, refusal: report.refusals.update({name: str(refusal)}),
         )
-        report.accepted, report.backend, report.compile_seconds = True, compiled.backend, compiled.seconds
+        report.accepted = True
+        report.backend = compiled.backend
+        report.compile_seconds = compiled.seconds
         report.not_enforced = list(constraint.not_enforced)
         report.checked = list(compiled.grammar.checked)
         report.understood = _values_of(canonical(constraint.schema).root) if kind == "json_schema" else ""
@@ -156,7 +160,9 @@ def check(
             budget = report.least_tokens + _SAMPLE_TOKENS
             report.samples = [_sample(budget, compiled, vocabulary, chance) for _ in range(samples)]
     except GuidedError as error:
-        report.accepted, report.error, report.pointer = False, error.message, error.pointer
+        report.accepted = False
+        report.error = error.message
+        report.pointer = error.pointer
     return report
 
 
@@ -191,7 +197,9 @@ def _values_of(root: Any) -> str:
         return "any JSON value"
     kinds = " or ".join(sorted(types_of(root)))
     properties = root.get("properties", {}) if isinstance(root, dict) else {}
-    return f"{kinds} with {', '.join(properties)}" if properties else kinds
+    if properties:
+        return f"{kinds} with {', '.join(properties)}"
+    return kinds
 
 
 def _sample(budget: int, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:
@@ -199,7 +207,8 @@ def _sample(budget: int, compiled: Compiled, vocabulary: Vocabulary, chance: ran
     worker = MaskWorker(vocabulary)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
     worker.open(0, compiled.grammar, budget=budget)
-    stops, output = frozenset(vocabulary.stop_token_ids), list[int]()
+    stops = frozenset(vocabulary.stop_token_ids)
+    output = list[int]()
     while True:
         if error := worker.fill(0, output[-1:], row):
             raise error

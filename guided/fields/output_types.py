@@ -58,9 +58,13 @@ def parse_as(output_type: Any, text: str) -> Any:
     `ValueError` if a validator of the type, which a JSON schema may not express, rejects the value.
     """
     if _is_term(output_type):
-        return json.loads(text) if hasattr(output_type, "schema") else text
+        if hasattr(output_type, "schema"):
+            return json.loads(text)
+        return text
     adapter = _adapter(output_type, _PARAM)
-    return adapter.validate_python(text) if _strings(output_type) else adapter.validate_json(text)
+    if _strings(output_type):
+        return adapter.validate_python(text)
+    return adapter.validate_json(text)
 
 
 def _strings(output_type: Any) -> list[str]:
@@ -69,7 +73,9 @@ def _strings(output_type: Any) -> list[str]:
     if isinstance(output_type, enum.EnumMeta):
         members: dict[str, Any] = dict(output_type.__members__)
         values = [member.value for member in members.values()]
-    return list(values) if all(type(value) is str and value for value in values) else []
+    if all(type(value) is str and value for value in values):
+        return list(values)
+    return []
 
 
 def _adapter(output_type: Any, param: str) -> TypeAdapter[Any]:

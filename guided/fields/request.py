@@ -42,7 +42,9 @@ def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
     if len(given) > 1 and len({build(field) for field in given}) > 1:
         names = " and ".join(field.field for field in given)
         raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].field)
-    return given[0] if given else None
+    if given:
+        return given[0]
+    return None
 
 
 def take_whitespace(constraint: GivenConstraint | None, given: Sequence[GivenWhitespace]) -> GivenWhitespace | None:

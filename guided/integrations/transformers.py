@@ -47,7 +47,8 @@ class _Row(GuidedSequence):
     def copy(self) -> _Row:
         """Return a sequence for another row with the same output."""
         copy = _Row(self.request_id, next(_ids), [*self.output_token_ids])
-        copy.ended, copy.failed = self.ended, self.failed
+        copy.ended = self.ended
+        copy.failed = self.failed
         return copy
 
 
@@ -147,7 +148,8 @@ class GuidedLogitsProcessor:
     def _begin(self, ids: NDArray[np.int64], scores: torch.Tensor) -> None:
         """Start a new generation with these prompts."""
         self.reset()
-        rows, prompts = len(ids), len(self._grammars)
+        rows = len(ids)
+        prompts = len(self._grammars)
         if not prompts or rows % prompts:
             message = f"{rows} rows and {prompts} constraints: give one for all, or one (or None) for each prompt"
             raise InvalidRequest(message, param="constraints")
@@ -169,13 +171,15 @@ class GuidedLogitsProcessor:
 
     def _continue(self, ids: NDArray[np.int64]) -> bool:
         """Update the sequences. Returns False if the rows don't continue those of the last call."""
-        before, known = self._ids, ids.shape[1] - 1
+        before = self._ids
+        known = ids.shape[1] - 1
         if len(ids) != len(before) or not self._length <= known <= before.shape[1]:
             return False
         stayed = ids[:, :known] == before[:, :known]
         if not stayed.all() and not self._move(ids[:, :known], stayed.all(axis=1).tolist()):
             return False
-        tokens, length = ids[:, -1].tolist(), known - self._length
+        tokens = ids[:, -1].tolist()
+        length = known - self._length
         for row, one in self._rows.items():
             output = one.output_token_ids
             if len(output) > length:  # draft tokens of an assistant were rejected
@@ -200,7 +204,8 @@ class GuidedLogitsProcessor:
         }
         if None in parents.values():
             return False
-        dropped, self._rows = set(before), {}
+        dropped = set(before)
+        self._rows = {}
         for row, parent in sorted(parents.items(), key=lambda pair: pair[0] != pair[1]):
             assert parent is not None
             self._rows[row] = before[parent] if parent in dropped else self._opened(before[parent].copy())

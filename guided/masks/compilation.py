@@ -96,7 +96,8 @@ def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compi
     try:
         with guard(name):
             backend = backends[name]
-            started, before = time.perf_counter(), held_bytes()
+            started = time.perf_counter()
+            before = held_bytes()
             cpu_before = time.thread_time()
             grammar = backend.compile(constraint)
     except BackendError as error:

@@ -76,7 +76,9 @@ class Completions:
         self.spelled = vocabulary.spelled
         self._stop = vocabulary.stop_token_ids[0]
         self._encode = lru_cache(maxsize=4096)(lambda text: tuple(vocabulary.encode(text)))
-        ids, contents, width = vocabulary.text_token_ids, vocabulary.token_bytes, len(permitted) * 32
+        ids = vocabulary.text_token_ids
+        contents = vocabulary.token_bytes
+        width = len(permitted) * 32
         self._vocabulary = vocabulary
         self._by_length = np.array(sorted(ids, key=lambda token: len(contents[token])), np.int64)
         self._first_bytes = np.array([int.from_bytes(content[:1]) for content in contents])
@@ -92,7 +94,8 @@ class Completions:
         self._short = pack([token for token in texts if len(contents[token]) <= 2], width)
         """Mask of the tokens in `plain` with one or two bytes, int32 `[words]`. Only free text allows all of them."""
         self._singles = _single_bytes(vocabulary)
-        self._words, self._bits = self._singles // 32, self._singles % 32
+        self._words = self._singles // 32
+        self._bits = self._singles % 32
         spelled = [contents[token][0] for token in self._singles.tolist()]
         # Bytes to try first within text, in this order.
         self._ranks = tuple(np.array([_rank(order, byte) for byte in spelled]) for order in (_STRUCTURE, b'" -0aA'))
@@ -243,7 +246,9 @@ class Completions:
                     after.fill_bitmask(self._row)
                     if self._row.tobytes() != mask and (after.is_accepting() or not self.is_free(self._row)):
                         ending = literal
-        return [] if ending is None else list(self._encode(ending.encode()))
+        if ending is None:
+            return []
+        return list(self._encode(ending.encode()))
 
     def _choose(self, mask: NDArray[np.int32], uses: NDArray[np.int64], patience: int) -> list[int]:
         """Return the preferred next token, or nothing at a dead end."""
@@ -269,7 +274,9 @@ class Completions:
         try:
             tokens = self._encode(text)
             output = [*before, *tokens, self._stop]
-            return Completion(text, tokens) if matcher.accepts(output) == len(output) else None
+            if matcher.accepts(output) == len(output):
+                return Completion(text, tokens)
+            return None
         except GuidedError:
             return None
 
@@ -307,7 +314,8 @@ class BudgetedSequence:
         """Let the matcher accept tokens, and find a completion after each. Raises as `Matcher.accept_tokens`."""
         self._start(matcher)
         for token in tokens:
-            known, position = self._known[-1], len(self._known)
+            known = self._known[-1]
+            position = len(self._known)
             completion = None if known is None else self._completions.inherited(matcher.fork(), known, token)
             matcher.accept_tokens([token])
             if matcher.is_terminated() or matcher.is_accepting():
@@ -347,14 +355,17 @@ class BudgetedSequence:
             row: mask of the allowed text tokens, int32 `[words]`.
         """
         self._start(matcher)
-        known, position = self._known[-1], len(self._known) - 1
+        known = self._known[-1]
+        position = len(self._known) - 1
         if known is None:
             return
         left = self._budget - position - 1  # output tokens that may follow the next one
         room = left - 1 - len(known.tokens)
         if room >= _FAR:
             return
-        completions, trial, near = self._completions, matcher.fork(), room < _NEAR
+        completions = self._completions
+        trial = matcher.fork()
+        near = room < _NEAR
         unrestricted = np.zeros_like(row)
         steps = Steps(_SEARCH)
         if completions.is_free(row):

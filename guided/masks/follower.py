@@ -83,7 +83,8 @@ class Follower:
             return None
         known = len(self._rest)
         for match in _PART.finditer(self._rest + text):
-            part, violation = match[0], None
+            part = match[0]
+            violation = None
             written = text[: max(0, match.end() - known)]
             before = written[: -len(part)]
             if part in b"}]":
@@ -110,7 +111,9 @@ class Follower:
             return []
         text = _text(self._rest)
         found = [bytes([code]) for code in _TRIED if self._violation("string", text + chr(code), []) is None]
-        return found if self._violation("value", text, []) else [*found, b'"']
+        if self._violation("value", text, []):
+            return found
+        return [*found, b'"']
 
     def _begin(self, token: int, first: bytes, before: bytes) -> Violation | None:
         """Open a key, or a value with this first character, after the text `before` in its token."""
@@ -134,7 +137,9 @@ class Follower:
         is_string = self._rest.startswith(b'"')
         self._has_pattern = is_string and value.held_from is not None and bool(value.part.patterns)
         self._is_free = is_string and not self._has_pattern
-        return self._violation("string", _text(self._rest), [written]) if self._has_pattern else None
+        if self._has_pattern:
+            return self._violation("string", _text(self._rest), [written])
+        return None
 
     def _end(self, content: Any, bad: list[bytes]) -> Violation | None:
         """End a key or a value."""
@@ -150,7 +155,8 @@ class Follower:
 
     def _violation(self, place: Place, content: Any, bad: list[bytes]) -> Violation | None:
         """Have the innermost open value this content. Returns what is wrong then."""
-        value, around = self.open[-1], self.open[-2]
+        value = self.open[-1]
+        around = self.open[-2]
         around.value[around.key] = value.value = content
         if not self.validates or value.held_from is None or (place == "string" and value.part.may_match(content)):
             return None
@@ -158,7 +164,9 @@ class Follower:
         if place == "value":
             path = path[:-1] if path else None
         error = self._beginnings.error(self.open[0].value[0], path, place)
-        return None if error is None else Violation(error, value.newest, bad)
+        if error is None:
+            return None
+        return Violation(error, value.newest, bad)
 
 
 def _text(part: bytes) -> str:

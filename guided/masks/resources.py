@@ -28,7 +28,8 @@ def available_cpus(root: Path = _ROOT) -> int:
         root: where `/proc` and `/sys` are.
     """
     cpus: float = len(os.sched_getaffinity(0))
-    mount, group = root / "sys/fs/cgroup", ""
+    mount = root / "sys/fs/cgroup"
+    group = ""
     with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         group = next((line[len("0::/") :] for line in lines if line.startswith("0::/")), "")

@@ -86,7 +86,8 @@ class VetoedSlot(SlotState):
                 self._forbid(self._vocabulary.text_mask & ~self._vocabulary.spelled_like(characters))
 
     def _veto(self, token: int, violation: Violation) -> None:
-        self._last, start = violation, violation.token
+        self._last = violation
+        start = violation.token
         self._look_for_content()
         self._forbid(pack([token], self._vocabulary.padded_vocab_size))
         self._forbid(self._vocabulary.beginning_with(violation.beginnings))

@@ -110,7 +110,9 @@ class MaskWorker:
         state = self._slots.get(slot)
         if state is None:
             return 0
-        return len(state.tokens) if state.edit is None else state.edit[0] + len(state.edit[1])
+        if state.edit is None:
+            return len(state.tokens)
+        return state.edit[0] + len(state.edit[1])
 
     def free(self, slots: Iterable[int]) -> None:
         """Close matchers. Free slots are ignored."""
@@ -164,7 +166,8 @@ class MaskWorker:
         token = _only_token(row)
         if token is None:
             return
-        state, scratch = self._slots[slot], np.empty_like(row)
+        state = self._slots[slot]
+        scratch = np.empty_like(row)
         matcher = state.matcher
         assert matcher is not None
         deadline = time.thread_time() + _LOOK_AHEAD_SECONDS
@@ -192,7 +195,8 @@ class MaskWorker:
     def _rewind(self, state: SlotState, new_tokens: Sequence[int]) -> Sequence[int]:
         """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
         assert state.edit is not None
-        (start, tokens), state.edit = state.edit, None
+        (start, tokens) = state.edit
+        state.edit = None
         tokens = [*tokens, *new_tokens]
         pairs = zip(state.tokens[start:], tokens, strict=False)
         keep = start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -240,4 +244,6 @@ def _only_token(row: NDArray[np.int32]) -> int | None:
     if len(words) != 1:
         return None
     word = int(row[words[0]]) & 0xFFFFFFFF
-    return None if word & (word - 1) else int(words[0]) * 32 + word.bit_length() - 1
+    if word & (word - 1):
+        return None
+    return int(words[0]) * 32 + word.bit_length() - 1

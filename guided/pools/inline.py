@@ -100,7 +100,8 @@ class InlinePool:
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         """Compute the masks now, without a deadline."""
-        sequences, self._step = self._step, ()
+        sequences = self._step
+        self._step = ()
         if len(self._masks) < len(sequences):
             self._masks = np.empty((2 * len(sequences), self._masks.shape[1]), np.int32)
             self._runs = np.full((len(self._masks), MAX_FORCED_TOKENS), -1, np.int32)
@@ -130,7 +131,8 @@ class InlinePool:
         return step
 
     def _fill(self, sequence: GuidedSequence, mask: NDArray[np.int32]) -> GuidedError | None:
-        slot, tokens = sequence.sequence_id, sequence.output_token_ids
+        slot = sequence.sequence_id
+        tokens = sequence.output_token_ids
         opening = self._grammars.pop(slot, None)
         if opening is not None:
             assert opening.compiled is not None

@@ -39,7 +39,8 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
         yield CounterMetricFamily(f"guided_{name}", text, value=sum(getattr(pool, attribute) for pool in pools))
     restarts = sum(worker.restarts for worker in workers)
     yield CounterMetricFamily("guided_mask_actor_restarts", "Mask actors replaced.", value=restarts)
-    crashes, timeouts = Counter[str](), Counter[str]()
+    crashes = Counter[str]()
+    timeouts = Counter[str]()
     ends: Counter[str] = Counter(dict.fromkeys(get_args(EndCause), 0))  # Prometheus sees no increase in a new counter
     for backend in backends:
         crashes[backend.name] += backend.crashes

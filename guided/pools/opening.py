@@ -45,7 +45,8 @@ class LazyPool:
     def opened(self) -> Future[MaskPool]:
         """Start to open the pool, unless it is open or opening. The future ends with the pool or `PoolUnavailable`."""
         if self._opening is None or time.monotonic() - self._failed_at > _RETRY_SECONDS:
-            self._opening, self._failed_at = Future(), math.inf
+            self._opening = Future()
+            self._failed_at = math.inf
             threading.Thread(target=self._run, args=(self._opening,), name="open-pool", daemon=True).start()
         return self._opening
 
@@ -89,6 +90,7 @@ class LazyPool:
     def shutdown(self) -> None:
         """Shut the pool down; if it is still opening, as soon as it is open. Idempotent."""
         self.closed = True
-        self._opening, self._failed_at = Future(), math.inf
+        self._opening = Future()
+        self._failed_at = math.inf
         self._opening.set_exception(PoolUnavailable("the pool is shut down"))
         self._pool.shutdown()

@@ -95,7 +95,9 @@ class _Member:
         token = sample.output_token
         backtrack, append, stop = self.processor.sampled(self.sequences[place], token, sample.logprobs)
         if backtrack == 0 and list(append[:1]) == [token]:
-            return SampledEdit(0, append[1:], stop) if len(append) > 1 or stop else None
+            if len(append) > 1 or stop:
+                return SampledEdit(0, append[1:], stop)
+            return None
         return SampledEdit(backtrack + 1, append, stop)
 
     def failure(self, method: str, error: object) -> GuidedError:
@@ -218,7 +220,8 @@ class ProcessorBundle(LogitPostProcessor):
 
     def failures(self) -> dict[str, GuidedError]:
         """Return requests that failed between two steps, each once. Others fail in the report of their next step."""
-        lost, self._lost = self._lost, {}
+        lost = self._lost
+        self._lost = {}
         return lost
 
     def rollback(self, sequence_id: int, length: int) -> None:
@@ -242,7 +245,9 @@ class ProcessorBundle(LogitPostProcessor):
         self._lost.pop(request_id, None)
 
     def _one(self, sequence_id: int) -> list[GuidedSequence]:
-        return [self._open[sequence_id]] if sequence_id in self._open else []
+        if sequence_id in self._open:
+            return [self._open[sequence_id]]
+        return []
 
     @contextlib.contextmanager
     def _containing(

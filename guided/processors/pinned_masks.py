@@ -31,7 +31,9 @@ _columns: dict[int, tuple[int, torch.device]] = {}
 
 def pinned_end(address: int) -> int:
     """Return the address behind the pinned masks of the column at `address`. 0: none is pinned."""
-    return _columns[address][0] if address in _columns else 0
+    if address in _columns:
+        return _columns[address][0]
+    return 0
 
 
 def pin_masks(masks: NDArray[np.int32], lines: int, device: torch.device) -> None:
@@ -47,7 +49,8 @@ def pin_masks(masks: NDArray[np.int32], lines: int, device: torch.device) -> Non
     import torch
 
     cuda: Any = torch.cuda
-    address, nbytes = masks.ctypes.data, masks[:lines].nbytes
+    address = masks.ctypes.data
+    nbytes = masks[:lines].nbytes
     try:
         with _lock, cuda.device(device):
             _check_addresses(device)

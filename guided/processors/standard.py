@@ -141,13 +141,16 @@ class GuidedProcessor(LogitPostProcessor):
         """Return the prepared step, which `method` finishes."""
         if self._prepared is None:
             raise RuntimeError(f"{method}() without prepare()")
-        sequences, self._prepared = self._prepared, None
+        sequences = self._prepared
+        self._prepared = None
         return sequences
 
     def _without_mask(self, step: StepMasks) -> list[int]:
         """Return the logits rows of a step that have no mask."""
         rows = [*step.failed, *step.late]
-        return rows if self._logits_rows is None else [int(self._logits_rows[row]) for row in rows]
+        if self._logits_rows is None:
+            return rows
+        return [int(self._logits_rows[row]) for row in rows]
 
     def _collect(
         self, sequences: Sequence[GuidedSequence], deadline: float | None, alone: bool, computed: Any = None

@@ -120,7 +120,8 @@ def _search(parsed: Any, flags: int, reader: _Translator, *, whole: bool = False
         for negated, condition in conditions:
             machine = machine - automaton.of(condition) if negated else machine & automaton.of(condition)
         return automaton.texts(machine)
-    start, end = _anchored(items, 0, "AT_BEGINNING"), whole or _anchored(items, -1, "AT_END")
+    start = _anchored(items, 0, "AT_BEGINNING")
+    end = whole or _anchored(items, -1, "AT_END")
     node = reader.sequence(items, flags, start=start, end=end)
     anything = repeat(Chars(UNIVERSE), 0, None)
     after = anything
@@ -141,7 +142,8 @@ def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
     items = list(parsed)
     if not items:
         return False
-    operation, argument = str(items[edge][0]), items[edge][1]
+    operation = str(items[edge][0])
+    argument = items[edge][1]
     if operation == "AT":
         return str(argument) in (anchor, f"{anchor}_STRING")
     if operation == "BRANCH":
@@ -195,7 +197,8 @@ class _Translator:
                 raise self._invalid(f"contains the code point {code:#x}")
             return f"\\U{code:08x}"
         if match["high"]:
-            high, low = int(match["high"], 16), int(match["low"], 16)
+            high = int(match["high"], 16)
+            low = int(match["low"], 16)
             return f"\\U{0x10000 + ((high & 0x3FF) << 10) + (low & 0x3FF):08x}"
         if match["sign"]:
             name = match["property"] or match["letter"]
@@ -203,14 +206,18 @@ class _Translator:
                 members = _members_of_property(name.strip(), match["sign"] == "P")
             except unicode_regex.error:
                 raise self._invalid(f"contains \\p{{{bounded(name, 60)}}}, which is no Unicode property") from None
-            return members if in_class else f"[{members}]"
+            if in_class:
+                return members
+            return f"[{members}]"
         if match["control"]:
             return f"\\x{ord(match['control']) & 31:02x}"
         if match["reference"]:
             raise self._unsupported(f"a backreference ({bounded(text, 40)})")
         if text == r"\z" and not self.ecma and not in_class:
             return r"\Z"
-        return "(" if match["group"] and not in_class else text
+        if match["group"] and not in_class:
+            return "("
+        return text
 
     def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
         """Return the node for a list of operations.

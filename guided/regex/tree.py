@@ -108,7 +108,9 @@ def sequence(items: Iterable[Node]) -> Node:
     flat: list[Node] = []
     for item in items:
         flat.extend(item.items if isinstance(item, Concatenation) else [item])
-    return flat[0] if len(flat) == 1 else Concatenation(tuple(flat))
+    if len(flat) == 1:
+        return flat[0]
+    return Concatenation(tuple(flat))
 
 
 def choice(options: Iterable[Node]) -> Node:
@@ -116,15 +118,21 @@ def choice(options: Iterable[Node]) -> Node:
     distinct = tuple(dict.fromkeys(options))
     some = tuple(option for option in distinct if option != EMPTY)
     if len(some) < len(distinct):  # an empty option becomes an optional item, because not every library reads `a|`
-        return repeat(choice(some), 0, 1) if some else EMPTY
-    return some[0] if len(some) == 1 else Choice(some)
+        if some:
+            return repeat(choice(some), 0, 1)
+        return EMPTY
+    if len(some) == 1:
+        return some[0]
+    return Choice(some)
 
 
 def repeat(item: Node, low: int, high: int | None) -> Node:
     """Return `item`, `low` to `high` times, in its simplest form."""
     if item == EMPTY or high == 0:
         return EMPTY
-    return item if (low, high) == (1, 1) else Repeat(item, low, high)
+    if (low, high) == (1, 1):
+        return item
+    return Repeat(item, low, high)
 
 
 def render(node: Node) -> str:
@@ -161,10 +169,13 @@ def across_surrogates(ranges: Ranges) -> Ranges:
 
 
 def render_range(low: int, high: int) -> str:
-    first, last = _escape(low, r"\[]^-&~|"), _escape(high, r"\[]^-&~|")
+    first = _escape(low, r"\[]^-&~|")
+    last = _escape(high, r"\[]^-&~|")
     if low == high:
         return first
-    return first + last if high == low + 1 else f"{first}-{last}"
+    if high == low + 1:
+        return first + last
+    return f"{first}-{last}"
 
 
 def _escape(code: int, special: str) -> str:

@@ -69,7 +69,9 @@ class Alternatives:
         for values in filter(None, map(listed, parts)):
             validator = Validator({**schema, "$schema": self._draft})
             kept = [value for value in values if validator.violation(value) is None]
-            return {"enum": kept} if kept else False
+            if kept:
+                return {"enum": kept}
+            return False
         return schema
 
     def of(self, schema: Any, context: Any = True) -> list[Any]:
@@ -89,13 +91,17 @@ class Alternatives:
             case {"allOf": parts} if len(schema) == 1:
                 whole = self.merged([*parts, context])
                 if isinstance(whole, bool) or "allOf" not in whole:
-                    return [] if whole is False else [whole]
+                    if whole is False:
+                        return []
+                    return [whole]
                 contexts = [context]
                 for part in parts:
                     contexts = [found for inner in contexts for found in self.of(part, inner)]
                 return contexts
         whole = schema if context is True else self.merged([schema, context])
-        return [] if whole is False else [whole]
+        if whole is False:
+            return []
+        return [whole]
 
     def _exclusive(self, parts: list[Any], context: Any) -> Iterator[Any]:
         """Yield alternatives for the values of `context` that satisfy exactly one of `parts`."""
@@ -121,7 +127,8 @@ class Alternatives:
 
         It may exclude more: values with properties that `other` names, and `own` does not.
         """
-        properties, named = own.get("properties", {}), other.get("properties", {})
+        properties = own.get("properties", {})
+        named = other.get("properties", {})
         names = {*properties, *own.get("required", ())}
         allowed = listed(other.get("propertyNames", {"enum": []}))
         if not names or allowed is None or not other.keys() <= _PLAIN:
@@ -150,7 +157,9 @@ def canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
 
 def without_frame(schema: Any) -> Any:
     """Return a schema without its identifier and definitions."""
-    return schema if isinstance(schema, bool) else {key: value for key, value in schema.items() if key in KEYWORDS}
+    if isinstance(schema, bool):
+        return schema
+    return {key: value for key, value in schema.items() if key in KEYWORDS}
 
 
 def _is_negated(schema: Any) -> bool:

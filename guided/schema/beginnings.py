@@ -70,7 +70,8 @@ class Beginnings:
         self.validator = Validator(schema)
         """Of whole documents."""
         self._schema = schema if isinstance(schema, dict) else {}
-        self._places, self._place = checked, place
+        self._places = checked
+        self._place = place
         self.below = lru_cache()(self._below)
 
     @cached_property
@@ -109,12 +110,15 @@ class Beginnings:
             error = next((error for error in errors if _is_final(error, path, place)), None)
         except (ValueError, RecursionError):
             return None  # the validation at the end says so
-        return None if error is None else self.located(described(error))
+        if error is None:
+            return None
+        return self.located(described(error))
 
     def located(self, error: ConstraintNotMet) -> ConstraintNotMet:
         """Return an error about the schema with its pointer in the structural tag."""
         if self._place:
-            error.param, error.pointer = "structural_tag", self._place + (error.pointer or "")
+            error.param = "structural_tag"
+            error.pointer = self._place + (error.pointer or "")
         return error
 
 
@@ -131,7 +135,8 @@ def _is_final(error: ValidationError, path: Path | None, kind: Place) -> bool:
     """Return whether no continuation mends an error of a beginning."""
     if path is None:
         return True
-    place, keyword = error.instance_path, keyword_of(error)
+    place = error.instance_path
+    keyword = keyword_of(error)
     if _depends(error, path):
         return False
     if place != path[: len(place)]:

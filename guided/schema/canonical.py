@@ -262,11 +262,13 @@ class CanonicalForm:
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Write `propertyNames` that admits only the named properties and patterns as `additionalProperties: false`."""
-    names, properties = schema.get("propertyNames", True), schema.get("properties", {})
+    names = schema.get("propertyNames", True)
+    properties = schema.get("properties", {})
     patterns = schema.get("patternProperties", {})
     if not isinstance(names, dict):
         return schema
-    listed_names, listed_patterns = set[str](), set[str]()
+    listed_names = set[str]()
+    listed_patterns = set[str]()
     for part in names.get("anyOf", [names]):
         if isinstance(part, dict) and part.keys() == {"type", "pattern"} and patterns:
             listed_patterns.add(part["pattern"])
@@ -296,8 +298,10 @@ def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:
     """
     if schema.get("type") != "object":
         return schema
-    properties, required = schema.get("properties", {}), schema.get("required", ())
-    rest, patterns = schema.get("additionalProperties", True), schema.get("patternProperties")
+    properties = schema.get("properties", {})
+    required = schema.get("required", ())
+    rest = schema.get("additionalProperties", True)
+    patterns = schema.get("patternProperties")
     names = origin.names(properties)
     kept = {*properties} if patterns else {*properties, *required}
     if rest is not False and not patterns and "propertyNames" not in schema:

@@ -210,7 +210,8 @@ def _check_subschema(node: Node, draft: str) -> None:
 
 
 def _check_sizes(schema: dict[str, Any], node: Node) -> None:
-    options, limit = schema.get("enum"), LIMITS.max_enum
+    options = schema.get("enum")
+    limit = LIMITS.max_enum
     if isinstance(options, list) and len(options) > limit:
         message = f"'enum' has {len(options)} values; the limit is {limit}"
         raise ConstraintTooLarge(message, pointer=node.pointer("enum"))

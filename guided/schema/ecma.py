@@ -29,7 +29,9 @@ def translate(pattern: str) -> str:
 
     Literal braces and brackets are escaped, and hyphens beside `\\w` in a class. Needless escapes go: `\\_`, `\\e`.
     """
-    return pattern if _FOREIGN.search(pattern) else _TOKEN.sub(_written, pattern)
+    if _FOREIGN.search(pattern):
+        return pattern
+    return _TOKEN.sub(_written, pattern)
 
 
 def _written(token: re.Match[str]) -> str:
@@ -64,4 +66,6 @@ def _escape(text: str, octal: str = "0") -> str:
     if len(text) == len(r"\ud83d\ude00"):
         return str(json.loads(f'"{text}"'))
     is_needless = text.startswith("\\") and not _KEPT.fullmatch(text)
-    return text[1:] if is_needless else text
+    if is_needless:
+        return text[1:]
+    return text

@@ -13,7 +13,8 @@ def _formats() -> dict[str, str]:
     n = "[0-9]{1,9}"
     clock = f"T({n}H({n}M({n}S)?)?|{n}M({n}S)?|{n}S)"
     calendar = f"({n}Y({n}M({n}D)?)?|{n}M({n}D)?|{n}D)"
-    a, c = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+    a = "[A-Za-z0-9]"
+    c = "[A-Za-z0-9-]"
     label, short = (  # no hyphens at the third and fourth place: these are reserved, as in `xn--` (RFC 5890)
         f"{a}({c}?{a}|{c}{{2}}{a}|{c}({a}{c}|-{a}){c}{{0,{most - 5}}}{a})?" for most in (63, 24)
     )

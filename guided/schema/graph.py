@@ -51,7 +51,8 @@ class Node:
 
     def pointer(self, *path: str | int) -> str:
         """Return the JSON pointer of this subschema, or of a place in it. Not stored, because keys may be long."""
-        parts, node = [pointer(path)], self
+        parts = [pointer(path)]
+        node = self
         while node.parent is not None:
             parts.append(pointer(node.path))
             node = node.parent
@@ -59,7 +60,8 @@ class Node:
 
     def patterns(self) -> Iterator[tuple[str, str]]:
         """Yield the patterns of this subschema, each after its JSON pointer."""
-        pattern, named = self.schema.get("pattern"), self.schema.get("patternProperties")
+        pattern = self.schema.get("pattern")
+        named = self.schema.get("patternProperties")
         if isinstance(pattern, str):
             yield self.pointer("pattern"), pattern
         for name in named if isinstance(named, dict) else ():

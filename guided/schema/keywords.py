@@ -56,7 +56,9 @@ def numbers_in(value: Any) -> Iterator[int | float]:
 
 def escape(token: str) -> str:
     """Escape one token of a JSON pointer."""
-    return token.replace("~", "~0").replace("/", "~1") if "~" in token or "/" in token else token
+    if "~" in token or "/" in token:
+        return token.replace("~", "~0").replace("/", "~1")
+    return token
 
 
 def unescape(token: str) -> str:
@@ -80,4 +82,6 @@ def at(document: Any, place: str) -> Any:
 def shortened(whole: str) -> str:
     """Return a pointer as valid Unicode, or that of its nearest ancestor of at most `MAX_ECHO` characters."""
     printable = bounded(whole, len(whole) * 10)
-    return printable if len(printable) <= MAX_ECHO else printable[: printable.rfind("/", 0, MAX_ECHO + 1)]
+    if len(printable) <= MAX_ECHO:
+        return printable
+    return printable[: printable.rfind("/", 0, MAX_ECHO + 1)]

@@ -93,7 +93,9 @@ class Origin:
     def property(self, name: str) -> Origin:
         """Return the origin of a property's subschema."""
         own = self.part("properties", name=name)
-        return own if own.nodes else self.part("patternProperties", "additionalProperties", "unevaluatedProperties")
+        if own.nodes:
+            return own
+        return self.part("patternProperties", "additionalProperties", "unevaluatedProperties")
 
     def part(self, *keywords: str, name: str | int | None = None) -> Origin:
         """Return the origin of the subschemas under any of `keywords`; `name`: only of those of this name or index."""
@@ -197,4 +199,6 @@ def _key(value: Any) -> str:
 
 def _object(schema: Any, keyword: str) -> dict[str, Any]:
     value = schema.get(keyword) if isinstance(schema, dict) else None
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}

@@ -47,7 +47,9 @@ def _innermost(error: jsonschema_rs.ValidationError) -> jsonschema_rs.Validation
     """Return the error in the alternative that goes deepest: `items` is a schema or a list of them before 2020-12."""
     parts = [part for branch in getattr(error.kind, "context", ()) for part in branch]
     inner = max(parts, key=lambda part: len(part.instance_path), default=error)
-    return _innermost(inner) if len(inner.instance_path) > len(error.instance_path) else error
+    if len(inner.instance_path) > len(error.instance_path):
+        return _innermost(inner)
+    return error
 
 
 def _type_fault(named: Any, path: list[str | int]) -> tuple[str, list[str | int]]:
@@ -56,7 +58,8 @@ def _type_fault(named: Any, path: list[str | int]) -> tuple[str, list[str | int]
         wrong = next((place for place, one in enumerate(named) if one not in _TYPES), None)
         if wrong is None:
             return "'type' is an empty list, or names a type twice", path
-        named, path = named[wrong], [*path, wrong]
+        named = named[wrong]
+        path = [*path, wrong]
     near = difflib.get_close_matches(str(named)[:60], _TYPES, n=1)
     known = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(_TYPES)}"
     return f"{bounded(named, 60)!r} is not valid as 'type': {known}", path
@@ -108,18 +111,23 @@ class Validator:
             error = next(self._native.iter_errors(document), None)
         except (ValueError, RecursionError) as failure:
             return not_validated(failure)
-        return None if error is None else described(error)
+        if error is None:
+            return None
+        return described(error)
 
 
 def keyword_of(error: jsonschema_rs.ValidationError) -> str:
     """Return the keyword that is violated."""
     name = error.kind.name
-    return str(error.evaluation_path[-1]) if name == "falseSchema" and error.evaluation_path else name
+    if name == "falseSchema" and error.evaluation_path:
+        return str(error.evaluation_path[-1])
+    return name
 
 
 def described(error: jsonschema_rs.ValidationError) -> ConstraintNotMet:
     """Return the error for an output that violates a schema."""
-    where, keyword = pointer(error.instance_path) or "the root", pointer(error.schema_path)
+    where = pointer(error.instance_path) or "the root"
+    keyword = pointer(error.schema_path)
     found = ConstraintNotMet(
         f"the output is complete and violates the schema at {bounded(where)}: {bounded(error.message)}",
         param="json_schema",

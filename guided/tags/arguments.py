@@ -60,10 +60,12 @@ class _Writer:
     def of_object(self, schema: Schema, place: str) -> Node:
         """Return the elements of an object: one for each named property, or any elements without named properties."""
         form, root = self._only(schema, "object", place, "properties", "required", "additionalProperties")
-        rest, parts = root.get("additionalProperties", True), root.get("properties", {})
+        rest = root.get("additionalProperties", True)
+        parts = root.get("properties", {})
         if not parts and rest is not False:
             return self._repeated(self._element(None, _alone(rest, form), f"{place}/additionalProperties"), 0, None)
-        elements, items = list[Node](), list[Node]()
+        elements = list[Node]()
+        items = list[Node]()
         is_begun = False
         for name, part in parts.items():
             at = f"{place}/properties/{escape(name)}"
@@ -92,8 +94,11 @@ class _Writer:
     def _of_array(self, schema: Schema, place: str) -> Node:
         form, root = self._only(schema, "array", place, "items", "minItems", "maxItems")
         item = self._element(ITEM, _alone(root.get("items", True), form), f"{place}/items", self._style.item)
-        least, most = root.get("minItems", 0), root.get("maxItems")
-        return Series(()) if most == 0 else self._repeated(item, least, most)
+        least = root.get("minItems", 0)
+        most = root.get("maxItems")
+        if most == 0:
+            return Series(())
+        return self._repeated(item, least, most)
 
     def _only(self, schema: Schema, kind: str, place: str, *keywords: str) -> tuple[CanonicalForm, dict[str, Any]]:
         """Return the schema restricted to the type `kind`. Raises if it then has other keywords than `keywords`."""
@@ -171,7 +176,9 @@ class _Writer:
 
 def _alone(schema: Schema, form: CanonicalForm) -> Schema:
     """Return a part of a form as an independent schema."""
-    return {**schema, "$defs": form.definitions} if isinstance(schema, dict) and form.definitions else schema
+    if isinstance(schema, dict) and form.definitions:
+        return {**schema, "$defs": form.definitions}
+    return schema
 
 
 def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
@@ -188,7 +195,9 @@ def _root(form: CanonicalForm) -> dict[str, Any]:
     root: Any = form.root
     while isinstance(root, dict) and "$ref" in root:
         root = form.target(root)
-    return root if isinstance(root, dict) else {}
+    if isinstance(root, dict):
+        return root
+    return {}
 
 
 class ArgumentReader:
@@ -210,7 +219,8 @@ class ArgumentReader:
         """
         if self._style.separator:
             return _read_list(text, position)
-        names, values = list[str](), list[Any]()
+        names = list[str]()
+        values = list[Any]()
         while begin := self._style.begin_pattern.match(text, position):
             groups = {"name": "", "kind": "", "pad": "", **begin.groupdict("")}
             name = html.unescape(groups["name"]) or ITEM

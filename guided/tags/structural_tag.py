@@ -172,7 +172,8 @@ def located(content: Content, param: str) -> Iterator[None]:
     try:
         yield
     except InvalidConstraint as error:
-        error.param, error.pointer = param, content.pointer + (error.pointer or "")
+        error.param = param
+        error.pointer = content.pointer + (error.pointer or "")
         raise
 
 
@@ -386,7 +387,9 @@ class _NodeBuilder:
         option = self._either([Series(self._tag(tag, f"{at}/tags/{index}", depth + 1)) for index, tag in tags])
         separated = Series((option, Times(Series((Text(form.separator), option)), 0, None)))
         several = option if form.stop_after_first else separated
-        return several if form.at_least_one else Times(several, 0, 1)
+        if form.at_least_one:
+            return several
+        return Times(several, 0, 1)
 
     def _dispatch(self, form: _Dispatch, at: str, depth: int) -> Node:
         self._count(len(form.rules))
@@ -403,7 +406,9 @@ class _NodeBuilder:
             raise self._invalid("excludes is for the texts of arguments in another style than json", f"{at}/excludes")
         excludes = self._distinct(form.excludes)
         content = Content("json_schema", form.json_schema, f"{at}/json_schema", form.style, excludes)
-        return content if form.style == "json" or self._expand is None else self._expand(content)
+        if form.style == "json" or self._expand is None:
+            return content
+        return self._expand(content)
 
     def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
         return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
@@ -419,7 +424,8 @@ class _NodeBuilder:
         triggers: list[Text | Token]
         excludes: tuple[str, ...] = ()
         if isinstance(form, _TriggeredTags):
-            triggers, excludes = [*map(Text, form.triggers)], self._distinct(form.excludes)
+            triggers = [*map(Text, form.triggers)]
+            excludes = self._distinct(form.excludes)
         else:
             triggers = [*map(Token, form.trigger_tokens)]
         rules: dict[Text | Token, list[Node]] = {trigger: [] for trigger in triggers}
@@ -436,7 +442,9 @@ class _NodeBuilder:
         if not form.at_least_one:
             return dispatch
         first = self._either([Series((begin, rest)) for begin, rest in tags])
-        return first if form.stop_after_first else Series((first, dispatch))
+        if form.stop_after_first:
+            return first
+        return Series((first, dispatch))
 
     def _checked(self, dispatch: Dispatch, at: str) -> Dispatch:
         """Check that each trigger of `dispatch` can occur, and that a tag begins with it."""
@@ -461,7 +469,9 @@ class _NodeBuilder:
     def _either(self, options: Sequence[Node]) -> Node:
         distinct = tuple(dict.fromkeys(options))
         self._count(len(distinct))
-        return distinct[0] if len(distinct) == 1 else Either(distinct)
+        if len(distinct) == 1:
+            return distinct[0]
+        return Either(distinct)
 
     def _count(self, alternatives: int) -> None:
         self._alternatives += alternatives
@@ -486,7 +496,9 @@ def _convert(value: Any, kind: Any, at: str, param: str) -> Any:
 
 
 def _mark(mark: str | _Token) -> Text | Token:
-    return Text(mark) if isinstance(mark, str) else Token(mark.token)
+    if isinstance(mark, str):
+        return Text(mark)
+    return Token(mark.token)
 
 
 def _starts(begin: Text | Token, trigger: Text | Token) -> bool:

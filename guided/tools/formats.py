@@ -361,7 +361,9 @@ def as_format(constraint: Constraint) -> dict[str, Any]:
 
 def _answered(reasoning: ReasoningFormat | None, answer: dict[str, Any] | None) -> dict[str, Any]:
     answer = answer or {"type": "any_text", "excludes": [] if reasoning is None else [reasoning.begin]}
-    return _sequence(_literal(reasoning.answer), answer) if reasoning is not None and reasoning.answer else answer
+    if reasoning is not None and reasoning.answer:
+        return _sequence(_literal(reasoning.answer), answer)
+    return answer
 
 
 def _literal(text: str) -> dict[str, Any]:

@@ -81,7 +81,8 @@ class OutputParser:
             finished: whether the output has ended by itself. False if it was cut, for example by `max_tokens`: the
                 possible beginning of a mark at the end of a cut output belongs to no piece.
         """
-        self._output, self._finished = text, finished
+        self._output = text
+        self._finished = finished
         pieces = list(iter(self._steps.__next__, None))
         self.thoughts += "".join(piece.text for piece in pieces if piece.kind == "reasoning")
         return [piece for piece in pieces if self._shows_thoughts or piece.kind != "reasoning"]
@@ -193,9 +194,12 @@ class OutputParser:
 
     def _json(self) -> _Steps[None]:
         """Read the arguments of a call, a JSON object."""
-        depth, in_string, ended = 0, False, False
+        depth = 0
+        in_string = False
+        ended = False
         while True:
-            start, self._position = self._position, len(self._output)
+            start = self._position
+            self._position = len(self._output)
             for mark in _SIGNIFICANT.finditer(self._output, start):
                 if mark[0] == "\\" and not self._finished:  # the next character may be a quotation mark
                     self._position = mark.start()
@@ -204,7 +208,8 @@ class OutputParser:
                 elif not in_string:
                     depth += 1 if mark[0] in "{[" else -1
                     if depth == 0:
-                        self._position, ended = mark.end(), True
+                        self._position = mark.end()
+                        ended = True
                         break
             text = self._output[start : self._position]
             yield from [Piece("arguments", text, self.num_calls - 1)] if text else []
@@ -249,7 +254,8 @@ class OutputParser:
             longest = min(len(mark) - 1, end - self._position)
             held = next((size for size in range(longest, 0, -1) if self._output.endswith(mark[:size])), 0)
             end -= held
-        text, self._position = self._output[self._position : end], end + (len(mark) if place >= 0 else 0)
+        text = self._output[self._position : end]
+        self._position = end + (len(mark) if place >= 0 else 0)
         return text, place >= 0
 
 

@@ -67,7 +67,8 @@ class Answer(ABC):
 
     def token_logprobs(self, output: CompletionOutput, places: Iterable[int]) -> list[dict[str, Any]]:
         """Describe the tokens at `places` of an output with log-probabilities, and their most likely alternatives."""
-        top, described = self.job.params.logprobs or 0, []
+        top = self.job.params.logprobs or 0
+        described = []
         for place in places:
             row = (output.logprobs or ())[place]
             if row is not None:
@@ -82,7 +83,9 @@ class Answer(ABC):
 
     def written(self, token: int) -> str:
         """Return the text of a token for log-probabilities."""
-        return f"token_id:{token}" if self.job.reported.tokens_as_ids else self.context.texts.of(token)
+        if self.job.reported.tokens_as_ids:
+            return f"token_id:{token}"
+        return self.context.texts.of(token)
 
     def guided_info(
         self, requests: Sequence[RequestOutput] = (), outputs: Sequence[CompletionOutput] = ()
@@ -138,7 +141,9 @@ class ChoicesAnswer(Answer):
     def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
         """Build the parts of chunks for the text of `output` after its first `sent` characters."""
         text = output.text[sent:]
-        return [self.content(text)] if text else []
+        if text:
+            return [self.content(text)]
+        return []
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
         """Return why the choice ended. Called after the text of the choice was built."""
@@ -309,7 +314,8 @@ class PartsAnswer(Answer):
             continues = piece.kind in (self.open, "arguments", "input") and not is_call
             if not continues:
                 yield from self._close()
-                self.open, self.text = piece.kind, ""
+                self.open = piece.kind
+                self.text = ""
                 yield from self.begin(piece)
             if not is_call:
                 self.text += piece.text
@@ -352,7 +358,8 @@ class _TextTokens:
         """Yield the places of the tokens that spell the characters from `begin` to `end`, without the tokens of earlier
         parts."""
         while self._next < len(token_ids) and self._characters < end:
-            before, piece = self._characters, self._pieces[token_ids[self._next]]
+            before = self._characters
+            piece = self._pieces[token_ids[self._next]]
             self._characters += len(self._decoder.decode(piece))
             # A token may have only the first bytes of a character, and a special token may have no bytes.
             if piece and (before >= begin or self._characters > begin):

@@ -168,7 +168,9 @@ class _ChatAnswer(ChoicesAnswer):
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
         parser = self._parsers[index]
         called = parser.num_calls and parser.complete
-        return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
+        if called and output.finish_reason == "stop":
+            return "tool_calls"
+        return output.finish_reason
 
     def opening(self, index: int) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -194,11 +196,15 @@ class _FunctionsAnswer(_ChatAnswer):
 
     def delta(self, piece: Piece) -> dict[str, Any]:
         delta = super().delta(piece)
-        return {"function_call": delta["tool_calls"][0]["function"]} if "tool_calls" in delta else delta
+        if "tool_calls" in delta:
+            return {"function_call": delta["tool_calls"][0]["function"]}
+        return delta
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
         reason = super().finish_reason(index, output)
-        return "function_call" if reason == "tool_calls" else reason
+        if reason == "tool_calls":
+            return "function_call"
+        return reason
 
 
 class _CheckAnswer(_ChatAnswer):
@@ -206,6 +212,7 @@ class _CheckAnswer(_ChatAnswer):
 
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
         [first] = finished
-        prompt_tokens, seconds = len(first.prompt_token_ids), first.compile_seconds
+        prompt_tokens = len(first.prompt_token_ids)
+        seconds = first.compile_seconds
         checked = CheckedRequest(guided=self.guided, compile_seconds=seconds, prompt_tokens=prompt_tokens)
         return checked.model_dump_json(exclude_none=True).encode()

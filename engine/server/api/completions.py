@@ -79,7 +79,9 @@ class _TextAnswer(ChoicesAnswer):
 
     def opening(self, index: int) -> dict[str, Any] | None:
         text = self._echoed(index)
-        return self.content(text) if text else None
+        if text:
+            return self.content(text)
+        return None
 
     def content(self, text: str | None) -> dict[str, Any]:
         return {"text": text or ""}
@@ -109,4 +111,6 @@ class _TextAnswer(ChoicesAnswer):
 
     def _echoed(self, index: int) -> str:
         """Return the text of the choice's prompt if the request has `echo`, else an empty text."""
-        return self.job.echoed[index // self.job.params.n] if self.job.echoed else ""
+        if self.job.echoed:
+            return self.job.echoed[index // self.job.params.n]
+        return ""

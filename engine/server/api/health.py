@@ -44,9 +44,11 @@ async def health(response: Response, context: Context) -> Health:
         reason = f"the engine has died: {health.error}"
     elif not health.pool.healthy:
         reason = "no mask actor is up" + (f": {health.pool.trouble}" if health.pool.trouble else "")
-    pool, status = PoolHealth.model_validate(health.pool, from_attributes=True), _status(reason, response)
+    pool = PoolHealth.model_validate(health.pool, from_attributes=True)
+    status = _status(reason, response)
     if reason is None and health.pool.degraded is not None:
-        status, reason = "degraded", health.pool.degraded
+        status = "degraded"
+        reason = health.pool.degraded
     return Health(status=status, reason=reason, pool=pool)
 
 

@@ -79,7 +79,9 @@ class InputMessage(Body):
     @field_validator("content", mode="before", json_schema_input_type=str | list[Block])
     @classmethod
     def _as_blocks(cls, content: Any) -> Any:
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        return content
 
     def for_chat(self) -> Iterator[Message]:
         """Yield the messages of a chat, in which each result of a tool is a separate message."""
@@ -125,7 +127,9 @@ class ToolChoice(Body):
         """Return the `tool_choice` of a chat."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name or ""}}
-        return "required" if self.type == "any" else self.type
+        if self.type == "any":
+            return "required"
+        return self.type
 
 
 class ThinkingConfig(Body):
@@ -168,7 +172,8 @@ class CountTokensRequest(GenerationRequest):
     def as_chat(self, thinks: bool) -> ChatRequest:
         """Return the chat with the same meaning. `thinks`: the model has a thinking phase."""
         fields = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
-        config, choice = self.output_config or OutputConfig(), self.tool_choice or ToolChoice()
+        config = self.output_config or OutputConfig()
+        choice = self.tool_choice or ToolChoice()
         if (chosen := config.format or self.output_format) is not None:
             fields["response_format"] = chosen
         if self.stop_sequences is not None:
@@ -306,7 +311,8 @@ class _MessageAnswer(PartsAnswer):
 
     def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         [completion] = finished[0].outputs
-        reason, counted = self._stop_reason(completion), usage_of(finished)
+        reason = self._stop_reason(completion)
+        counted = usage_of(finished)
         cached = counted["prompt_tokens_details"]["cached_tokens"]
         return self._message(
             stop_reason=reason,
@@ -327,10 +333,14 @@ class _MessageAnswer(PartsAnswer):
 
     def _stop_reason(self, completion: CompletionOutput) -> str:
         if completion.finish_reason == "length":
-            return "model_context_window_exceeded" if self.job.params.max_tokens is None else "max_tokens"
+            if self.job.params.max_tokens is None:
+                return "model_context_window_exceeded"
+            return "max_tokens"
         if self.parser.num_calls and self.parser.complete:
             return "tool_use"
-        return "stop_sequence" if isinstance(completion.stop_reason, str) else "end_turn"
+        if isinstance(completion.stop_reason, str):
+            return "stop_sequence"
+        return "end_turn"
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Build an event about the last block."""

@@ -80,7 +80,8 @@ class OllamaRequest(ChatRequest):
             if thinks and not on:
                 self.max_reasoning_tokens = 0
         # Ollama's clients send no ids of calls. The results are in the order of the calls.
-        calls, results = count(), count()
+        calls = count()
+        results = count()
         for message in self.messages:
             for call in message.tool_calls or ():
                 call.id = call.id or f"call{next(calls):05}"

@@ -141,7 +141,9 @@ class ResponsesRequest(TurnRequest):
     @field_validator("input", mode="before", json_schema_input_type=str | list[InputItem])
     @classmethod
     def _as_items(cls, content: Any) -> Any:
-        return [{"role": "user", "content": content}] if isinstance(content, str) else content
+        if isinstance(content, str):
+            return [{"role": "user", "content": content}]
+        return content
 
     def as_chat(self) -> ChatRequest:
         """Return the chat with the same meaning."""
@@ -259,7 +261,8 @@ class _Kind(NamedTuple):
     """Field of the text in the item or its content part, and in the event that ends the text."""
 
 
-_TEXT, _THOUGHT = {"type": "output_text", "annotations": []}, {"type": "reasoning_text"}
+_TEXT = {"type": "output_text", "annotations": []}
+_THOUGHT = {"type": "reasoning_text"}
 _KINDS = {
     "text": _Kind({"type": "message", "role": "assistant"}, "msg", "response.output_text", _TEXT),
     "reasoning": _Kind({"type": "reasoning", "summary": []}, "rs", "response.reasoning_text", _THOUGHT),
@@ -312,7 +315,8 @@ class _ResponseAnswer(PartsAnswer):
         yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=logprobs)
 
     def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
-        kind, item = self._kind, self.parts[-1]
+        kind = self._kind
+        item = self.parts[-1]
         text = {kind.field: self.text}
         item["status"] = _status(completion)
         yield self._about_text(f"{kind.events}.done", **text, logprobs=self._logprobs)
@@ -327,7 +331,8 @@ class _ResponseAnswer(PartsAnswer):
 
     def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         [completion] = finished[0].outputs
-        status, counted = _status(completion), usage_of(finished)
+        status = _status(completion)
+        counted = usage_of(finished)
         usage = {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -371,4 +376,6 @@ class _ResponseAnswer(PartsAnswer):
 
 
 def _status(completion: CompletionOutput | None) -> str:
-    return "incomplete" if completion is not None and completion.finish_reason == "length" else "completed"
+    if completion is not None and completion.finish_reason == "length":
+        return "incomplete"
+    return "completed"

@@ -62,7 +62,9 @@ class BodyRoute(APIRoute):
                 body = parse(raw, request, body_type, context)
                 context.check_model(body.model)
                 answer = self.endpoint(body, request, context)
-                return answer if isinstance(answer, Response) else JSONResponse(answer.model_dump())
+                if isinstance(answer, Response):
+                    return answer
+                return JSONResponse(answer.model_dump())
 
             context.check_room(1)
             request.state.field_names = {"extra_args": "vllm_xargs"}
@@ -123,7 +125,10 @@ class JobResponse(Response):
         context: ServerContext,
     ) -> None:
         super().__init__()
-        self._make_answer, self._job, self._request, self._context = make_answer, job, request, context
+        self._make_answer = make_answer
+        self._job = job
+        self._request = request
+        self._context = context
         self._is_sent = False
         names = request.state.field_names
         request.state.ignored += [names.get(name, name) for name in job.ignored]
@@ -135,7 +140,8 @@ class JobResponse(Response):
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        work, watching = asyncio.create_task(self._run(scope, receive, send)), asyncio.create_task(watch())
+        work = asyncio.create_task(self._run(scope, receive, send))
+        watching = asyncio.create_task(watch())
         try:
             await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
             if self._is_sent or work.done():
@@ -149,7 +155,8 @@ class JobResponse(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job. If its constraint is refused, run `Job.relax` and try again."""
-        context, state = self._context, self._request.state
+        context = self._context
+        state = self._request.state
         while True:
             job = self._job
             try:

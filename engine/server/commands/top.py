@@ -101,14 +101,18 @@ def _numbers(before: Snapshot, now: Snapshot) -> Table:
 
     def growth(name: str) -> float:
         """Return by how much a counter has grown; 0 after a restart of the server."""
-        return max(0.0, now.total(name) - before.total(name)) if before.samples else 0.0
+        if before.samples:
+            return max(0.0, now.total(name) - before.total(name))
+        return 0.0
 
     def rate(name: str) -> str:
         return f"{growth(name) / (now.at - before.at):.1f}"
 
     def per_step(name: str) -> str:
         steps = growth("engine_steps_total")
-        return f"{1000 * growth(f'{name}_seconds_total') / steps:.2f} ms a step" if steps else "-"
+        if steps:
+            return f"{1000 * growth(f'{name}_seconds_total') / steps:.2f} ms a step"
+        return "-"
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for cells in (

@@ -184,7 +184,9 @@ class TextPart(Body):
 
 def joined(content: str | list[Any] | None) -> str:
     """Return a message's content as one string. Newlines join the parts."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content or ())
 
 
 class CalledFunction(Body):
@@ -336,13 +338,16 @@ class Tool(Body):
         if self.type == "custom":
             text = (self.function.format or InputFormat(type="text")).input_schema()
             schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-            self.function.parameters, self.function.strict = {**schema, "additionalProperties": False}, True
+            self.function.parameters = {**schema, "additionalProperties": False}
+            self.function.strict = True
         return self
 
     def input_grammar(self, syntax: str) -> str | None:
         """Return the grammar of a custom tool's input, if it has one in this syntax."""
         form = self.function.format if self.type == "custom" else None
-        return form.definition if form is not None and (form.type, form.syntax) == ("grammar", syntax) else None
+        if form is not None and (form.type, form.syntax) == ("grammar", syntax):
+            return form.definition
+        return None
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates."""
@@ -395,7 +400,8 @@ class PromptFields(TurnFields):
     @model_validator(mode="after")
     def _take_functions(self) -> Self:
         """Read the former fields `functions` and `function_call` as tools. Their answer has one call."""
-        functions, choice = self.functions or [], self.function_call
+        functions = self.functions or []
+        choice = self.function_call
         if not functions and choice is None:
             return self
         if self.tools:

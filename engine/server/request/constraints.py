@@ -23,7 +23,8 @@ _FORMAT_KINDS: dict[str, ConstraintKind] = {
     "structural_tag": "structural_tag",
 }
 """Type of a `response_format` -> the kind of the constraint that its fields hold."""
-_NO_WHITESPACE, _CLOSED = "disable-any-whitespace", "no-additional-properties"
+_NO_WHITESPACE = "disable-any-whitespace"
+_CLOSED = "no-additional-properties"
 _BACKEND_OPTIONS = ("no-fallback", _NO_WHITESPACE, _CLOSED)
 """vLLM's options after the name of a backend (`xgrammar:no-fallback,...`). A named backend is never replaced."""
 
@@ -40,7 +41,9 @@ class RequestedConstraint:
 
 def opens_objects(request: GenerationRequest, settings: ServerSettings) -> bool:
     """Return whether objects may have properties that their schema neither names nor excludes."""
-    return settings.open_objects if request.open_objects is None else request.open_objects
+    if request.open_objects is None:
+        return settings.open_objects
+    return request.open_objects
 
 
 def requested_constraint(request: GenerationRequest, settings: ServerSettings) -> RequestedConstraint:
@@ -75,7 +78,8 @@ def requested_constraint(request: GenerationRequest, settings: ServerSettings) -
 
 def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str, str, Sequence[str]]:
     """Return the backend, the field that names it, and the options after its name."""
-    older, given = request.guided_decoding_backend, request.backend
+    older = request.guided_decoding_backend
+    given = request.backend
     field = "backend" if older is None else "guided_decoding_backend"
     if None not in (older, given):
         raise InvalidRequest(f"backend and {field} are given: choose one", param=field)

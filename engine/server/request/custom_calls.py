@@ -39,8 +39,12 @@ class CustomCallParser(OutputParser):
 
     def _as_custom(self, piece: Piece) -> Piece | None:
         if piece.kind == "call":
-            self._is_raw, self._arguments, self._input = self._custom.get(piece.text), "", ""
-            return piece if self._is_raw is None else replace(piece, kind="custom")
+            self._is_raw = self._custom.get(piece.text)
+            self._arguments = ""
+            self._input = ""
+            if self._is_raw is None:
+                return piece
+            return replace(piece, kind="custom")
         if piece.kind != "arguments" or self._is_raw is None:
             return piece
         if self._is_raw:
@@ -50,4 +54,6 @@ class CustomCallParser(OutputParser):
         with suppress(ValueError):  # a lone surrogate
             self._input = from_json(self._arguments, allow_partial="trailing-strings").get("input", "")
         new = self._input[before:]
-        return replace(piece, kind="input", text=new) if new else None
+        if new:
+            return replace(piece, kind="input", text=new)
+        return None

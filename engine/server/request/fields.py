@@ -290,7 +290,9 @@ class FormatHolder(Body):
 
     @classmethod
     def hint(cls, name: str, thorough: bool = True) -> str | None:
-        return f"{cls.path}.format" if name == "type" or _field_of(name, ConstraintFields) else None
+        if name == "type" or _field_of(name, ConstraintFields):
+            return f"{cls.path}.format"
+        return None
 
 
 class StructuredOutputs(Body):

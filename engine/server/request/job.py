@@ -100,7 +100,9 @@ def sampling_params(
 
 def ignored_fields(request: ChoicesRequest, wanted: RequestedConstraint, form: OutputForm) -> list[str]:
     """Return the fields that have no effect on constrained text. Beside calls, `stop` still ends free text."""
-    return ["stop"] if request.stop and (form.kind == "tools" or not _has_free_text(wanted)) else []
+    if request.stop and (form.kind == "tools" or not _has_free_text(wanted)):
+        return ["stop"]
+    return []
 
 
 def _has_free_text(wanted: RequestedConstraint) -> bool:
@@ -216,7 +218,8 @@ def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str,
 
 def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) -> GuidedInfo | None:
     """Describe how a job is constrained. `field_names`: fields of the job -> their names in the request."""
-    constraint, backend = job.params.constraint, first.backend
+    constraint = job.params.constraint
+    backend = first.backend
     if constraint is None or backend is None:
         return None
 

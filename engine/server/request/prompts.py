@@ -21,7 +21,8 @@ _SAMPLE = "How many?"
 
 def encode_body(context: ServerContext, body: PromptFields, messages: Sequence[Message]) -> list[int]:
     """Tokenize the messages of a request, with the options of its body."""
-    continues, begins_answer = body.continue_final_message, body.add_generation_prompt
+    continues = body.continue_final_message
+    begins_answer = body.add_generation_prompt
     if continues and begins_answer:
         message = "continue_final_message and add_generation_prompt exclude each other: leave one of the two out"
         raise InvalidRequest(message, param="add_generation_prompt")
@@ -51,7 +52,8 @@ def encode_chat(
     unpredictable mark after its first character divides it, and the pieces between the marks are tokenized separately.
     (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
     """
-    tokenizer, limit = context.llm.tokenizer, context.max_characters
+    tokenizer = context.llm.tokenizer
+    limit = context.max_characters
     _check_template(tokenizer, variables or {})
     rendered = [message.for_template() for message in messages]
     if _takes_parts(tokenizer):
@@ -60,7 +62,8 @@ def encode_chat(
     functions = [tool.for_template() for tool in tools]
     _check_length(json.dumps(rendered, ensure_ascii=False), limit, "messages")
     _check_length(json.dumps(functions, ensure_ascii=False), limit, "tools")
-    begins, mark = _special_begins(tokenizer), f"<{uuid.uuid4().hex}>"
+    begins = _special_begins(tokenizer)
+    mark = f"<{uuid.uuid4().hex}>"
     try:
         text: str = tokenizer.apply_chat_template(
             _marked(rendered, begins, mark),
@@ -109,7 +112,9 @@ def _marked(value: Any, begins: re.Pattern[str], mark: str) -> Any:
         return {_marked(name, begins, mark): _marked(inner, begins, mark) for name, inner in value.items()}
     if isinstance(value, list):
         return [_marked(inner, begins, mark) for inner in value]
-    return begins.sub(lambda first: first[0] + mark, value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return begins.sub(lambda first: first[0] + mark, value)
+    return value
 
 
 @lru_cache(maxsize=8)

@@ -218,7 +218,9 @@ def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: Ser
     tail = context.decode(prompt[-32:]).rstrip()
     if tail.endswith(reasoning.begin.rstrip()):
         return "open"
-    return "no" if tail.endswith(reasoning.end) else "possible"
+    if tail.endswith(reasoning.end):
+        return "no"
+    return "possible"
 
 
 def _places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:

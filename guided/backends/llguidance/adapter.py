@@ -59,7 +59,9 @@ class LLGuidanceBackend(Backend):
         special: set[int] = set()
         if constraint.kind == "structural_tag":
             tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
-            source, special, checked = json.dumps(tag.source()), tag.special_token_ids, tag.checked
+            source = json.dumps(tag.source())
+            special = tag.special_token_ids
+            checked = tag.checked
         else:
             source, checked = self._source(constraint)
         grammar = self._grammar(constraint, source, frozenset(special))
@@ -212,7 +214,9 @@ class _Tokenizer:
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Encode a text that a grammar forces. Short texts are cached, because property names recur."""
-        return self._encode_short(text) if len(text) <= 64 else self._vocabulary.encode(text)
+        if len(text) <= 64:
+            return self._encode_short(text)
+        return self._vocabulary.encode(text)
 
 
 def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:

@@ -67,7 +67,9 @@ class LLGuidanceLowering(SchemaLowering):
 
     def part(self, schema: Schema) -> Schema:
         """Lower the schema of a property or an item, which may be false."""
-        return False if schema is False else self.lower(schema)
+        if schema is False:
+            return False
+        return self.lower(schema)
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         for value in numbers_in(values):
@@ -78,7 +80,8 @@ class LLGuidanceLowering(SchemaLowering):
         return {"enum": values}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+        least = int(schema.get("minLength", 0))
+        most = schema.get("maxLength")
         lowered = {"type": "string", **counts("minLength", least, "maxLength", None if most is None else int(most))}
         parts = [lowered]
         if schema.get("format") in _OWN_FORMATS:
@@ -87,7 +90,9 @@ class LLGuidanceLowering(SchemaLowering):
             parts.append({"pattern": self._pattern(schema, "format", FORMATS[schema["format"]])})
         if "pattern" in schema:
             parts.append({"pattern": self._pattern(schema, "pattern", schema["pattern"])})
-        return {"allOf": parts} if len(parts) > 2 else parts[0] | parts[-1]
+        if len(parts) > 2:
+            return {"allOf": parts}
+        return parts[0] | parts[-1]
 
     def _other_strings(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower the type string with `not`: to a pattern for the strings that `not` does not exclude."""
@@ -142,7 +147,8 @@ class LLGuidanceLowering(SchemaLowering):
         properties, patterns, rest = self._named(schema)
         patterns = self._apart(schema, properties, patterns)
         if self.distinct_names and properties and not patterns and rest is not False:
-            patterns, rest = {f"^(?:{regex.render(other_names(properties))})$": rest}, False
+            patterns = {f"^(?:{regex.render(other_names(properties))})$": rest}
+            rest = False
         lowered: dict[str, Any] = {"type": "object"}
         if properties:
             lowered["properties"] = {name: self.part(value) for name, value in properties.items()}
@@ -199,8 +205,10 @@ class LLGuidanceLowering(SchemaLowering):
 
         Otherwise there is an alternative for each choice of further properties.
         """
-        required, named = lowered.get("required", []), lowered.get("properties", {})
-        least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
+        required = lowered.get("required", [])
+        named = lowered.get("properties", {})
+        least = int(schema.get("minProperties", 0))
+        most = schema.get("maxProperties")
         missing = max(0, least - len(required))
         optional = [name for name, value in named.items() if value is not False and name not in required]
         room = len(optional) if most is None else int(most) - len(required)

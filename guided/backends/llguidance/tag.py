@@ -97,7 +97,8 @@ class TagGrammar:
             raise ConstraintTooLarge(f"the structural tag has more than {_MAX_PARTS} parts", param="structural_tag")
         if not items:
             return ""
-        first, rest = items[0], items[1:]
+        first = items[0]
+        rest = items[1:]
         if first is _AGAIN:
             return ""
         match first:
@@ -134,7 +135,8 @@ class TagGrammar:
         if len(options) == 1:
             return self._series((options[0], *rest))
         if rest and any(map(self._is_open, options)):
-            options, rest = [Series((option, *rest)) for option in options], ()
+            options = [Series((option, *rest)) for option in options]
+            rest = ()
         try:
             heads = [head for option in options for head in self._heads((option,))]
         except UnsupportedConstraint:  # one option begins with something other than a literal
@@ -185,7 +187,9 @@ class TagGrammar:
         if not heads:
             return last
         once = self._until(body, plain, heads)
-        return f"({once})* {last}" if loop else _any([once, last])
+        if loop:
+            return f"({once})* {last}"
+        return _any([once, last])
 
     def _until(self, body: str, plain: str, heads: Sequence[_Head]) -> str:
         """Return `body` up to a literal, or `plain` (which contains none of the literals) up to a token."""
@@ -213,7 +217,9 @@ class TagGrammar:
         heads = self._heads(rest) if rest else []
         names = self._special_in(head for head, _ in heads)
         body = self._lexeme(slashed(texts) + (f" & {_without(names)}" if names else ""))
-        return self._until(body, body, heads) if rest else body
+        if rest:
+            return self._until(body, body, heads)
+        return body
 
     def _texts(self, content: Content) -> regex.Node | None:
         with located(content, "structural_tag"):
@@ -229,7 +235,8 @@ class TagGrammar:
     def _heads(self, items: _Items) -> list[_Head]:
         """Return the alternatives with which `items` can begin: only with a literal or a token."""
         if items:
-            first, rest = items[0], items[1:]
+            first = items[0]
+            rest = items[1:]
             match first:
                 case Series(inner):
                     return self._heads((*inner, *rest))
@@ -278,11 +285,15 @@ class TagGrammar:
 def _order(head: _Head) -> tuple[int, str, str]:
     """Return a sort key: tokens first. The first two elements are equal for literals that begin alike."""
     mark = head[0]
-    return (0, str(mark.token), "") if isinstance(mark, Token) else (1, mark.text[:1], mark.text)
+    if isinstance(mark, Token):
+        return (0, str(mark.token), "")
+    return (1, mark.text[:1], mark.text)
 
 
 def _literal(text: str) -> str:
-    return slashed(regex.literal(text)) if text else ""
+    if text:
+        return slashed(regex.literal(text))
+    return ""
 
 
 def _without(strings: Iterable[str]) -> str:

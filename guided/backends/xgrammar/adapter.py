@@ -315,4 +315,6 @@ def _unfinished(text: bytes) -> bytes | None:
         _, length = codecs.utf_8_decode(text, "strict", False)
     except UnicodeDecodeError:
         return None
-    return None if _SURROGATE.search(text) else text[length:]
+    if _SURROGATE.search(text):
+        return None
+    return text[length:]

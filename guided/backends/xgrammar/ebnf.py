@@ -32,7 +32,9 @@ def ebnf(node: Node) -> str:
             parts += [_class([one]) + "{1}" for one in joined if one[1] >= 0x80]
             return "(" + " | ".join(filter(None, parts)) + ")"
         case Concatenation(items):
-            return f"({' '.join(map(ebnf, items))})" if items else '""'
+            if items:
+                return f"({' '.join(map(ebnf, items))})"
+            return '""'
         case Choice(options):
             return f"({' | '.join(map(ebnf, options))})"
         case Repeat(item, 0, 1):
@@ -45,7 +47,9 @@ def ebnf(node: Node) -> str:
 
 
 def _class(ranges: Ranges | list[tuple[int, int]]) -> str:
-    return "[" + "".join(_range(low, high) for low, high in ranges) + "]" if ranges else ""
+    if ranges:
+        return "[" + "".join(_range(low, high) for low, high in ranges) + "]"
+    return ""
 
 
 def _range(low: int, high: int) -> str:
@@ -76,6 +80,8 @@ def gbnf(text: str) -> str:
         if found["chars"] == ".":
             return ebnf(Chars(regex.UNIVERSE)) + (found["repeated"] or "")
         node = parse(found["chars"], param="grammar")
-        return found[0] if found["repeated"] else ebnf(node)
+        if found["repeated"]:
+            return found[0]
+        return ebnf(node)
 
     return exact(_GBNF_TOKEN.sub(rewritten, text))

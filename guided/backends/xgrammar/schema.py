@@ -50,7 +50,8 @@ class XGrammarLowering(SchemaLowering):
         return {"enum": values}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+        least = int(schema.get("minLength", 0))
+        most = schema.get("maxLength")
         most = int(most) if most is not None and most < _COUNT else None
         if "pattern" in schema and "format" in schema:
             raise self.refusal(schema, "pattern", " next to 'format'")
@@ -107,7 +108,8 @@ class XGrammarLowering(SchemaLowering):
         return lowered | counts("minItems", least, "maxItems", most)
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
-        required, rest = schema.get("required", []), schema.get("additionalProperties", True)
+        required = schema.get("required", [])
+        rest = schema.get("additionalProperties", True)
         for keyword in ("patternProperties", "propertyNames", "maxProperties"):
             if keyword in schema:
                 raise self.refusal(schema, keyword)

@@ -52,7 +52,8 @@ class TagFormat:
         """Return the formats of `items` in order."""
         if not items:
             return []
-        first, rest = items[0], items[1:]
+        first = items[0]
+        rest = items[1:]
         match first:
             case Series(inner):
                 return self._series((*inner, *rest))
@@ -86,7 +87,9 @@ class TagFormat:
         return self._sequence(self._series((node,)))
 
     def _sequence(self, formats: list[dict[str, Any]]) -> dict[str, Any]:
-        return formats[0] if len(formats) == 1 else {"type": "sequence", "elements": formats}
+        if len(formats) == 1:
+            return formats[0]
+        return {"type": "sequence", "elements": formats}
 
     def _until(self, text: dict[str, Any], rest: _Items) -> list[dict[str, Any]]:
         """Return free text that ends at the literals after it, as the content of a tag."""
@@ -101,7 +104,9 @@ class TagFormat:
         return [{"type": "tag", "begin": "", "content": text, "end": ends}, *self._series(rest[1:])]
 
     def _literal(self, text: str) -> list[dict[str, Any]]:
-        return [{"type": "const_string", "value": self._plain(Text(text))}] if text else []
+        if text:
+            return [{"type": "const_string", "value": self._plain(Text(text))}]
+        return []
 
     def _plain(self, node: Node) -> str:
         if not isinstance(node, Text):

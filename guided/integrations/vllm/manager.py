@@ -180,7 +180,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if request.request_id not in self._guided:
             return spec_tokens
         # Draft tokens of a late request follow a token that was discarded.
-        return [] if request.request_id in self.late else list(strip_speculative_padding(spec_tokens))
+        if request.request_id in self.late:
+            return []
+        return list(strip_speculative_padding(spec_tokens))
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
         """Add sampled tokens to a request's output. Returns False, which ends the request, if a mask forbids one."""

@@ -167,7 +167,8 @@ class Masker:
 
     def _sequence(self, row: GuidedRow) -> GuidedSequence:
         """Return the sequence of a row, with its current tokens."""
-        request, drafts = row.request, row.drafts
+        request = row.request
+        drafts = row.drafts
         while len(request.sequences) <= drafts:
             request.sequences.append(GuidedSequence(request.request_id, next(self._sequence_ids), row.token_ids))
         sequence = request.sequences[drafts]
